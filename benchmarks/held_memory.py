@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _gpt import backward, build_model, micro_batches
 from _measure import run_on_ranks
 
-from core.diagnostics.memory_table import memory_by_category
+from core.diagnostics.out_of_memory import memory_by_category
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 __getattr__ = absent_names(
     __name__,
     {
-        "inference": "models here train; export weights with core.training.pretrained, and serve these",
+        "inference": "models here train; export weights with examples/gpt/convert.py, and serve these",
         "inference_params": "models here train, and keep no keys and values",
         "fusions": "torch's own kernels and torch.compile fuse; layers call them",
         "extensions": "Transformer Engine is not used; layer specs are get_gpt_layer_local_spec",
@@ -19,7 +19,7 @@ __getattr__ = absent_names(
         "fp4_utils": "parameters are fp32, fp16 or bf16",
         "quantization": "parameters are fp32, fp16 or bf16",
         "post_training": "models here are trained, not distilled or quantised",
-        "export": "use core.training.pretrained, which writes Hugging Face checkpoints",
+        "export": "use core.models.gpt.hugging_face, which writes Hugging Face checkpoints",
         "resharding": "core.dist_checkpointing loads a checkpoint under any layout",
         "ssm": "models here are transformers; core.models.gpt",
         "packed_seq_params": "give the model's forward document_starts",

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 def all_gather_single(
     output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Gathers every rank's `input_` into `output`, along dim 0; torch before 2.13 has another name for it."""
+    """Gathers every rank's `input_` into `output`, along dim 0. Torch before 2.13 has another name for it."""
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     work: dist.Work | None = gather(output, input_, group=group, async_op=async_op)
     return work
@@ -30,7 +30,7 @@ def reduce_scatter_single(
     async_op: bool = False,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
-    """Reduces `input_` over ranks; each rank keeps its part of dim 0. See :func:`all_gather_single`."""
+    """Reduces `input_` over ranks. Each rank keeps its part of dim 0. See :func:`all_gather_single`."""
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
     return work
@@ -45,7 +45,7 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 
 def num_groups_of_this_rank() -> int:
     """Returns the number of process groups of this rank, which torch puts into names of groups made by their members
-    alone; with another number there the members would wait for each other."""
+    alone: with another number there the members would wait for each other."""
     return len(vars(dist.distributed_c10d)["_world"].pg_names)
 
 
@@ -106,7 +106,7 @@ NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """Returns the unique number of the running backward; `NO_BACKWARD` outside of any."""
+    """Returns the unique number of the running backward, or `NO_BACKWARD` outside of any."""
     return torch._C._current_graph_task_id()
 
 
@@ -133,7 +133,7 @@ def forget_sharding_decisions() -> None:
 
 
 def group_time_limit(group: dist.ProcessGroup) -> timedelta:
-    """Returns how long a backend lets a collective of a group take; torch's default where it does not say."""
+    """Returns how long a backend lets a collective of a group take, or torch's default where it does not say."""
     for kind in ("cuda", "cpu"):
         try:
             limit = group._get_backend(torch.device(kind)).options._timeout
@@ -145,7 +145,7 @@ def group_time_limit(group: dist.ProcessGroup) -> timedelta:
 
 
 def flight_recorder() -> list[dict[str, Any]]:
-    """Returns torch's record of this process's collectives, the oldest first; empty if the build or backend has none.
+    """Returns torch's record of this process's collectives, the oldest first. Some builds and backends have none.
 
     NCCL records `TORCH_FR_BUFFER_SIZE` entries (`TORCH_NCCL_TRACE_BUFFER_SIZE` before 2.10); gloo has a record from
     2.9 on. Each entry has ``profiling_name``, ``collective_seq_id`` and ``state``.
@@ -193,13 +193,13 @@ _REMEDIES = {
 
 
 def compiler_cause(error: BaseException) -> BaseException:
-    """Returns the error that the compiler met, out of the one that torch raises around it; else the error itself."""
+    """Returns the error that the compiler met, out of the one that torch raises around it, or the error itself."""
     cause: BaseException = getattr(error, "inner_exception", error)
     return cause
 
 
 def missing_compiler(error: BaseException) -> tuple[str, str] | None:
-    """Returns what torch says and what to do, if an error means that torch cannot compile here at all; else None."""
+    """Returns what torch says and what to do, if an error means that torch cannot compile here at all, else None."""
     cause = compiler_cause(error)
     remedy = _REMEDIES.get(type(cause).__name__)
     return None if remedy is None else (str(cause).splitlines()[0], remedy)

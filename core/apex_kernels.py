@@ -10,12 +10,11 @@ import importlib
 import os
 from typing import Any
 
-from .errors import ConfigError
-from .warn import warn_once
+from .errors import ConfigError, warn_once
 
 
 def apex_module(name: str, kernels: str, *functions: str) -> Any | None:
-    """Returns a module of apex; None unless it is asked for.
+    """Returns a module of apex where it is asked for, else None.
 
     Args:
         name: of the module, for example ``apex.optimizers``.
@@ -25,10 +24,10 @@ def apex_module(name: str, kernels: str, *functions: str) -> Any | None:
     Raises:
         ConfigError: it is asked for, and not there.
     """
-    asked = os.environ.get("SHARDSTACK_APEX", "0")
-    if asked not in ("0", "1"):
-        raise ConfigError(f"SHARDSTACK_APEX is {asked!r}; it takes 1 or 0")
-    if asked == "0":
+    setting = os.environ.get("SHARDSTACK_APEX", "0")
+    if setting not in ("0", "1"):
+        raise ConfigError(f"SHARDSTACK_APEX is {setting!r}; it takes 1 or 0")
+    if setting == "0":
         return None
     try:
         importlib.import_module(kernels)

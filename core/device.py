@@ -29,14 +29,14 @@ def device_type() -> str:
     """Returns ``"cuda"`` or ``"cpu"``: the device of this process's parameters, activations and collectives."""
     if dist.is_available() and dist.is_initialized():
         return "cuda" if "nccl" in dist.get_backend_config() else "cpu"  # get_backend() may say "undefined"
-    asked = os.environ.get("SHARDSTACK_DEVICE")
-    if asked is None:
+    requested = os.environ.get("SHARDSTACK_DEVICE")
+    if requested is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked not in _BACKENDS:
-        raise ConfigError(f"SHARDSTACK_DEVICE is {asked!r}; it takes one of {sorted(_BACKENDS)}")
-    if asked == "cuda" and not torch.cuda.is_available():
+    if requested not in _BACKENDS:
+        raise ConfigError(f"SHARDSTACK_DEVICE is {requested!r}; it takes one of {sorted(_BACKENDS)}")
+    if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("SHARDSTACK_DEVICE is 'cuda', but torch sees no GPU; unset it, or set it to 'cpu'")
-    return asked
+    return requested
 
 
 def current_device() -> torch.device:
@@ -83,7 +83,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
 
 
 def set_backend_defaults() -> None:
-    """Sets, for groups that connect from now on, what the environment leaves open; on CPU does nothing.
+    """Sets, for groups that connect from now on, what the environment leaves open. On CPU does nothing.
 
     NCCL starts collectives of several groups on the device in the host's order (since 2.26). Ranks whose devices start
     two of them in different orders may wait for each other.

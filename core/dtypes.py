@@ -37,13 +37,13 @@ DTYPE_NAMES = tuple(_BY_NAME)
 
 
 def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtype | None:
-    """Returns the floating-point dtype of a name such as ``"bf16"`` or ``"bfloat16"``; returns dtypes and None as they
+    """Returns the floating-point dtype of a name such as ``"bf16"`` or ``"bfloat16"``. Returns dtypes and None as they
     are.
 
     Raises:
         ParallelConfigError: the name is unknown, or the dtype is not floating point.
     """
-    found = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
-    if found in SHORT_NAMES or name is None:
-        return found
+    dtype = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
+    if dtype in SHORT_NAMES or name is None:
+        return dtype
     raise ParallelConfigError(f"{field} is {name!r}; it takes one of {', '.join(DTYPE_NAMES)}")

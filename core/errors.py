@@ -1,4 +1,4 @@
-"""All exceptions of this library.
+"""All exceptions of this library, and warnings, once per message.
 
     ShardstackError
     ├── ConfigError (ValueError)               a setting that cannot be honoured
@@ -18,6 +18,9 @@ Each message says what was asked, what was found, and what to do. The command li
 status 2, or 3 if it ended a run that had begun. Other exceptions are bugs and keep their traceback, as do
 OutOfStepError and MemoryLimitError, which occur only in a run.
 """
+
+import functools
+import warnings
 
 
 class ShardstackError(Exception):
@@ -69,7 +72,7 @@ class OutOfStepError(ShardstackError, RuntimeError):
 
 
 class MemoryLimitError(ShardstackError, RuntimeError):
-    """An allocation failed; the message says where the memory is.
+    """An allocation failed. The message says where the memory is.
 
     The error is also a `torch.OutOfMemoryError` or `MemoryError`, as torch or Python raised it, so that code that
     catches those still works.
@@ -81,7 +84,14 @@ class CheckpointError(ShardstackError, RuntimeError):
 
 
 class MissingExtraError(ShardstackError, ImportError):
-    """An optional dependency is not installed; the message names the extra that installs it."""
+    """An optional dependency is not installed. The message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r}: pip install 'shardstack[{extra}]'")
+
+
+# Remembers every message as long as the process lives; tests call `warn_once.cache_clear()`.
+@functools.cache
+def warn_once(message: str, *, stacklevel: int = 3) -> None:
+    """Warns at the first call with this message. `stacklevel` is that of `warnings.warn`."""
+    warnings.warn(message, stacklevel=stacklevel)

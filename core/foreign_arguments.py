@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from .errors import ConfigError, ParallelConfigError
-from .warn import warn_once
+from .errors import ConfigError, ParallelConfigError, warn_once
 
 
 def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arguments: tuple[Any, Any, str]) -> None:
@@ -33,7 +32,7 @@ def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arg
 
 
 def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
-    """Warns once about arguments that were given and are not used; names them.
+    """Warns once about arguments that were given and are not used. Names them.
 
     Args:
         caller: the function that was called.

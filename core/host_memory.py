@@ -28,7 +28,7 @@ def host_pages(num_bytes: int) -> Tensor:
 
 
 def total_bytes() -> int:
-    """Returns the total memory of the machine in bytes; if it is unknown, a number that exceeds any machine's."""
+    """Returns the total memory of the machine in bytes, or if it is unknown a number that exceeds any machine's."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
@@ -39,7 +39,7 @@ which restores it, on one thread; every thread reads it."""
 
 
 def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns `[numel]` uninitialised elements; on the CPU they return to the system with their last reference.
+    """Returns `[numel]` uninitialised elements. On the CPU they return to the system with their last reference.
 
     The C allocator keeps freed blocks of up to 32 MiB between other allocations, from any thread, and the resulting
     fragmentation raises a process's peak. On an accelerator torch's allocator reuses memory.

@@ -27,7 +27,7 @@ def rank_counts(num_micro_batches: int) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatchTree:
-    """The part of the tree that a rank adds up; `count` is its number of micro-batches in a step.
+    """The part of the tree that a rank adds up. `count` is its number of micro-batches in a step.
 
     Raises:
         ValueError: the number of ranks is no power of two.
@@ -54,8 +54,9 @@ class MicroBatchTree:
         return number == count - 1 or (self.interleaves and (number + 1) % odd_part(count) == 0)
 
     def additions(self, number: int, count: int) -> int | None:
-        """Returns how many partial sums are added to the current sum when it is set aside before micro-batch `number`;
-        None if it is not set aside.
+        """Returns how many partial sums are added to the current sum when it is set aside before a micro-batch.
+
+        None if it is not set aside before micro-batch `number`.
 
         The current sum is the one accumulated in place: of micro-batches' gradients, or of shards if `interleaves`.
         Partial sums behave like the digits of a binary counter.
@@ -71,7 +72,7 @@ class MicroBatchTree:
         return (count // self._run(count)).bit_length() - 1
 
     def _run(self, count: int) -> int:
-        """Micro-batches that add up in place: a chunk; or two neighbours, where each is one value."""
+        """Micro-batches that add up in place: a chunk, or two neighbours, where each is one value."""
         odd = odd_part(count)
         pairs = 2 if count > odd else 1
         if self.interleaves:

@@ -73,7 +73,7 @@ _FOREIGN = ForeignFields(
 @takes_foreign_fields(_FOREIGN)
 @dataclass(kw_only=True)
 class ModelParallelConfig:
-    """Degrees and precision of a model-parallel run; field names are Megatron-LM's.
+    """Degrees and precision of a model-parallel run. Field names are Megatron-LM's.
 
     Megatron-LM's other fields must have their defaults if they would change what is computed; others are ignored with
     a warning.

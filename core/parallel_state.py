@@ -1,4 +1,4 @@
-"""Megatron-LM's getters of process groups; all groups are made at once.
+"""Megatron-LM's getters of process groups. All groups are made at once.
 
 `initialize_model_parallel` divides the world along the named axes of a grid and stores the result as one immutable
 state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
@@ -32,7 +32,7 @@ def is_initialized() -> bool:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns whether the groups exist; all of them are made at once."""
+    """Returns whether the groups exist. All of them are made at once."""
     return is_initialized()
 
 
@@ -117,7 +117,7 @@ get_inter_distributed_optimizer_instance_group = group_getter(
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Returns the replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer
+    """Returns the replicas of this rank's part of the model. `partial_data_parallel`: those within one optimizer
     instance.
 
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
@@ -176,7 +176,7 @@ def get_expert_tensor_model_pipeline_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Returns the replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer
+    """Returns the replicas of this rank's experts. `partial_expert_data_parallel`: those within one optimizer
     instance."""
     return current.process_group("expert_dp_shard" if partial_expert_data_parallel else "expert_dp", check_initialized)
 

@@ -26,7 +26,7 @@ _VIEW = "pending_view"
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
-    """Returns whether the class is `nn.Parameter` itself; a subclass may depend on its class, so it is left alone."""
+    """Returns whether the class is `nn.Parameter` itself. A subclass may depend on its class, so it is left alone."""
     return type(param) is nn.Parameter
 
 
@@ -70,7 +70,7 @@ class _PendingParameter(nn.Parameter):
 
 
 def set_pending_view(param: nn.Parameter, view: Callable[[], Tensor]) -> None:
-    """Makes a pending parameter's ``detach()`` and ``data`` return ``view()``; they and its address do not wait."""
+    """Makes a pending parameter's ``detach()`` and ``data`` return ``view()``. They and its address do not wait."""
     setattr(param, _VIEW, view)
 
 

@@ -16,7 +16,7 @@ Group = ProcessGroup | None
 
 @dataclass(init=False, repr=False)
 class ProcessGroupCollection:
-    """Process groups by Megatron-LM's names; one that was not set is None.
+    """Process groups by Megatron-LM's names. One that was not set is None.
 
         groups = ProcessGroupCollection(tp=tp_group)
         groups.dp_cp = replicas
@@ -91,7 +91,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Returns the groups of `core.parallel_state`, all or only those named; None for groups that it does not have.
+        """Returns the groups of `core.parallel_state`, all or only those named. Those that it lacks are None.
 
         Raises:
             ParallelConfigError: a name does not exist.
@@ -99,7 +99,7 @@ class ProcessGroupCollection:
         """
         ps = parallel_state
         # Raises for the first group if nothing is initialised.
-        found: dict[str, Group] = {
+        groups: dict[str, Group] = {
             "dp": ps.get_data_parallel_group(),
             "dp_cp": ps.get_data_parallel_group(with_context_parallel=True),
             "intra_dp_cp": ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
@@ -120,12 +120,12 @@ class ProcessGroupCollection:
             "inter_dist_opt": ps.get_inter_distributed_optimizer_instance_group(),
             "intra_dist_opt": ps.get_intra_distributed_optimizer_instance_group(),
         }
-        found["dp_cp_gtp_remat"] = found["dp_cp"]
-        found["expt_dp_gtp_remat"] = found["expt_dp"]
-        found["tp_ep_pp_with_egtp_remat"] = found["tp_ep_pp"]
+        groups["dp_cp_gtp_remat"] = groups["dp_cp"]
+        groups["expt_dp_gtp_remat"] = groups["expt_dp"]
+        groups["tp_ep_pp_with_egtp_remat"] = groups["tp_ep_pp"]
         names = [entry.name for entry in fields(cls)] if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
-        return cls(**{name: found.get(name) for name in names})
+        return cls(**{name: groups.get(name) for name in names})
 
 
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:

@@ -17,7 +17,7 @@ def out_of_range(
     most: float = math.inf,
     takes: str = "",
 ) -> Iterator[str]:
-    """Yields a message for each attribute of `settings` that is not in a range; None is in every range, NaN in none.
+    """Yields a message for each attribute of `settings` that is not in a range. None is in every range, NaN in none.
 
     Args:
         least, most: inclusive bounds.
@@ -41,7 +41,7 @@ def check_range(
 
 
 def out_of_choices(settings: object, optional: bool = False, /, **choices: Sequence[str]) -> Iterator[str]:
-    """Yields a message for each named attribute of `settings` that is none of its choices; `optional` adds None."""
+    """Yields a message for each named attribute of `settings` that is none of its choices. `optional` adds None."""
     for name, taken in choices.items():
         value = getattr(settings, name)
         if value not in taken and not (optional and value is None):
@@ -50,7 +50,7 @@ def out_of_choices(settings: object, optional: bool = False, /, **choices: Seque
 
 
 def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:
-    """Raises `error` for the first of named sizes that is below one; the message begins with `caller`, if given."""
+    """Raises `error` for the first of named sizes that is below one. The message begins with `caller`, if given."""
     for name, size in sizes.items():
         if size < 1:
             raise error(f"{f'{caller}: ' if caller else ''}{name} is {size}; it takes a positive number")

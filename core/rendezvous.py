@@ -32,7 +32,7 @@ _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 
 def set_launcher_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in a
-    task of ``srun``; those that are set already stay.
+    task of ``srun``. Those that are set already stay.
 
     Does nothing elsewhere, and where another launcher has set ``RANK``: ``torchrun`` in a task of ``srun``.
 
@@ -42,7 +42,7 @@ def set_launcher_variables(environment: MutableMapping[str, str] = os.environ) -
     if "RANK" in environment or "SLURM_PROCID" not in environment or not any(name in environment for name in _STEP):
         return
     num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    found = {
+    variables = {
         "RANK": _number(environment, "SLURM_PROCID"),
         "WORLD_SIZE": num_tasks,
         "LOCAL_RANK": _number(environment, "SLURM_LOCALID"),
@@ -50,7 +50,7 @@ def set_launcher_variables(environment: MutableMapping[str, str] = os.environ) -
         "MASTER_ADDR": first_host(_text(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")),
         "MASTER_PORT": _port(environment),
     }
-    for name, value in found.items():
+    for name, value in variables.items():
         environment.setdefault(name, str(value))
 
 

@@ -24,7 +24,7 @@ def readable_bytes(num_bytes: float) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Formats ranks as ``rank 3`` or ``ranks 0, 1, 3``; of many, the first few and the number of the rest."""
+    """Formats ranks as ``rank 3`` or ``ranks 0, 1, 3``, or of many the first few and the number of the rest."""
     shown = ", ".join(map(str, ranks[:_NUM_LISTED]))
     more = f" and {len(ranks) - _NUM_LISTED} more" if len(ranks) > _NUM_LISTED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
@@ -36,7 +36,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def choices(value: str, known: Iterable[str]) -> str:
-    """Says which values are allowed instead of `value`: ``it takes one of a, b``; suggests a similar one first."""
+    """Says which values are allowed instead of `value`: ``it takes one of a, b``. Suggests a similar one first."""
     names = list(dict.fromkeys(known))
     near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
     nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")
@@ -59,7 +59,7 @@ def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[
 
 
 def _counted_part(name: str, following: str) -> int | None:
-    """Returns which part of the names is a number that goes up by one; None if the names differ in another way."""
+    """Returns which part of the names is a number that goes up by one, or None if the names differ in another way."""
     a, b = name.split("."), following.split(".")
     differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
     if len(a) != len(b) or len(differing) != 1:

@@ -103,7 +103,9 @@ __getattr__ = absent_names(
         ),
         **dict.fromkeys(["get_torch_version", "is_torch_min_version"], "compare torch.__version__"),
         **dict.fromkeys(["divide", "ensure_divisibility", "round_up_to_nearest_multiple"], "use % and //"),
-        **dict.fromkeys(["init_method_normal", "scaled_init_method_normal"], "use core.transformer.initializers"),
+        **dict.fromkeys(
+            ["init_method_normal", "scaled_init_method_normal"], "use core.transformer.transformer_config"
+        ),
         "get_tensor_model_parallel_group_if_none": "core.parallel_state.get_tensor_model_parallel_group(False)",
         "get_model_type": "get_attr_wrapped_model(model, 'model_type')",
         "StragglerDetector": "core.training's log has the time of each step",

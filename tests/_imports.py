@@ -18,11 +18,11 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.utils.tensorboard
 
-import core.dist_checkpointing.foreign
+import core.dist_checkpointing.foreign_layout
 import core.distributed
 import core.models.gpt.hugging_face
 import core.optimizer
-import core.training.arguments
+import core.training.config.arguments
 import core.training.initialize
 import core.training.launch.entry
 import core.training.loop
@@ -31,7 +31,7 @@ import core.verify
 
 # The documentation of flags, which is read from source code, and the fonts of a picture.
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters", "lr")
-core.training.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
+core.training.config.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
 matplotlib.figure.Figure().subplots().figure.savefig(io.BytesIO())
 
 gc.freeze()  # half a million objects, at which no collection in a fork has to look again

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from .. import device
 from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel
 from ..distributed.groups import whole_group
-from ..errors import ConfigError
+from ..errors import ConfigError, warn_once
 from ..text import choices
-from ..warn import warn_once
 from .bridge.meshes import data_parallel_mesh
 from .bridge.wrapping import Replicas, wrap_for_trainer
 

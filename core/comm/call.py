@@ -34,19 +34,13 @@ through `explain_failures_with`; it is never cleared."""
 
 
 def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
-    """Sets the function that is called with an error raised in a collective; it raises a better error, or returns."""
+    """Sets the function that is called with an error raised in a collective. It raises a better error, or returns."""
     _EXPLAIN[:] = [explain]
 
 
 class Collective:
-    """One call of a collective. Enter it around the call, or `run` the call where it may return work to wait for;
-    call `explain` if it fails elsewhere.
-
-    Attributes:
-        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-        what: its payload as messages name it, for example a unit or a bucket.
-        occurrence: calls of this kind and payload in the group so far, this one included.
-        number: calls of any kind in the group so far, this one included.
+    """One call of a collective. Enter it around the call, or `run` the call where it may return work to wait for.
+    Call `explain` if it fails elsewhere.
     """
 
     __slots__ = (
@@ -55,9 +49,12 @@ class Collective:
     )
 
     def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
+        # Fixed: the group's record, the kind ("all-gather", "reduce-scatter", ...), the payload as messages name it (a
+        # unit, a bucket), and its bytes, 0 if messages should give no size.
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
         # Whether the payload is on an accelerator, so that the call runs there after it has returned; fixed.
         self.on_device = on_device
+        # Calls in the group so far, this one included: of any kind, and of this kind and payload; fixed.
         self.number, self.occurrence = record.count(kind, what)
         # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time of a
         # message.
@@ -73,7 +70,7 @@ class Collective:
         self.event: streams.Event | None = None
 
     def ended(self) -> None:
-        """Records that the result is in memory; on an accelerator, that the call is enqueued on the current
+        """Records that the result is in memory, or on an accelerator that the call is enqueued on the current
         stream."""
         if self.on_device:
             self.event = streams.record_event()
@@ -81,12 +78,12 @@ class Collective:
 
     @property
     def is_over(self) -> bool:
-        """Whether the result is in memory, on an accelerator too; waits for nothing."""
+        """Whether the result is in memory, on an accelerator too. Waits for nothing."""
         return self.ended_at is not None and (self.event is None or self.event.query())
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the call neither has its result nor failed; waits for nothing."""
+        """Whether the call neither has its result nor failed. Waits for nothing."""
         return not self.has_failed and not self.is_over
 
     def __enter__(self) -> Collective:
@@ -101,7 +98,7 @@ class Collective:
             self.explain(error)
 
     def run(self, start: Callable[[], dist.Work | None]) -> dist.Work | None:
-        """Calls the collective; where `start` returns work, the call ends when the returned work is waited for."""
+        """Calls the collective. Where `start` returns work, the call ends when the returned work is waited for."""
         _thread.entered.append(self)
         try:
             work = start()
@@ -116,7 +113,7 @@ class Collective:
         return None
 
     def explain(self, error: BaseException) -> None:
-        """Explains an error that this collective raised; returns if ranks out of step are not its cause.
+        """Explains an error that this collective raised. Returns if ranks out of step are not its cause.
 
         Raises:
             OutOfStepError: from `error`.
@@ -211,6 +208,7 @@ class _ThreadState(threading.local):
         self.entered: list[Collective] = []
 
 
+# Each thread has its own state in it.
 _thread = _ThreadState()
 UNRECORDED = _Unrecorded()
 """The one for all calls that are not recorded."""

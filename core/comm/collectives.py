@@ -1,12 +1,18 @@
-"""Reduce-scatter, all-gather and all-reduce on flat buffers, by the fastest way of each backend.
+"""Collectives, each recorded (`record`) under the name ``what``, and the memory that they read and write.
 
-NCCL's collectives are called as they are. Under gloo ranks exchange pieces directly (`gloo`). Every function records
-itself (`record`) under the name ``what``, and returns when the result may be used: on CPU when it is in memory, on
-CUDA when the current stream waits for it. `lane` runs any of them while the rank computes. Buffers are 1-D and
-contiguous.
+`reduce_scatter`, `all_gather` and `all_reduce` take flat buffers, 1-D and contiguous, and the fastest way of each
+backend: NCCL's collectives are called as they are, and under gloo ranks exchange pieces directly (`gloo`). They return
+when the result may be used: on CPU when it is in memory, on CUDA when the current stream waits for it. `lane` runs any
+of them while the rank computes.
+
+Functions ``*_by_backend`` are torch's collectives on tensors of any shape: activations, batches and a few numbers.
+With `async_op` they return at once, and the result may be used after ``wait()``. While a graph is compiled nothing of
+them is recorded: the graph would have to break for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,10 +21,75 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
 from ..dtypes import LOW_PRECISION
+from ..errors import warn_once
+from ..host_memory import transient_memory
 from . import gloo
 from .call import Collective
+from .gloo import SumOrder, add_in_fp32, add_in_tree, store
 from .record import recorded
-from .sums import SumOrder, add_in_fp32, add_in_tree, store
+
+
+def all_reduce_by_backend(
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    what: str,
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """All-reduces `tensor` in place. `op` defaults to the sum.
+
+    Args:
+        group: None means all ranks.
+        what: the payload as messages name it.
+
+    Raises:
+        OutOfStepError: other ranks did not join; with `async_op`, when it is waited for.
+    """
+    return _run("all-reduce", what, tensor, group, lambda: dist.all_reduce(tensor, op, group, async_op))
+
+
+def all_gather_by_backend(
+    output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
+) -> dist.Work | None:
+    """Gathers `[n, ...]` of every rank into `output`, `[ranks * n, ...]`. Else as :func:`all_reduce_by_backend`."""
+    return _run("all-gather", what, output, group, lambda: all_gather_single(output, input_, group, async_op))
+
+
+def reduce_scatter_by_backend(
+    output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
+) -> dist.Work | None:
+    """Sums `[ranks * n, ...]` over ranks, and leaves this rank its `[n, ...]` in `output`. Else as
+    :func:`all_reduce_by_backend`."""
+    return _run("reduce-scatter", what, input_, group, lambda: reduce_scatter_single(output, input_, group, async_op))
+
+
+def all_to_all_by_backend(
+    output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
+) -> dist.Work | None:
+    """Sends the `r`-th of equal parts of dim 0 to rank `r`. Else as :func:`all_reduce_by_backend`."""
+    return _run(
+        *("all-to-all", what, input_, group),
+        lambda: dist.all_to_all_single(output, input_, group=group, async_op=async_op),
+    )
+
+
+def broadcast_by_backend(tensor: Tensor, group: ProcessGroup | None = None, *, what: str) -> None:
+    """Overwrites `tensor` with that of the group's first rank.
+
+    Raises:
+        OutOfStepError: other ranks did not join.
+    """
+    _run("broadcast", what, tensor, group, lambda: dist.broadcast(tensor, group=group, group_src=0))
+
+
+def _run(
+    kind: str, what: str, payload: Tensor, group: ProcessGroup | None, start: Callable[[], dist.Work | None]
+) -> dist.Work | None:
+    if torch.compiler.is_compiling():
+        return start()
+    return recorded(kind, what, payload, group).run(start)
+
 
 What = str | Collective
 """A collective's payload as messages name it ("the gradients of bucket a to b"), or the record of a call begun."""
@@ -41,7 +112,7 @@ def reduce_scatter(
     accumulate: bool = False,
     order: SumOrder | None = None,
 ) -> None:
-    """Sums `input_` over ranks; rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
+    """Sums `input_` over ranks. Rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
 
     Under gloo, and with an `order`, ranks are added in a tree (`add_in_tree`).
 
@@ -131,7 +202,7 @@ def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:
 def _for_backend(
     op: ReduceOp.RedOpType, scale: float, group: ProcessGroup, tensor: Tensor
 ) -> tuple[ReduceOp.RedOpType, float]:
-    """Returns the operation and the factor of its result; gloo has no AVG."""
+    """Returns the operation and the factor of its result. Gloo has no AVG."""
     if op == ReduceOp.AVG and gloo.is_gloo(group, tensor.device):
         return ReduceOp.SUM, scale / group.size()
     return op, scale
@@ -201,3 +272,36 @@ def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
         gloo.start_all_gathers([output], [input_], group).wait()
     else:
         all_gather_single(output, input_, group)
+
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Returns `[numel]` uninitialised elements, given the number, dtype and device."""
+
+
+def can_register(group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether the group's backend allocates memory itself, which it then need not copy. Warns where not."""
+    is_supported: bool = group._get_backend(device).supports_tensor_alloc(device)
+    if not is_supported:
+        warn_once(
+            f"nccl_ub is set, but the backend of these ranks on {device.type} cannot register memory; it is allocated "
+            "as usual. No number changes"
+        )
+    return is_supported
+
+
+def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> Allocate:
+    """Returns the allocator for buffers of a group's collectives. Every rank of the group calls it.
+
+    Args:
+        registers: from the backend, where it can (`can_register`).
+    """
+    if not (registers and can_register(group, device)):
+        return transient_memory
+    # NCCL registers memory with a communicator, which exists from the group's first collective on that device.
+    all_reduce_by_backend(torch.zeros(1, device=device), group, what="nothing, to connect the ranks")
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+        return made
+
+    return allocate

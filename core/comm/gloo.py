@@ -1,4 +1,4 @@
-"""Exchanges pieces directly between ranks under gloo: the one fast path on CPU.
+"""Exchanges pieces directly between ranks under gloo, the one fast path on CPU, and adds them.
 
 gloo implements reduce-scatter as an all-reduce, which sends twice the bytes, and its all-gather copies the whole
 result. Here each rank sends pieces straight to the ranks that own them, from and into the final buffers, and adds what
@@ -20,7 +20,52 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .call import message_tag
-from .sums import SumOrder, add_in_fp32, add_in_tree, store
+
+SumOrder = Sequence[Sequence[int]]
+"""Ranks of a group in groups of neighbours: each is added up in a tree, then the sums are. See `add_in_tree`."""
+
+
+def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> None:
+    """Writes `result * scale` into `output`, or adds it with `accumulate`. Only without may both be one tensor."""
+    if accumulate:
+        output.add_(result, alpha=scale)
+        return
+    if output.data_ptr() != result.data_ptr():
+        output.copy_(result)
+    if scale != 1.0:
+        output.mul_(scale)
+
+
+def add_in_fp32(addends: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Computes ``((a0 + a1) + a2) + ...`` into `out` in its precision, that of fp32."""
+    total = out.copy_(addends[0])
+    for addend in addends[1:]:
+        total.add_(addend)
+    return total
+
+
+def add_in_tree(addends: Sequence[Tensor], out: Tensor | None, order: SumOrder | None = None) -> Tensor:
+    """Adds neighbours, then the sums of neighbours, ``(a0 + a1) + (a2 + a3)``, into `out`, which may be an addend.
+
+    Each addition rounds to the addends' dtype. All addends are scratch; with `out` None the sum is left in one.
+
+    Args:
+        order: indices of addends, by groups that are added up by themselves first; None is all, in order.
+    """
+    if order is None:
+        return _add_neighbours(addends, out)
+    sums = [_add_neighbours([addends[index] for index in members], None) for members in order]
+    return _add_neighbours(sums, out)
+
+
+def _add_neighbours(addends: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    sums = list(addends)
+    while len(sums) > 2:
+        sums = [a.add_(b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + sums[len(sums) & ~1 :]
+    if len(sums) == 2:
+        return torch.add(sums[0], sums[1], out=sums[0] if out is None else out)
+    return sums[0] if out is None else out.copy_(sums[0])
+
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
 """Bytes of one message of a reduction, at most and at least. A message is small enough to be added while it is in the
@@ -44,7 +89,7 @@ def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def start_all_gathers(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
-    """Starts an `all_gather` of each input into its output, of several small ones in one message; wait for the work
+    """Starts an `all_gather` of each input into its output, of several small ones in one message. Wait for the work
     before reading any."""
     messages: list[dist.Work] = []
     small: list[int] = []
@@ -120,7 +165,7 @@ def exchange_and_add(
     in_fp32: bool,
     order: SumOrder | None = None,
 ) -> None:
-    """Implements `collectives.reduce_scatter`; with `in_fp32` sums are kept in fp32 and rounded once, at the end."""
+    """Implements `collectives.reduce_scatter`. With `in_fp32` sums are kept in fp32 and rounded once, at the end."""
     peers = _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())

@@ -41,7 +41,7 @@ class HostRead:
             self._numbers = values.clone()
 
     def wait(self) -> list[float]:
-        """Returns the numbers, once they are there; may be called again.
+        """Returns the numbers, once they are there. May be called again.
 
         Raises:
             OutOfStepError: a collective before it did not end: not all ranks joined it.
@@ -53,7 +53,7 @@ class HostRead:
 
 
 def known_on_host(value: Tensor) -> float | None:
-    """Returns a 0-dim tensor's number where the host has it already; None where it would have to wait for a device."""
+    """Returns a 0-dim tensor's number where the host has it, or None where it would have to wait for a device."""
     return _to_list(value.view(1))[0] if not streams.is_asynchronous(value.device) else None
 
 
@@ -73,6 +73,6 @@ def wait_for(event: streams.Event) -> None:
 
 
 def _to_list(numbers: Tensor) -> list[float]:
-    """Reads numbers on the host, for all code of a step; `tests/unit/training/test_host_reads.py` counts the calls."""
-    found: list[float] = numbers.tolist()
-    return found
+    """Reads numbers on the host, for all code of a step. `tests/unit/training/test_host_reads.py` counts the calls."""
+    listed: list[float] = numbers.tolist()
+    return listed

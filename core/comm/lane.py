@@ -26,7 +26,7 @@ class Handle:
 
 
 class CommLane:
-    """Runs tasks in order and asynchronously; all ranks must submit the same sequence."""
+    """Runs tasks in order and asynchronously. All ranks must submit the same sequence."""
 
     def submit(self, run: Callable[[], None]) -> Handle:
         """Queues `run`, and keeps what it refers to until it has run, on CUDA until its handle is waited for."""

@@ -7,6 +7,9 @@
 nothing is sent until a collective fails. Its rank then asks the others through the store of the default process group:
 in every process a thread looks about once a second for a question and answers it. ``SHARDSTACK_RECORD_COLLECTIVES=0``,
 set on every rank, switches recording off.
+
+Torch's flight recorder (`positions`) has the collectives of other code too: NCCL's has every one, and gloo's lacks
+messages between two ranks, and so direct exchanges (`gloo`).
 """
 
 from __future__ import annotations
@@ -20,16 +23,55 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import group_time_limit
+from .._torch_compat import flight_recorder, group_time_limit
 from ..errors import OutOfStepError
 from . import streams
 from .call import UNRECORDED, CallRecord, Collective
-from .flight_recorder import Position, positions_of, publish_positions
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's first unfinished collective in a group, else its last one."""
+
+    name: str
+    """By torch, as ``nccl:_all_gather_base``."""
+    number: int
+    """Among the collectives of the group, from 1."""
+    is_over: bool
+    """It has ended, or, under gloo, failed."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, number {self.number}{' (over)' if self.is_over else ''}"
+
+
+def positions() -> dict[str, Position]:
+    """Returns this rank's position in each group by the group's name, that of its last collective last.
+
+    Empty where the backend or the build of torch has no recorder."""
+    latest: dict[str, Position] = {}
+    try:
+        entries = flight_recorder()
+    except Exception:  # it explains failures, and must not add another
+        return latest
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        group = entry.get("process_group", ["?"])[0]
+        before = latest.pop(group, None)
+        if before is not None and not before.is_over:
+            latest[group] = before
+            continue
+        # gloo never sets the state "completed": it retires entries that have ended in any way.
+        is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
+        latest[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
+    return latest
+
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
 """Calls that each rank keeps per group; and at most, from the first one that is still running on an accelerator."""
@@ -41,26 +83,27 @@ NUM_CALLS_PUBLISHED = 8
 class CollectiveRecord:
     """The last calls of this rank in one group.
 
-    Attributes:
-        rank: this process's rank in the group.
-        ranks: the members' ranks in the world, in the order of the group.
-        calls: the oldest first. `collective` appends, and drops the oldest ones that are over.
-        num_calls: all calls so far, those that were dropped included.
-        limit_s: how long the backend lets a call take.
+    The threads that call collectives add calls; the listener's thread reads them to publish them.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        # Fixed: the group's name, this rank in it, and its members' ranks in the world, in the group's order.
         self.group_name: str = group.group_name
         self.rank, self.num_ranks = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
+        # The oldest first. `collective` appends, and drops the oldest ones that are over.
         self.calls: deque[Collective] = deque(maxlen=MOST_CALLS_KEPT)
+        # All calls so far, those that were dropped included; `count` adds.
         self.num_calls = 0
+        # Seconds that the backend lets a call take; fixed.
         self.limit_s = group_time_limit(group).total_seconds()
-        self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
-        self._published = ""  # what `publish` has written last; it alone uses it, on any thread
+        # Calls by kind and payload; `count` adds, nothing clears.
+        self._counts: Counter[tuple[str, str]] = Counter()
+        # The text that `publish` has written last; it alone uses it, on any thread.
+        self._published = ""
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
-        """Counts a new call; returns its number among all calls, and among those of its kind and payload."""
+        """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
         self.num_calls += 1
         self._counts[kind, what] += 1
         return self.num_calls, self._counts[kind, what]
@@ -74,30 +117,25 @@ class CollectiveRecord:
         return call
 
     def first_unfinished(self) -> Collective | None:
-        """Returns the first call that is still running, on an accelerator too; None if all have ended or failed."""
+        """Returns the first call that is still running, on an accelerator too, or None if all have ended or failed."""
         return next((call for call in list(self.calls) if call.is_under_way), None)
 
     def publish(self) -> None:
         """Writes the last calls into the store for other ranks, if there are new ones, and those around the first
         that is not over: under NCCL the host may be many calls ahead of it."""
-        kept = list(self.calls)
-        first = next((index for index, call in enumerate(kept) if call.is_under_way), len(kept))
+        recent = list(self.calls)
+        first = next((index for index, call in enumerate(recent) if call.is_under_way), len(recent))
         near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
-        last = range(len(kept) - NUM_CALLS_PUBLISHED, len(kept))
-        calls = [call for index, call in enumerate(kept) if index in near or index in last]
+        last = range(len(recent) - NUM_CALLS_PUBLISHED, len(recent))
+        calls = [call for index, call in enumerate(recent) if index in near or index in last]
         text = json.dumps({"num_calls": self.num_calls, "calls": [call.as_json() for call in calls]})
         if text != self._published:
             _store().set(_key(self.group_name, self.rank), text)
             self._published = text
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """Returns what `rank` of the group published last; None if it never did, or if the store is gone."""
-        try:
-            key = _key(self.group_name, rank)
-            found: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
-        except Exception:  # the store may have gone with the rank that held it
-            return None
-        return found
+        """Returns what `rank` of the group published last, or None if it never did, or if the store is gone."""
+        return _read(_key(self.group_name, rank))
 
 
 def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.ProcessGroup | None = None) -> Collective:
@@ -120,21 +158,23 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
-    """Returns this rank's record of a group; the first call creates it."""
-    asked = group if group is not None else dist.group.WORLD
-    if asked is None:
+    """Returns this rank's record of a group. The first call creates it."""
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
         raise RuntimeError("there is no process group yet")
-    record = _records.get(asked)
+    record = _records.get(group)
     if record is None:
-        record = _records[asked] = CollectiveRecord(asked)
-        _every_record[:] = [kept for kept in _every_record if kept() is not None] + [weakref.ref(record)]
-        if asked.size() > 1 and dist.get_backend(asked) != "fake":
+        record = _records[group] = CollectiveRecord(group)
+        _every_record[:] = [reference for reference in _every_record if reference() is not None] + [
+            weakref.ref(record)
+        ]
+        if group.size() > 1 and dist.get_backend(group) != "fake":
             _listener.ensure_running()
     return record
 
 
 def is_recording() -> bool:
-    """Returns whether collectives are recorded; reads ``SHARDSTACK_RECORD_COLLECTIVES`` at each call."""
+    """Returns whether collectives are recorded. Reads ``SHARDSTACK_RECORD_COLLECTIVES`` at each call."""
     return os.environ.get("SHARDSTACK_RECORD_COLLECTIVES", "1") != "0"
 
 
@@ -215,17 +255,17 @@ def ask_other_ranks() -> None:
     until no further answer has come for `_INTERVALS_WITHOUT_ANSWER` intervals, because busy ranks answer later.
     """
     interval = _listening_interval_s()
-    asked = time.monotonic()
-    answers, last_answer = 0, asked
+    asked_at = time.monotonic()
+    answers, last_answer = 0, asked_at
     try:
         question = int(_store().add(_QUESTIONS, 1))
         _publish_all()
-        while (now := time.monotonic()) < asked + 1.5 * interval or (
+        while (now := time.monotonic()) < asked_at + 1.5 * interval or (
             answers < dist.get_world_size() and now < last_answer + _INTERVALS_WITHOUT_ANSWER * interval
         ):
             time.sleep(0.05)
-            if (found := int(_store().add(_answers(question), 0))) > answers:
-                answers, last_answer = found, time.monotonic()
+            if (count := int(_store().add(_answers(question), 0))) > answers:
+                answers, last_answer = count, time.monotonic()
     except Exception:  # the store may have gone with the rank that held it
         return
 
@@ -234,12 +274,19 @@ def _publish_all() -> None:
     for record in _live_records():
         if record.num_ranks > 1:
             record.publish()
-    publish_positions(_store())
+    if own := positions():
+        values = {group: astuple(position) for group, position in own.items()}
+        _store().set(_key(_BY_TORCH, dist.get_rank()), json.dumps(values))
+
+
+_BY_TORCH = "flight_recorder"
+"""In the place of a group's name: the positions of a rank by torch's flight recorder, in all groups."""
 
 
 def flight_recorder_of(rank: int) -> dict[str, Position]:
-    """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked; else empty."""
-    return positions_of(rank, _store())
+    """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked."""
+    published = _read(_key(_BY_TORCH, rank)) or {}
+    return {group: Position(*values) for group, values in published.items()}
 
 
 def _listening_interval_s() -> float:
@@ -267,8 +314,10 @@ class _Listener:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None  # `ensure_running` starts it at the first group of several ranks
-        self._stop = threading.Event()  # `stop` sets it at exit
+        # `ensure_running` starts it at the first group of several ranks, and again where it has given up.
+        self._thread: threading.Thread | None = None
+        # `stop` sets it at exit; never cleared.
+        self._stop = threading.Event()
         # Number of the last question that was answered, 0 for none. `_answer` sets it, and resets it to 0 in another
         # store. Only the thread uses it.
         self._answered = 0
@@ -327,6 +376,7 @@ class _Listener:
             self._answered = number
 
 
+# The one listener of this process. `record_of` starts its thread.
 _listener = _Listener()
 _QUESTIONS = "shardstack/collectives/questions"
 _ASKING = "shardstack/collectives/asking"
@@ -339,6 +389,15 @@ def _answers(question: int) -> str:
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+def _read(key: str) -> dict[str, Any] | None:
+    """Returns the JSON table under a key of the store, or None if there is none, or if the store is gone."""
+    try:
+        table: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
+    except Exception:  # the store may have gone with the rank that held it
+        return None
+    return table
 
 
 def _key(group_name: str, rank: int) -> str:

@@ -28,7 +28,7 @@ def record_event() -> Event:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocates host memory that a device copies from and to while the host goes on; not initialised."""
+    """Allocates host memory that a device copies from and to while the host goes on. It is not initialised."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 

@@ -199,7 +199,7 @@ class MockGPTDataset(GPTDataset):
 
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
-    """Returns the documents `[first, last)` of a split; rounds shares as Megatron-LM does."""
+    """Returns the documents `[first, last)` of a split. Rounds shares as Megatron-LM does."""
     parsed = parse_shares(shares)
     bounds = [0.0]
     for share in parsed:

@@ -1,4 +1,4 @@
-"""Caches arrays on disk that are slow to compute; safe when all ranks of a run start at once.
+"""Caches arrays on disk that are slow to compute. Safe when all ranks of a run start at once.
 
 An entry is a folder named by the hash of its key, with one ``.npy`` per array and a ``description.json``. It is
 written under a temporary name and renamed, so that a reader sees all of it or nothing. Readers memory-map it, so that
@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from ..files.bounds import read_json
-from ..files.durable import DISK_FULL
+from ..files import DISK_FULL, read_json
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
 
@@ -34,7 +33,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """Returns the arrays of `key`, memory-mapped; calls `build` if the cache does not have them.
+    """Returns the arrays of `key`, memory-mapped. Calls `build` if the cache does not have them.
 
     If several processes of a machine call it at once, one builds and the others wait. On a file system without locks
     each builds, with the same result.
@@ -119,7 +118,7 @@ def _sweep(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[bool]:
-    """Holds a lock, which the kernel releases if the process dies; yields False if the system has no locks."""
+    """Holds a lock, which the kernel releases if the process dies. Yields False if the system has no locks."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("ab")

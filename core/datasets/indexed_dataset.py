@@ -50,7 +50,7 @@ class DType(Enum):
 
     @classmethod
     def code_from_dtype(cls, value: DTypeLike) -> int:
-        """Returns the code of a numpy dtype; raises `DataError` if the format has none."""
+        """Returns the code of a numpy dtype. Raises `DataError` if the format has none."""
         name = np.dtype(value).name
         if name not in cls.__members__:
             raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
@@ -58,7 +58,7 @@ class DType(Enum):
 
     @classmethod
     def dtype_from_code(cls, value: int) -> np.dtype[Any]:
-        """Returns the numpy dtype of a code; raises `DataError` for an unknown code."""
+        """Returns the numpy dtype of a code. Raises `DataError` for an unknown code."""
         if value not in {member.value for member in cls}:
             raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
         dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
@@ -126,16 +126,16 @@ class IndexFile:
     def check_tokens(self, bin_path: Path) -> None:
         """Raises `DataError` unless the token file has the size that the index says."""
         try:
-            found = bin_path.stat().st_size
+            num_bytes = bin_path.stat().st_size
         except OSError as error:
             raise DataError(_cannot_open(bin_path, error)) from None
         expected = 0
         if len(self.lengths):
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if found != expected:
-            state = "truncated" if found < expected else "longer than its index says"
+        if num_bytes != expected:
+            state = "truncated" if num_bytes < expected else "longer than its index says"
             raise DataError(
-                f"{bin_path}: {state}, {found} bytes where the index says {expected}; prepare the corpus again"
+                f"{bin_path}: {state}, {num_bytes} bytes where the index says {expected}; prepare the corpus again"
             )
 
     def _check_order(self, path: Path) -> None:
@@ -232,7 +232,7 @@ class IndexedDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Returns `length` tokens of sequence `idx` from token `offset` on; up to its end if `length` is None.
+        """Returns `length` tokens of sequence `idx` from token `offset` on, or up to its end if `length` is None.
 
         Raises:
             IndexError: there is no such sequence.

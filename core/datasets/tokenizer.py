@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, MissingExtraError, ShardstackError
-from ..files.bounds import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json
-from ..files.durable import write_durably
+from ..files import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json, write_durably
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -76,15 +75,15 @@ class Tokenizer:
         try:
             content = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            found = f"{text[error.start]!r} at character {error.start}"
-            raise DataError(f"the text holds an unpaired surrogate, {found}; remove it") from None
+            surrogate = f"{text[error.start]!r} at character {error.start}"
+            raise DataError(f"the text holds an unpaired surrogate, {surrogate}; remove it") from None
         if self._is_bytes:
             return np.frombuffer(content, np.uint8).astype(np.int32)  # a hundred times as fast as through the library
         with _failures_as_errors("the tokenizer cannot encode a text"):
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Returns the text of token ids. Spells out special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of token ids. Spells out special tokens. Bytes that are not UTF-8 become U+FFFD."""
         with _failures_as_errors("the tokenizer cannot decode tokens"):
             return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
@@ -133,7 +132,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 
 
 def tokenizer_from_json(content: str, eod_token: str | None = None, name: str = "tokenizer.json") -> Tokenizer:
-    """Builds the tokenizer whose `to_json` is `content`; errors call it `name`."""
+    """Builds the tokenizer whose `to_json` is `content`. Errors call it `name`."""
     library = tokenizers_library()
     with _failures_as_errors(f"{name}: no Hugging Face tokenizer.json"):
         backend = library.Tokenizer.from_str(content)

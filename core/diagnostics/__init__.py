@@ -4,11 +4,11 @@
 | --- | --- | --- |
 | a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `distributed.model.rewrapping` |
 | ranks that wrap different models | a wrapper's constructor | `distributed.model.same_model` |
-| an optimizer built before the model was wrapped | its step | `stale_optimizers`, `step_marks` |
-| a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
+| an optimizer built before the model was wrapped | its step | `step_marks` |
+| a plain state dict for a sharded module | `module.load_state_dict` | `misplaced_parameters` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
-| too little memory | forward, `failures_explained` | `out_of_memory`, `memory_table` |
+| too little memory | forward, `failures_explained` | `out_of_memory` |
 
 The last three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
 `finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as
@@ -54,7 +54,7 @@ def failures_explained(wrapper: nn.Module) -> Iterator[None]:
 
 
 def raise_explained(error: Exception, wrapper: nn.Module) -> None:
-    """Raises an error that explains `error`, from it; returns if there is nothing to explain."""
+    """Raises an error that explains `error`, from it. Returns if there is nothing to explain."""
     if isinstance(error, ShardstackError):
         return
     raise_out_of_memory(error, wrapper)
@@ -65,8 +65,8 @@ def raise_explained(error: Exception, wrapper: nn.Module) -> None:
 def _model_inside(wrapper: nn.Module) -> nn.Module:
     """Returns the model whose parameter names users know: without the wrapper and `Float16Module`."""
     module = getattr(wrapper, "module", wrapper)
-    found: nn.Module = module.module if isinstance(module, Float16Module) else module
-    return found
+    model: nn.Module = module.module if isinstance(module, Float16Module) else module
+    return model
 
 
 __all__ = ["failures_explained", "raise_explained"]

@@ -1,14 +1,15 @@
-"""Names a sharded parameter that is used outside its unit's forward, where the module holds only this rank's shard.
+"""Names a sharded parameter that is used, or loaded, as if this rank had it whole.
 
-Torch says "got mixed torch.Tensor and DTensor" and names neither. The parameter is found through the traceback: in the
-line of code that failed, or among the variables of its frame, by the storage that its views share.
+Outside its unit's forward a module holds only this rank's shard. Torch says "got mixed torch.Tensor and DTensor" and
+names neither. The parameter is found through the traceback: in the line of code that failed, or among the variables of
+its frame, by the storage that its views share.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -18,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..dtensors import local_part
-from ..errors import UnitError
+from ..errors import CheckpointError, UnitError
+from ..local_parts import local_part
 
 _SAYS_MIXED = "mixed torch.Tensor and DTensor"
 _TORCH = str(Path(torch.__file__).parent)
@@ -27,7 +28,7 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def raise_misplaced(error: BaseException, root: nn.Module) -> None:
-    """Explains an error about mixed tensors and DTensors; returns if `error` is another one.
+    """Explains an error about mixed tensors and DTensors. Returns if `error` is another one.
 
     Args:
         root: the model inside its wrapper.
@@ -48,7 +49,7 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
 
 
 def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str | None:
-    """Returns the name of the sharded parameter that the innermost possible frame uses; None if no frame uses one."""
+    """Returns the name of the sharded parameter that the innermost possible frame uses, or None."""
     named = dict(root.named_parameters())
     by_identity = {id(parameter): name for name, parameter in named.items()}
     by_storage = {
@@ -118,8 +119,34 @@ def _place(error: BaseException) -> str:
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    found = []
+    frames = []
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return frames
+
+
+def reject_plain_state_dicts(root: nn.Module) -> None:
+    """Makes `load_state_dict` of a sharded model and its modules raise a clear error for plain tensors.
+
+    Torch would raise an error about mixed tensors for every parameter, or with ``assign=True`` replace the shard by
+    the whole tensor.
+    """
+    for module in root.modules():
+        names = [name for name, value in module.named_parameters(recurse=False) if isinstance(value, DTensor)]
+        if names:
+            module.register_load_state_dict_pre_hook(_checker(names))
+
+
+def _checker(names: list[str]) -> Callable[..., None]:
+    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        for name in names:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"load_state_dict was given {prefix + name} as a plain tensor of shape {list(value.shape)}, and "
+                    "the module holds it sharded over ranks (a DTensor); nothing was loaded from it. Load whole or "
+                    "sharded state dicts with core.dist_checkpointing.load_model_state_dict(module, state_dict)"
+                )
+
+    return check

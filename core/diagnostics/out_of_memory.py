@@ -1,27 +1,87 @@
-"""Explains a failed allocation: where this rank's memory is, and which settings would save most of it here."""
+"""Explains a failed allocation: where this rank's memory is, and which settings would save most of it here.
+
+Memory is counted by category, from the tensors of the wrapper and of the optimizers that have stepped.
+"""
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import MemoryLimitError, ShardstackError
+from ..local_parts import local_part
 from ..text import readable_bytes
-from .memory_table import (
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    PARAMETERS,
-    REST,
-    WHOLE_GRADIENTS,
-    memory_by_category,
-    table_lines,
-)
+from .step_marks import known_optimizers
+
+PARAMETERS = "parameters"
+GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
+WHOLE_GRADIENTS = "gradients not reduced yet"
+OPTIMIZER_STATE = "optimizer state"
+REST = "activations and other"
+
+CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, WHOLE_GRADIENTS, OPTIMIZER_STATE, REST)
+
+
+def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
+    """Returns the bytes of this rank's memory on a kind of device, for each of `CATEGORIES`.
+
+    A storage counts once, in the first category that has it. The last category is everything else that the process
+    holds: of torch's allocations on an accelerator, of the resident set on the host, Python itself included.
+    """
+    table = dict.fromkeys(CATEGORIES, 0)
+    seen: set[int] = set()
+
+    def add(category: str, tensor: Tensor | None) -> None:
+        local = None if tensor is None else local_part(tensor)
+        if local is None or local.device.type != device_type:
+            return
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            table[category] += storage.nbytes()
+
+    held = wrapper.held_tensors()
+    for category in (PARAMETERS, GATHERED, WHOLE_GRADIENTS, GRADIENTS):  # whole gradients are named twice
+        for tensor in held[category]:
+            add(category, tensor)
+    for optimizer in known_optimizers():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                add(OPTIMIZER_STATE, parameter.detach())  # a master copy; seen already where it is the model's own
+                for value in optimizer.state.get(parameter, {}).values():
+                    add(OPTIMIZER_STATE, value if isinstance(value, Tensor) else None)
+    table[REST] = max(0, held_bytes(device_type) - sum(table.values()))
+    return table
+
+
+def held_bytes(device_type: str) -> int:
+    """Returns the bytes that this process holds on a kind of device, or 0 on a host that does not report them."""
+    if device_type == "cuda":
+        return int(torch.cuda.memory_allocated())
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return resident_pages * _PAGE_BYTES
+
+
+_PAGE_BYTES = mmap.PAGESIZE
+
+
+def table_lines(table: dict[str, int]) -> list[str]:
+    """Formats the table: a line for each category that is not empty, and one for the sum."""
+    rows = [(name, readable_bytes(size)) for name, size in table.items() if size]
+    rows.append(("together", readable_bytes(sum(table.values()))))
+    return [f"  {name:<26} {size:>9}" for name, size in rows]
+
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGTP]iB)", re.IGNORECASE)
@@ -38,7 +98,7 @@ class _HostMemoryError(MemoryLimitError, MemoryError):
 
 
 def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
-    """Explains a failed allocation with a table of this rank's memory; returns if `error` is another one.
+    """Explains a failed allocation with a table of this rank's memory. Returns if `error` is another one.
 
     Raises:
         MemoryLimitError: from `error`; it is a `torch.OutOfMemoryError` or a `MemoryError` too, for the accelerator's
@@ -61,10 +121,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
-    asked = asked_bytes(str(error))
+    requested = asked_bytes(str(error))
     table = memory_by_category(wrapper, device_type)
-    settings = sorted(savings(wrapper, table, asked, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
-    what = f"could not allocate {readable_bytes(asked)} more" if asked else "could not allocate more"
+    settings = sorted(savings(wrapper, table, requested, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
+    what = f"could not allocate {readable_bytes(requested)} more" if requested else "could not allocate more"
     lines = [
         f"rank {dist.get_rank()} {what} of {'the accelerator' if device_type == 'cuda' else 'the host'}'s memory. "
         "Where it is on this rank:",
@@ -77,9 +137,9 @@ def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
 
 
 def asked_bytes(message: str) -> int:
-    """Reads the bytes that the failed allocation asked for from the allocator's message; 0 if it has none."""
-    found = _ASKED.search(message)
-    return int(float(found[1]) * _POWERS[found[2].lower()]) if found else 0
+    """Reads the bytes that the failed allocation asked for from the allocator's message, or 0 if it has none."""
+    match = _ASKED.search(message)
+    return int(float(match[1]) * _POWERS[match[2].lower()]) if match else 0
 
 
 def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -> Iterator[tuple[str, int]]:
@@ -90,57 +150,50 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     halves the activations; bf16 halves what is computed with.
     """
     plan, config = wrapper.plan, wrapper.config
-    spared = 1.0 - 1.0 / wrapper.process_group.size()
-    asked_by, is_fully_sharded = plan.asked_by, plan.shards_parameters
+    num_ranks, asked_by = wrapper.process_group.size(), plan.asked_by
+    spared = 1.0 - 1.0 / num_ranks
+    is_fully_sharded = plan.shards_parameters
     units = plan.units if is_fully_sharded else ()
-    num_units, num_layers = max(1, len(units)), _num_layers(wrapper.module)
+    num_units = max(1, len(units))
+    stay_gathered = is_fully_sharded and sum(unit.is_freed for unit in units) < num_units - 1  # the last one always
     recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
-    computes_in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16"))
-    candidates: list[tuple[str, float]] = [
-        ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
+    in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16")) and not plan.casts_parameters
+    replicated = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
+    kept_whole = sum(table[name] for name in replicated.get(plan.strategy, (PARAMETERS,)))
+    shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
+    can_offload = "offloads" in asked_by and device_type == "cuda" and not plan.offloads
+    ahead = is_fully_sharded and plan.gathers_ahead
+    by_micro_batch = not plan.reduces_every_micro_batch
+
+    def advice(text: str, name: str) -> str:
+        return f"{text} ({asked_by.get(name)})"
+
+    candidates: list[tuple[bool, str, float]] = [
+        (True, "half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
+        (
+            not recomputes,
+            advice("recomputation of activations", "recomputes"),
+            table[REST] * (1 - 1 / _num_layers(wrapper.module)),
+        ),
+        (in_fp32, "computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2),
+        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", spared * kept_whole),
+        (
+            stay_gathered,
+            advice("freeing gathered parameters after forward", "is_freed"),
+            table[GATHERED] * max(0.0, 1 - 2 / num_units),
+        ),
+        (
+            by_micro_batch,
+            advice("reducing each micro-batch", "reduces_every_micro_batch"),
+            spared * table[WHOLE_GRADIENTS],
+        ),
+        (ahead, advice("no unit gathered ahead", "gathers_ahead"), table[PARAMETERS] * num_ranks / num_units),
+        (can_offload, advice("shards on the host", "offloads"), shards),
     ]
-    if not recomputes:
-        candidates.append(
-            (f"recomputation of activations ({asked_by['recomputes']})", table[REST] * (1 - 1 / num_layers))
-        )
-    if computes_in_fp32 and not plan.casts_parameters:
-        candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
-    if not is_fully_sharded:
-        sharded = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
-        candidates.append(
-            (
-                "full sharding (TorchFullyShardedDataParallelConfig)",
-                spared * sum(table[name] for name in sharded.get(plan.strategy, (PARAMETERS,))),
-            )
-        )
-    elif sum(unit.is_freed for unit in units) < num_units - 1:  # the last one stays in any case
-        candidates.append(
-            (
-                f"freeing gathered parameters after forward ({asked_by['is_freed']})",
-                table[GATHERED] * max(0.0, 1 - 2 / num_units),
-            )
-        )
-    if table[WHOLE_GRADIENTS] and not plan.reduces_every_micro_batch:
-        candidates.append(
-            (
-                f"reducing each micro-batch ({asked_by['reduces_every_micro_batch']})",
-                spared * table[WHOLE_GRADIENTS],
-            )
-        )
-    if is_fully_sharded and plan.gathers_ahead:
-        candidates.append(
-            (
-                f"no unit gathered ahead ({asked_by['gathers_ahead']})",
-                table[PARAMETERS] * wrapper.process_group.size() / num_units,
-            )
-        )
-    if "offloads" in asked_by and device_type == "cuda" and not plan.offloads:
-        kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
-        candidates.append((f"shards on the host ({asked_by['offloads']})", kept))
-    yield from ((setting, int(size)) for setting, size in candidates if size >= 1)
+    yield from ((setting, int(size)) for applies, setting, size in candidates if applies and size >= 1)
 
 
 def _num_layers(module: nn.Module) -> int:
-    """Returns the length of the model's longest module list, which holds a transformer's layers; at least 1."""
+    """Returns the length of the model's longest module list, which holds a transformer's layers, at least 1."""
     lists = (submodule for submodule in module.modules() if isinstance(submodule, (nn.ModuleList, nn.Sequential)))
     return max((len(layers) for layers in lists), default=1) or 1

@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..comm.call import Collective, explain_failures_with
-from ..comm.flight_recorder import Position, positions
 from ..comm.record import (
     MOST_ASKING,
+    Position,
     ask_other_ranks,
     flight_recorder_of,
     is_recording,
     latest_collective,
     may_ask_other_ranks,
+    positions,
 )
 from ..errors import OutOfStepError, ShardstackError
 from ..text import listed, rank_list, readable_bytes
@@ -54,7 +55,7 @@ def is_failure_of_backend(error: BaseException) -> bool:
 
 
 def raise_out_of_step(error: BaseException, call: Collective | None = None) -> None:
-    """Explains the failure of a collective; returns if `error` is something else.
+    """Explains the failure of a collective. Returns if `error` is something else.
 
     Args:
         call: the collective; None for one that this library does not record.
@@ -82,8 +83,8 @@ def _message_without_record(error: BaseException) -> str:
         at: dict[int, Position] = {}
         if is_recording() and may_ask_other_ranks():
             ask_other_ranks()
-            found = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
-            at = {rank: position for rank, position in found.items() if position is not None}
+            positions_of = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
+            at = {rank: position for rank, position in positions_of.items() if position is not None}
         places, behind = _by_flight_recorder(at, own[group])
         where, look_at = f"{places[0].upper()}{places[1:]}. ", rank_list(behind) if behind else look_at
     return (
@@ -106,7 +107,7 @@ def _message(error: BaseException, call: Collective) -> str:
     states: dict[_State, list[int]] = defaultdict(list)
     for rank in others:
         states[_state_of(record.read(rank), call)].append(record.ranks[rank])
-    said = listed([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
+    states_text = listed([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if state.is_behind for rank in ranks]
     by_torch, own = "", positions().get(record.group_name)
     if own is not None and not own.is_over:
@@ -118,8 +119,8 @@ def _message(error: BaseException, call: Collective) -> str:
     return (
         f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for {_name(call)}, "
         f"its call {call.number} in this group, which did not complete{by_torch}: "
-        f"{said}. Every rank must make the same sequence of forwards, backwards and steps; look at {look_at} for a "
-        f"skipped micro-batch, another branch, an endless wait for data or a crash. "
+        f"{states_text}. Every rank must make the same sequence of forwards, backwards and steps; look at {look_at} "
+        f"for a skipped micro-batch, another branch, an endless wait for data or a crash. "
         f"The backend said: {_first_line(error)}"
     )
 

@@ -5,17 +5,26 @@ over sharded parameters, built before its model was wrapped, or writing paramete
 before a step and one after it, both here, serve all of these purposes. An optimizer whose parameters have no mark
 costs one look-up per parameter; one of `core.optimizer` costs nothing, because it calls its wrappers itself
 (`note_own_optimizer`).
+
+An optimizer that was built before its model was wrapped, or while FSDP2 had units gathered, has parameters that never
+get a gradient, so that it would change nothing. They are marked: its step raises, and so does any other use of a
+parameter that wrapping has replaced.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..errors import OptimizerError, UnitError
+from ..pending_parameters import can_be_pending, make_pending
 
 MARK = "_step_mark"
 """The attribute of a parameter that holds its mark."""
@@ -43,7 +52,7 @@ class StepMark:
         """Raises unless an optimizer may read ``param.grad``. Called after the step if that has a closure."""
 
     def note_step(self) -> None:
-        """Acts on a step; called when an optimizer has written the parameter."""
+        """Acts on a step. Called when an optimizer has written the parameter."""
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of a parameter has no mark."""
@@ -56,7 +65,7 @@ def set_mark(param: nn.Parameter, mark: StepMark) -> None:
 
 
 def mark_of(param: Any) -> StepMark | None:
-    """Returns the mark of a parameter; None if it has none."""
+    """Returns the mark of a parameter, or None if it has none."""
     mark: StepMark | None = getattr(param, MARK, None)
     return mark
 
@@ -86,8 +95,10 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, _IS_OWN):
         return
-    found = dict.fromkeys(getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"])
-    marks = [mark for mark in found if mark is not None]
+    distinct = dict.fromkeys(
+        getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"]
+    )
+    marks = [mark for mark in distinct if mark is not None]
     setattr(optimizer, _MET, marks)
     if not marks:
         return
@@ -110,3 +121,68 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Returns whether ``step(self, closure=None)`` was called with a closure."""
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
+
+
+class _Replaced(StepMark):
+    """The mark of a parameter that wrapping replaced by another, called `name` in the model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse_use(self) -> NoReturn:
+        raise UnitError(
+            f"parameter {self.name} was used by a reference from before the model was wrapped, which replaced it by "
+            "another; take references from the wrapped model, or use DistributedDataParallel"
+        )
+
+    def refuse(self, optimizer: str) -> None:
+        raise OptimizerError(
+            f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
+            "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
+            "wrapped model's parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
+        )
+
+
+class _GatheredCopy(StepMark):
+    """The mark of the tensor that FSDP2 gathers the parameter `name` into. The module holds it until it reshards."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(self, optimizer: str) -> None:
+        raise OptimizerError(
+            f"{optimizer} was built while parameter {self.name} was gathered, after a forward and before the end of "
+            "its step: it holds the gathered copy, so that its steps would change nothing; build it before the first "
+            "forward, or after zero_grad_buffer()"
+        )
+
+
+@contextmanager
+def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
+    """Marks the parameters that the code inside replaces. Keeps only weak references to them."""
+    before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
+    yield
+    after = {id(parameter) for parameter in module.parameters()}
+    for name, reference in before.items():
+        old = reference()
+        if old is not None and id(old) not in after:
+            mark = _Replaced(name)
+            set_mark(old, mark)
+            if can_be_pending(old):
+                make_pending([old], mark.refuse_use)
+
+
+def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
+    """Raises if wrapping replaced the parameter in its model.
+
+    Raises:
+        OptimizerError: names the parameter.
+    """
+    mark = mark_of(parameter)
+    if isinstance(mark, _Replaced):
+        mark.refuse(optimizer)
+
+
+def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
+    """Marks the tensor that FSDP2 gathers a parameter into."""
+    set_mark(parameter, _GatheredCopy(name))

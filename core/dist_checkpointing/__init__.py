@@ -2,11 +2,11 @@
 
 from ..absent_names import absent_names
 from .async_save import AsyncSaver
+from .flat_range import FlatRange, flat_range_view
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint
+from .global_view import global_shape, global_view, local_slices, local_tensor
 from .model_state import ShardedStateDict, load_model_state_dict, model_state_dict
 from .serialization import load, load_metadata, save, verify
-from .views.flat_range import FlatRange, flat_range_view
-from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 __all__ = [
     "AsyncSaver",

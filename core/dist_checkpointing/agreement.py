@@ -64,7 +64,7 @@ class Ranks:
         return outcome[0]  # type: ignore[no-any-return]
 
     def decided_by_first(self, value: T, decide: Callable[[list[T]], R]) -> R:
-        """Calls `decide` on the group's first rank with the small objects of all ranks; returns its result on all."""
+        """Calls `decide` on the group's first rank with the small objects of all ranks. Returns its result on all."""
         gathered: list[Any] = [value] * self.size
         if self.size > 1:
             into = gathered if self.is_first else None

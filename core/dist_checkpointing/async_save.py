@@ -1,29 +1,143 @@
-"""Writes checkpoints in the background: training waits only until the tensors that it changes are copied."""
+"""Writes checkpoints in the background: training waits only until its tensors are copied to the host.
+
+`HostStaging` copies a rank's part of a checkpoint, `AsyncSaver` writes the copies on a thread.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
 
 from .. import device
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm import streams
+from ..comm.collectives import all_reduce_by_backend
+from ..errors import CheckpointError
+from ..host_memory import host_pages
+from .flat_range import FlatRange
 from .format.folders import Retention
-from .format.staging import HostStaging
 from .serialization import save
+
+_ALIGNMENT_BYTES = 64
+
+
+class HostStaging:
+    """Host memory for copies, allocated by the first checkpoint and reused by later ones.
+
+    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU. Ranks plan together which
+    pieces each of them writes. If no rank's layout has changed since the last checkpoint, a rank knows its pieces
+    before the plan: it copies them at once, and the ranks plan in the background.
+
+    The training thread calls `begin` and waits for `done`; the thread that writes calls `take`.
+    """
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        """Set when the copies are complete, so that the state may change. `begin` clears it. `begin` or `take` sets
+        it, and so does `AsyncSaver` when the thread ends, also after an error."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        """Owns the copies of the last checkpoint. `_copy` grows it, and overwrites it for the next one."""
+        self._layout: dict[str, Any] | None = None
+        """Layout of the last checkpoint's state. `begin` sets it; None before the first."""
+        self._planned: list[MetadataIndex] | None = None
+        """The pieces that this rank writes for `_layout`. `take` sets it; `begin` clears it when the layout
+        changes."""
+        self._ahead: dict[MetadataIndex, Tensor] | None = None
+        """Copies that the last `begin` made before the plan, as views of `_memory`; None if it made none. Each `begin`
+        replaces it."""
+        self._stream: streams.Stream | None = None
+        """The stream of the GPU that training writes the state on, where copies are queued, from either thread; None
+        on CPU. Each `begin` sets it."""
+
+    def begin(self, state: Mapping[str, Tensor], agree: Callable[[bool], bool]) -> None:
+        """Begins a checkpoint of `state`. Takes its copies now if the pieces that this rank writes are known.
+
+        Args:
+            agree: returns whether its argument is true on all ranks; collective.
+        """
+        self.done.clear()
+        layout = {name: _cut(tensor) for name, tensor in state.items()}
+        known = agree(self._planned is not None and layout == self._layout)
+        self._layout, self._ahead = layout, None
+        on_gpu = any(
+            isinstance(tensor, Tensor) and streams.is_asynchronous(tensor.device) for tensor in state.values()
+        )
+        self._stream = streams.current_stream() if on_gpu else None
+        if not known:
+            self._planned = None
+            return
+        planned = self._planned or []
+        copies = self._copy([find_state_dict_object(dict(state), index).detach() for index in planned])
+        self._ahead = dict(zip(planned, copies, strict=True))
+        self.done.set()
+
+    def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], Tensor]) -> list[Tensor]:
+        """Returns contiguous host copies of the planned pieces. Overwrites those of the last checkpoint.
+
+        Args:
+            indices: name and offset of each piece.
+            resolve: returns the piece at a position of `indices`.
+        """
+        if self._ahead is None:
+            copies = self._copy([resolve(position) for position in range(len(indices))])
+            self._planned = list(indices)
+            self.done.set()
+            return copies
+        if missing := [index.fqn for index in indices if index not in self._ahead]:
+            raise CheckpointError(
+                "the ranks planned otherwise than for the last checkpoint, which had the same layout: "
+                f"{missing[0]} was not copied in time; save it again"
+            )
+        return [self._ahead[index] for index in indices]
+
+    def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        on_gpu = self._stream is not None
+        if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
+            self._memory = streams.pinned([end], torch.uint8) if on_gpu else host_pages(end)
+        copies = []
+        for tensor, start in zip(tensors, starts, strict=True):
+            num_bytes = tensor.numel() * tensor.element_size()
+            copy = self._memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+            with streams.stream(self._stream):
+                copies.append(copy.copy_(tensor, non_blocking=on_gpu))
+        if self._stream is not None:
+            self._stream.synchronize()
+        return copies
+
+
+def _cut(tensor: Tensor) -> Any:
+    """Returns the properties of a tensor that decide which of its pieces this rank may write."""
+    if not isinstance(tensor, Tensor):
+        return None  # refused, with a message, when it is saved
+    whole = (tensor.dtype, tuple(tensor.shape))
+    if isinstance(tensor, FlatRange):
+        return *whole, tuple(tensor.boxes)
+    if isinstance(tensor, DTensor):
+        return *whole, tensor.device_mesh, tensor.placements
+    return whole
+
 
 _GROUP_LIMIT = timedelta(hours=6)
 """How long ranks that have written wait for one that still writes. A rank that has ended is noticed at once."""
 
 
 class AsyncSaver:
-    """Writes one checkpoint at a time in the background, on a gloo group of its own; collective over all ranks.
+    """Writes one checkpoint at a time in the background, on a gloo group of its own. Collective over all ranks.
 
     Each rank copies its part of the checkpoint into host memory of the same size, which it keeps for the next one. A
     thread writes the copies as `save` does: the checkpoint is published atomically, and if a rank dies earlier, the
@@ -49,7 +163,7 @@ class AsyncSaver:
         metadata: Mapping[str, Any],
         keep: Retention | None = None,
     ) -> None:
-        """Begins a checkpoint, and returns when `state` may change; takes the arguments of `save`.
+        """Begins a checkpoint, and returns when `state` may change. Takes the arguments of `save`.
 
         Waits first for the previous checkpoint. Errors of this one are raised by `wait`, on all ranks.
 

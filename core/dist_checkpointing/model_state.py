@@ -15,11 +15,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..device import current_device
 from ..dtypes import dtype_name
 from ..errors import CheckpointError
-from ..kept_ranges import kept_range
+from ..local_parts import kept_range
 from .agreement import Ranks
-from .save_plan import of_first_rank
-from .views.flat_range import FlatRange, whole_view
-from .views.global_view import global_shape, global_view, local_slices, local_tensor
+from .flat_range import FlatRange, whole_view
+from .format.writer import of_first_rank
+from .global_view import global_shape, global_view, local_slices, local_tensor
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ class ShardedStateDict(dict[str, torch.Tensor]):
 def sharded_state_dict(
     module: nn.Module, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Any = None
 ) -> ShardedStateDict:
-    """Returns a module's state for `save` and `load`; Megatron-LM's name for `model_state_dict`.
+    """Returns a module's state for `save` and `load`: Megatron-LM's name for `model_state_dict`.
 
     Args:
         prefix: goes before each name.
@@ -243,8 +243,8 @@ def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
     """Fills this rank's piece. Gathers a DTensor on another mesh whole, one tensor at a time."""
-    kept = kept_range(target)
-    if kept is None and (_has_same_layout(value, target) or _has_same_layout(value, global_view(target))):
+    kept_elements = kept_range(target)
+    if kept_elements is None and (_has_same_layout(value, target) or _has_same_layout(value, global_view(target))):
         local_tensor(target).copy_(local_tensor(value))
         return
     if isinstance(value, FlatRange):
@@ -252,10 +252,10 @@ def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
         return
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     piece = whole.detach()[local_slices(target)]
-    if kept is None:
+    if kept_elements is None:
         local_tensor(target).copy_(piece)
     else:
-        values, start = kept
+        values, start = kept_elements
         values.copy_(piece.reshape(-1)[start : start + values.numel()])
 
 

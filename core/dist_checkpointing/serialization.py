@@ -30,16 +30,13 @@ from .. import parallel_state
 from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
 from .agreement import Ranks, joined_by_rank
+from .flat_range import FlatRange
 from .format import folders
-from .format.index import CheckpointIndex
+from .format.index import CheckpointIndex, json_problem
 from .format.reader import IndexedReader, read_index
-from .format.safe_metadata import json_problem
-from .format.staging import HostStaging
 from .format.verification import damage, differing_tensors, verified_line
-from .format.writer import RawWriter
+from .format.writer import RawWriter, SpreadPlanner, Staging
 from .model_state import ShardedStateDict
-from .save_plan import SpreadPlanner
-from .views.flat_range import FlatRange
 
 _PROBLEMS_SHOWN = 50
 
@@ -50,14 +47,14 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: folders.Retention | None = None,
-    staging: HostStaging | None = None,
+    staging: Staging | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint atomically: it is complete under its name, or not there at all.
 
     Replaces a checkpoint of that name, also atomically; refuses any other folder of that name. Once the checkpoint is
     complete, the file ``latest`` in the same folder names it. It stores a hash of each whole tensor, which does not
-    depend on the layout. One process at a time writes in a folder, see `folder_lock`. Collective over `process_group`.
+    depend on the layout. One process at a time writes in a folder, see `folders`. Collective over `process_group`.
 
     Args:
         sharded_state_dict: tensors by name, on any device. A tensor that several ranks hold is written by one of
@@ -125,8 +122,8 @@ def load(
             overwritten, all tensors that differ from the saved ones, and the damaged files.
     """
     ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
-    found = folders.existing_folder(folder)
-    index = ranks.from_first(lambda: read_index(found))
+    source = folders.existing_folder(folder)
+    index = ranks.from_first(lambda: read_index(source))
     state = dict(sharded_state_dict)
     stand_ins = {name: _of_stored_dtype(t, index, name) for name, t in state.items()} if cast else {}
     casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
@@ -147,11 +144,13 @@ def load(
     if not problems and all(nothing for _, _, nothing in answers):
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     _refuse(f"{folder} is a checkpoint of another model or layout", problems)
-    wanted = {name: tensor for name, tensor in state.items() if name in index.tensors}
+    targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = IndexedReader(found, index)
-    _run_dcp(torch_load_sharded, _detached(wanted), ranks, f"loading {folder}", storage_reader=reader, planner=planner)
-    line = _verify(_detached(wanted), found, index, reader.resharded, verify, ranks)
+    reader = IndexedReader(source, index)
+    _run_dcp(
+        torch_load_sharded, _detached(targets), ranks, f"loading {folder}", storage_reader=reader, planner=planner
+    )
+    line = _verify(_detached(targets), source, index, reader.resharded, verify, ranks)
     if report is not None:
         report(line)
     for tensor, stand_in in casts.values():
@@ -171,7 +170,7 @@ def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | N
 
 
 def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the metadata of a complete checkpoint; reads no tensors and needs no other ranks.
+    """Returns the metadata of a complete checkpoint. Reads no tensors and needs no other ranks.
 
     Raises:
         CheckpointError: as :func:`load` does, on this rank.
@@ -187,7 +186,7 @@ def _verify(
     all_: bool,
     ranks: Ranks,
 ) -> str:
-    """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank; reports
+    """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank. Reports
     it."""
     started = time.perf_counter()
     hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
@@ -261,7 +260,7 @@ def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def _of_stored_dtype(tensor: torch.Tensor, index: CheckpointIndex, name: str) -> torch.Tensor | None:
-    """Returns an empty tensor of the checkpoint's dtype; None if nothing has to be cast."""
+    """Returns an empty tensor of the checkpoint's dtype, or None if nothing has to be cast."""
     entry = index.tensors.get(name)
     if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..diagnostics.stale_optimizers import replaced_parameters_marked
+from ..diagnostics.step_marks import replaced_parameters_marked
 from ..errors import ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.bucket_group import BucketGroup

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import GradSyncError, ParallelConfigError
+from ..errors import GradSyncError, ParallelConfigError, warn_once
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from ..ranges import check_range
-from ..warn import warn_once
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..comm.by_backend import all_reduce_by_backend
-from ..comm.collectives import all_reduce
+from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..errors import ConfigError, ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, unwrap_model

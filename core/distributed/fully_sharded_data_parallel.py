@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..comm.collectives import all_gather
+from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
-from ..comm.memory import allocator
 from ..device import current_device
-from ..diagnostics.stale_optimizers import replaced_parameters_marked
+from ..diagnostics.step_marks import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
-from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
+from ..dist_checkpointing.flat_range import FlatRange, whole_view
 from ..errors import WrapError
-from ..kept_ranges import keep_range, kept_range
+from ..local_parts import keep_range, kept_range
 from ..pending_parameters import set_pending_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import reject_assign, unwrap_model

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import device, parallel_state
 from .._torch_compat import num_groups_of_this_rank
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 

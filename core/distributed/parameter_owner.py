@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
-from ..dtensors import local_part
+from ..local_parts import local_part
 from .plan import ShardingPlan
 from .unreadable_gradient import is_unreadable
 

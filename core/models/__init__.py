@@ -9,6 +9,6 @@ __getattr__ = absent_names(
     dict.fromkeys(("T5", "audio", "bert", "hybrid", "mamba", "mimo", "multimodal", "vision"), _GPT)
     | {
         "backends": "layers are this package's; core.models.gpt.gpt_layer_specs",
-        "huggingface": "use core.training.pretrained",
+        "huggingface": "use core.models.gpt.hugging_face",
     },
 )

@@ -6,7 +6,7 @@ from .build import get_megatron_optimizer
 from .distrib_optimizer import DistributedOptimizer
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
-from .param_overrides import (
+from .param_groups import (
     ParamGroupOverride,
     ParamKey,
     ParamPredicate,

@@ -20,8 +20,7 @@ from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
-from .param_groups import ParamCondition, build_param_groups, collect_main_params
-from .param_overrides import ConfigOverrides
+from .param_groups import ConfigOverrides, ParamCondition, build_param_groups, collect_main_params
 from .update_rules import build_update_rule
 
 

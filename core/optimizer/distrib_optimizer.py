@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..dist_checkpointing.views.flat_range import flat_range_view
+from ..dist_checkpointing.flat_range import flat_range_view
 from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel

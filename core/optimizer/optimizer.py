@@ -1,13 +1,19 @@
-"""The optimizer of a model under any data-parallel wrapper: one global norm, one update, one state layout."""
+"""The optimizer of a model under any data-parallel wrapper: one global norm, one update, one state layout.
+
+The device decides the outcome of a step, and the host learns it later.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.host_read import HostRead
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
@@ -19,8 +25,94 @@ from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .step_outcome import PendingOutcome, StepOutcome
 from .update_rules import skips_on_device, take_back_step
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of a step, equal on all ranks."""
+
+    updated: bool
+    """False if a gradient was not finite, so that nothing was updated."""
+
+    grad_norm: float
+    """Global norm of the gradient before clipping, without the loss scale; not finite if the step was skipped."""
+
+    num_zeros: int
+    """Number of zeros in the gradient; 0 if they are not counted."""
+
+    report: tuple[float, ...]
+    """The numbers that the caller gave to `MegatronOptimizer.start_step` as `report`."""
+
+    lr: float
+    """Largest learning rate of the update."""
+
+    loss_scale: float
+    """The factor that losses were multiplied by."""
+
+
+class PendingOutcome:
+    """The outcome of a step while it is copied to the host.
+
+    Args:
+        norm: 0-dim, in double.
+        num_zeros: 0-dim, in double.
+        report: `[n]`, the caller's numbers, copied in the same read; None for none.
+        written: for each of `names`, whether code other than the optimizer has written the parameter; None if the
+            masters have taken such values already.
+        names: names of parameters in low precision.
+        stepped: main tensors whose step count was raised in advance.
+        lr: largest learning rate of the step.
+        loss_scale: the step's loss scale.
+
+    Attributes:
+        stepped: as given. `MegatronOptimizer.start_step` empties it if it makes no update, so that `take_back_step`
+            lowers no step count.
+    """
+
+    def __init__(
+        self,
+        norm: Tensor,
+        num_zeros: Tensor,
+        report: Tensor | None,
+        written: Tensor | None,
+        names: Sequence[str],
+        *,
+        stepped: Sequence[Tensor],
+        lr: float,
+        loss_scale: float,
+    ) -> None:
+        parts = [torch.stack([norm, num_zeros]), *(part for part in (report, written) if part is not None)]
+        self._read = HostRead(torch.cat([part.to(norm.device, torch.float64) for part in parts]))
+        self._num_reported = 0 if report is None else len(report)
+        self._names = names if written is not None else ()
+        self._lr, self._loss_scale = lr, loss_scale
+        self.stepped = stepped
+
+    def wait(self) -> StepOutcome:
+        """Waits for the device, and returns the outcome.
+
+        Raises:
+            OutOfStepError: not all ranks took part in the step.
+            OptimizerError: parameters in low precision were written between this step and the one before it.
+        """
+        norm, num_zeros, *others = self._read.wait()
+        report, written = others[: self._num_reported], others[self._num_reported :]
+        changed = [name for name, is_written in zip(self._names, written, strict=True) if is_written]
+        if changed:
+            raise OptimizerError(
+                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} was written after a step of "
+                "the optimizer that was still running, and the next step has overwritten the values from the fp32 "
+                "masters; call the optimizer's reload_model_params() after writing, or its finish_step() before"
+            )
+        return StepOutcome(
+            updated=math.isfinite(norm),
+            grad_norm=norm,
+            num_zeros=int(num_zeros),
+            report=tuple(report),
+            lr=self._lr,
+            loss_scale=self._loss_scale,
+        )
 
 
 class MegatronOptimizer(OptimizerState):

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from ..absent_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.views.flat_range import held_boxes
+from ..dist_checkpointing.flat_range import held_boxes
 from ..errors import CheckpointError
 from .grad_scaler import GradScaler
-from .main_params import MainParam, refresh_masters
+from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .update_rules import ensure_state, get_step_count, set_step_count, state_names
-from .written_params import WrittenParams
 
 
 def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _groups: ParallelGroups | None = None
 
 
 def set_groups(groups: ParallelGroups | None) -> None:
-    """Stores the groups; None removes them."""
+    """Stores the groups. None removes them."""
     global _groups
     _groups = groups
 
@@ -30,11 +30,11 @@ def groups_or_none() -> ParallelGroups | None:
     return _groups
 
 
-def groups(asked: str) -> ParallelGroups:
-    """Returns the groups; before initialisation raises ParallelStateError, which names `asked`."""
+def groups(what: str) -> ParallelGroups:
+    """Returns the groups. Before initialisation raises ParallelStateError, which names `what`."""
     if _groups is None:
         raise ParallelStateError(
-            f"{asked} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
+            f"{what} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
         )
     return _groups
 
@@ -60,28 +60,28 @@ def has(kind: str) -> bool:
 
 
 def process_group(kind: str, check_initialized: bool) -> ProcessGroup | None:
-    """Returns this rank's process group of one kind; None if it has none and `check_initialized` is False."""
+    """Returns this rank's process group of one kind, or None if it has none and `check_initialized` is False."""
     return member(kind).process_group if check_initialized or has(kind) else None
 
 
 def size(kind: str, alone: int | None = None) -> int:
-    """Returns the number of ranks of the group; before initialisation `alone`, if given."""
+    """Returns the number of ranks of the group, or before initialisation `alone`, if given."""
     return alone if _groups is None and alone is not None else len(member(kind).ranks)
 
 
 def rank(kind: str, alone: int | None = None) -> int:
-    """Returns this rank's place in the group; before initialisation `alone`, if given."""
+    """Returns this rank's place in the group, or before initialisation `alone`, if given."""
     return alone if _groups is None and alone is not None else member(kind).rank
 
 
 class GroupGetter(Protocol):
-    """Returns this rank's process group; None if it has none and `check_initialized` is False."""
+    """Returns this rank's process group, or None if it has none and `check_initialized` is False."""
 
     def __call__(self, check_initialized: bool = True) -> ProcessGroup | None: ...
 
 
 def group_getter(kind: str, text: str) -> GroupGetter:
-    """Makes a getter of this rank's process group; `text` is its docstring."""
+    """Makes a getter of this rank's process group. `text` is its docstring."""
 
     def getter(check_initialized: bool = True) -> ProcessGroup | None:
         return process_group(kind, check_initialized)

@@ -44,7 +44,7 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
-    """Makes every model-, context-, data- and expert-parallel group; all ranks call it with equal arguments.
+    """Makes every model-, context-, data- and expert-parallel group. All ranks call it with equal arguments.
 
     The leftmost token of `order` has stride 1. With 8 ranks and tensor and pipeline size 2 the tensor-parallel groups
     are [0,1] [2,3] [4,5] [6,7], the data-parallel ones [0,2] [1,3] [4,6] [5,7], the pipelines [0,4] [1,5] [2,6] [3,7].
@@ -125,7 +125,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups of `initialize_model_parallel`, if any; keeps the default group."""
+    """Destroys the groups of `initialize_model_parallel`, if any. Keeps the default group."""
     made = current.groups_or_none()
     if made is not None:
         made.destroy()

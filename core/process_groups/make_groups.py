@@ -192,7 +192,7 @@ class ParallelGroups:
 
 
 def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGroups:
-    """Makes every process group and mesh; all ranks call it with equal arguments."""
+    """Makes every process group and mesh. All ranks call it with equal arguments."""
     world = dist.group.WORLD
     if world is None:
         raise ParallelStateError("torch.distributed is not initialised; call core.device.init_process_group() first")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from .groups import Group, group_size
 from .partition import gather_first_dim, reduce_scatter_first_dim
 from .weight_gradients import borrow_gradient_memory, lender_of, linear

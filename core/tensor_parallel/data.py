@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ..comm.by_backend import broadcast_by_backend
+from ..comm.collectives import broadcast_by_backend
 from ..device import current_device
 from ..errors import DataError
 from .groups import Group, group_rank, group_size, resolve_group

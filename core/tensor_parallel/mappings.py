@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..foreign_arguments import ignore, refuse
 from .groups import Group, group_size, resolve_group
 from .partition import gather_first_dim, rank_slice, reduce_scatter_first_dim

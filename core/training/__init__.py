@@ -1,14 +1,15 @@
 """A pretraining run: its settings, the order of a step, the loop around it, and how it starts, stops and fails.
 
-    config/             all settings, and the checks on them; arguments: the command-line flags made from them
+    config/             all settings, the checks on them, and the command-line flags made from them
     initialize          process group, parallel groups and seeds
-    data                corpus, tokenizer and loaders
+    data                corpus, tokenizer, loaders, and batches on their way to the device
     train_step          one optimizer step, and one validation
     state               everything that changes with a step
-    checkpointing/      saves and loads the state of a run; pretrained: weights only
+    checkpointing       saves and loads the state of a run; run_metadata checks what a checkpoint says about its run
+    pretrained          weights only
     loop                the steps of a run, with StopRequest (launch.signals)
-    log/                writes the log of a run
-    memory_profile      measures memory over one step by category; memory_timeline draws it
+    run_log, log_file   write the log of a run
+    memory_profile      measures memory over one step by category, and draws it
     launch/             starts ranks on one machine, and reports failures of several ranks
 
 ``examples/gpt/pretrain_gpt.py`` shows the order in which a run uses them.

@@ -1,16 +1,24 @@
-"""Opens the data of a run: its corpus, the corpus's tokenizer, and loaders that continue where the run is."""
+"""Opens the data of a run: its corpus, the corpus's tokenizer, and loaders that continue where the run is.
+
+Micro-batches are copied to the rank's device; on a GPU ahead of their use, while it computes.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from .. import parallel_state
+from .. import device, parallel_state
+from ..comm import streams
 from ..datasets.data_samplers import build_pretraining_data_loader
 from ..datasets.gpt_dataset import GPTDataset, document_range
 from ..datasets.gpt_dataset_config import GPTDatasetConfig, parse_shares
@@ -20,7 +28,6 @@ from ..errors import ConfigError, DataError
 from ..micro_batch_tree import MicroBatchTree
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
-from .device_batches import Batch, DeviceBatches
 from .launch.signals import ignore_stop_signals
 
 
@@ -111,16 +118,16 @@ def _loader(
 
 
 def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
-    """Returns whether there is a document to validate on; warns if rounding left none of the requested share."""
+    """Returns whether there is a document to validate on. Warns if rounding left none of the requested share."""
     first, last = document_range(len(corpus), "valid", config.data.split)
-    asked = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
-    if asked and first == last:
+    validates = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
+    if validates and first == last:
         warnings.warn(
             f"{corpus.prefix}: none of its {len(corpus)} documents falls to validation under split "
             f"{config.data.split}, so nothing is validated; give it a larger share, or more documents",
             stacklevel=3,
         )
-    return asked and first < last
+    return validates and first < last
 
 
 def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
@@ -145,16 +152,119 @@ def _tokenizer(config: PretrainConfig, data_path: Path) -> Tokenizer | None:
 
 
 def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | None) -> int:
-    asked = config.data.vocab_size
+    vocab_size = config.data.vocab_size
     if tokenizer is None:
-        if asked is None:
+        if vocab_size is None:
             raise ConfigError(
                 f"{tokenizer_path(data_path)} does not exist, so the size of the vocabulary is unknown; give "
                 "--vocab-size, or the tokenizer of the corpus with --tokenizer-model"
             )
-        return asked
-    if asked is not None and asked < tokenizer.vocab_size:
+        return vocab_size
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"vocab_size {asked} is smaller than the tokenizer's {tokenizer.vocab_size}; drop it, or raise it"
+            f"vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; drop it, or raise it"
         )
-    return asked or tokenizer.vocab_size
+    return vocab_size or tokenizer.vocab_size
+
+
+Batch = Mapping[str, torch.Tensor]
+"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
+
+Context-parallel ranks get the same whole sequences, and each takes its chunks.
+"""
+
+READ_ON_HOST = frozenset({"document_starts"})
+"""Tensors of a batch that the host reads, and that therefore stay in its memory."""
+
+BATCHES_AHEAD = 2
+"""Micro-batches that are read and copied ahead of use."""
+
+
+def to_device(batch: Batch) -> Batch:
+    """Copies a batch to this process's device, except tensors that the host reads. Does not wait for copies of pinned
+    memory."""
+    here, host = device.current_device(), torch.device("cpu")
+    return {
+        name: tensor.to(host if name in READ_ON_HOST else here, non_blocking=True) for name, tensor in batch.items()
+    }
+
+
+Wait = Callable[[], Batch]
+"""Returns a batch that is being copied to the device, which work that is queued from here on may read."""
+
+
+class SideStream:
+    """Copies batches to this process's GPU on a stream of its own, so that they do not queue behind computation."""
+
+    def __init__(self) -> None:
+        self._stream = streams.Stream()  # of the GPU that is current here, which the reading thread takes over
+
+    def start(self, batch: Batch) -> Wait:
+        with streams.stream(self._stream):
+            # In the side stream's memory, which a later batch may get once all streams that use it are past it.
+            copies, copied = to_device(batch), streams.record_event()
+
+        def wait() -> Batch:
+            computing = streams.current_stream()
+            computing.wait_event(copied)
+            for name, tensor in copies.items():
+                if name not in READ_ON_HOST:
+                    streams.used_on(tensor, computing)
+            return copies
+
+        return wait
+
+
+class DeviceBatches(Iterator[Batch]):
+    """Iterates over a rank's micro-batches, on its device.
+
+    On a GPU a thread reads the next batches and starts their copies while the step runs: the host waits for neither.
+    The loader pins what it reads. On CPU batches pass through, as reading ahead would take computation's cores; the
+    loader's workers do it where they are wanted.
+
+    A batch that was read and not used leaves no trace: a run counts its samples by step, and one that continues opens
+    its loader after the last step's. An error in reading a batch is raised where the batch is asked for.
+
+    Use it in a `with` statement, or `close` it: the thread then ends with the batch that it is reading.
+
+    Args:
+        batches: read by one thread at a time, and to its end.
+        start_copy: queues the copy of a batch, on the reading thread, and returns the function that waits for it, on
+            the trainer's; None chooses by the device, and on CPU there are no copies.
+    """
+
+    def __init__(self, batches: Iterator[Batch], start_copy: Callable[[Batch], Wait] | None = None) -> None:
+        self._batches = batches
+        if start_copy is None and streams.is_asynchronous(device.current_device()):
+            start_copy = SideStream().start
+        self._start_copy = start_copy
+        # Futures of the next batches, in order. `__next__` appends and takes them; the reading thread fulfils them.
+        self._ahead: deque[Future[Wait]] = deque()
+        # The reading thread. Set here, and shut down by `close`; None if batches are not read ahead.
+        self._reader: ThreadPoolExecutor | None = None
+        if start_copy is not None:
+            self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+            for _ in range(BATCHES_AHEAD):
+                self._ahead.append(self._reader.submit(self._read, start_copy))
+
+    def __next__(self) -> Batch:
+        if self._reader is None or self._start_copy is None:
+            return to_device(next(self._batches))
+        self._ahead.append(self._reader.submit(self._read, self._start_copy))
+        return self._ahead.popleft().result()()
+
+    def _read(self, start_copy: Callable[[Batch], Wait]) -> Wait:
+        return start_copy(next(self._batches))
+
+    def close(self) -> None:
+        """Stops reading ahead. May be called again."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> DeviceBatches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

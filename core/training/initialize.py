@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
+from ..dist_checkpointing.format.folders import acquire_folder, release_folder
 from ..errors import ConfigError
 from ..rendezvous import set_launcher_variables
-from ..tensor_parallel.random_streams import seed_everything
+from ..tensor_parallel.random import seed_everything
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
 
@@ -60,7 +60,7 @@ def initialize(config: PretrainConfig) -> None:
 
 
 def check_output_folders(config: PretrainConfig) -> None:
-    """Raises before the training if a folder cannot be written; leaves no folder behind.
+    """Raises before the training if a folder cannot be written. Leaves no folder behind.
 
     Raises:
         ConfigError: on the first rank, which is the one that writes.
@@ -69,17 +69,25 @@ def check_output_folders(config: PretrainConfig) -> None:
     for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
         if folder is None or dist.get_rank() != 0:
             continue
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            with _empty_folders_removed(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
         except OSError as error:
             raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from None
-        finally:
-            for path in missing:
-                with suppress(OSError):
-                    path.rmdir()
+
+
+@contextmanager
+def _empty_folders_removed(folder: Path) -> Iterator[None]:
+    """Removes those of a folder and its parents that the code inside creates and leaves empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # not empty
+                path.rmdir()
 
 
 @contextmanager
@@ -94,17 +102,14 @@ def run_folder_held(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     ranks = Ranks()
-    key = ranks.from_first(lambda: acquire_folder(folder))
-    try:
-        yield
-    finally:
-        if ranks.is_first:
-            release_folder(key)
-            for path in missing:
-                with suppress(OSError):  # not empty
-                    path.rmdir()
+    with _empty_folders_removed(folder) if ranks.is_first else nullcontext():
+        key = ranks.from_first(lambda: acquire_folder(folder))
+        try:
+            yield
+        finally:
+            if ranks.is_first:
+                release_folder(key)
 
 
 def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs the iterations of a run: step, log, validate, save; ends in order when a signal requests it."""
+"""Runs the iterations of a run: step, log, validate, save. Ends in order when a signal requests it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
-from ..tensor_parallel.random_streams import MicroBatchSeeds
-from .checkpointing import TOKENIZER_FILE, save_tokenizer, weights_hash
-from .checkpointing.writer import CheckpointWriter
+from ..tensor_parallel.random import MicroBatchSeeds
+from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
 from .config import PretrainConfig
-from .data import RunData, training_batches, validation_batches
-from .device_batches import Batch
+from .data import Batch, RunData, training_batches, validation_batches
 from .launch.signals import StopRequest
-from .log import RunLog, Stopwatch
-from .memory_profile import measure_step
-from .memory_timeline import PICTURE_FILE, write_timeline
-from .running_step import RunningStep
+from .log_file import Stopwatch
+from .memory_profile import PICTURE_FILE, measure_step, write_timeline
+from .run_log import RunLog
 from .state import TrainingState
-from .train_step import evaluate, train_step
+from .train_step import RunningStep, evaluate, train_step
 
 PROFILED_ITERATION = 3
 """The iteration whose memory is measured on request: the optimizer has its state and the wrapper its buffers by
@@ -46,7 +43,7 @@ class Outcome:
 
 
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
-    """Trains from `state.iteration` to `train_iters`; all ranks call it together.
+    """Trains from `state.iteration` to `train_iters`. All ranks call it together.
 
     SIGTERM and Ctrl-C on any rank end it on all ranks after the step that follows the current one, with a checkpoint
     if there is a folder: the host reads a step's result while the next one is computed.
@@ -170,7 +167,7 @@ class _Reporter:
         self._hash: str | None = None
 
     def take(self, running: RunningStep, num_tokens: int) -> bool:
-        """Takes the step of the current iteration, and reports the one before it; returns whether that says to
+        """Takes the step of the current iteration, and reports the one before it. Returns whether that says to
         stop."""
         seconds = self._watch.read()
         stop = self._report(0.0)
@@ -178,12 +175,12 @@ class _Reporter:
         return stop
 
     def note_hash(self, weights_hash: str) -> None:
-        """Takes the hash of the weights after the step taken last; computing it is no part of the next step's time."""
+        """Takes the hash of the weights after the step taken last. Computing it is no part of the next step's time."""
         self._hash = weights_hash
         self.restart_watch()
 
     def finish(self) -> bool:
-        """Waits for the last step and reports it; returns whether it says to stop."""
+        """Waits for the last step and reports it. Returns whether it says to stop."""
         if self._waiting is not None:
             self._waiting[0].result()
         return self._report(self._watch.read())
@@ -214,7 +211,7 @@ LIMIT = 10
 
 
 class SkippedSteps:
-    """Warns about the first skipped step, and ends the run after `LIMIT` in a row; all ranks skip the same steps.
+    """Warns about the first skipped step, and ends the run after `LIMIT` in a row. All ranks skip the same steps.
 
     Args:
         scale_adapts: the loss scale is dynamic, so that overflows are normal: do nothing.

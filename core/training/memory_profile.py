@@ -1,4 +1,4 @@
-"""Measures memory over one step by category, at every allocation.
+"""Measures memory over one step by category, at every allocation, and draws it.
 
 Torch's profiler reports each allocation and release, on the CPU and on a GPU, with its address. Hooks record at many
 moments of the step which addresses have tensors of the wrapper and the optimizer (`held_tensors`). A block of memory
@@ -9,11 +9,14 @@ scratch. No communication.
 from __future__ import annotations
 
 import bisect
+import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +25,92 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
-from ..dtensors import local_part
 from ..host_memory import transient_memory_seen_by_profilers
+from ..local_parts import local_part
 from ..optimizer import MegatronOptimizer
-from .memory_timeline import CATEGORIES, MemoryTimeline
+from .log_file import figure_class
+
+PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"
+
+CATEGORIES = ("parameters", "gathered parameters", "gradients", "optimizer state", "activations and other")
+"""From the bottom of the picture to its top. Parameters are this rank's shards, or whole without sharding."""
+
+MAX_POINTS = 2000
+"""Most points of a series; of moments that are closer together, the one with the most memory is kept."""
+
+_COLORS = ("#3b76c9", "#8fb8ec", "#d9822b", "#8256c4", "#9aa5b1")
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Bytes of each category on this rank at moments of a step."""
+
+    device: str
+    times_s: tuple[float, ...]
+    """Seconds since the step began."""
+    held: tuple[tuple[int, ...], ...]
+    """Bytes of each of `CATEGORIES`, per moment."""
+
+    @property
+    def peak(self) -> int:
+        """Index of the moment with the most memory."""
+        return max(range(len(self.held)), key=lambda index: sum(self.held[index]))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all categories at the peak."""
+        return sum(self.held[self.peak])
+
+    def thinned(self, num_points: int = MAX_POINTS) -> MemoryTimeline:
+        """Returns at most `num_points` moments, each the one with the most memory of its neighbourhood."""
+        if len(self.held) <= num_points:
+            return self
+        cuts = [len(self.held) * i // num_points for i in range(num_points + 1)]
+        peaks = [
+            max(range(start, end), key=lambda index: sum(self.held[index])) for start, end in itertools.pairwise(cuts)
+        ]
+        return MemoryTimeline(self.device, tuple(self.times_s[i] for i in peaks), tuple(self.held[i] for i in peaks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values. The series is thinned and contains the peak."""
+        series = self.thinned()
+        return {
+            "device": self.device,
+            "peak_bytes": self.peak_bytes,
+            "peak_at_s": self.times_s[self.peak],
+            "bytes_at_peak": dict(zip(CATEGORIES, self.held[self.peak], strict=True)),
+            "time_s": list(series.times_s),
+            "bytes": {name: [held[i] for held in series.held] for i, name in enumerate(CATEGORIES)},
+        }
+
+
+def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> None:
+    """Writes the picture and the series of a step into a run's folder.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    values = json.dumps({"iteration": iteration, **timeline.to_json()})
+    (folder / SERIES_FILE).write_text(values, encoding="utf-8")
+    draw(timeline, folder / PICTURE_FILE, f"iteration {iteration}, rank 0, {timeline.device}")
+
+
+def draw(timeline: MemoryTimeline, picture: Path, title: str) -> None:
+    """Draws the categories as stacked areas over the time of the step."""
+    series = timeline.thinned()
+    figure = figure_class("The picture of memory")(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    layers = [[held[i] / 2**20 for held in series.held] for i in range(len(CATEGORIES))]
+    axes.stackplot(series.times_s, layers, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
+    peak = timeline.peak_bytes / 2**20
+    axes.axhline(peak, color="black", linewidth=0.8, linestyle=":")
+    axes.annotate(f"peak {peak:,.1f} MiB", (series.times_s[-1], peak), ha="right", va="bottom", fontsize=9)
+    axes.set(xlabel="time in the step (s)", ylabel="memory (MiB)", title=title, ylim=(0, 1.25 * peak))
+    axes.margins(x=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=8, ncols=2)
+    figure.savefig(picture)
+
 
 _REST = len(CATEGORIES) - 1
 _ORIGINS = {"FSDP::all_gather": 1, "FSDP::post_backward_reduce": 2}
@@ -39,7 +124,7 @@ Result = TypeVar("Result")
 def measure_step(
     model: _BaseDataParallel, optimizer: MegatronOptimizer, step: Callable[[], Result]
 ) -> tuple[Result, MemoryTimeline]:
-    """Runs `step` and measures its memory; the step takes longer than usual.
+    """Runs `step` and measures its memory. The step takes longer than usual.
 
     On the CPU torch does not count memory. There, blocks from before the step without a record, such as a loader's
     data, are counted only if the step releases them.
@@ -73,7 +158,7 @@ class _Note:
 
 
 class _Notes:
-    """Records of the tensors at many moments; a marker in the profile gives the time of each."""
+    """Records of the tensors at many moments. A marker in the profile gives the time of each."""
 
     def __init__(self, model: _BaseDataParallel, optimizer: MegatronOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -87,7 +172,7 @@ class _Notes:
             self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
 
     def watch(self) -> Iterator[Any]:
-        """Installs hooks, which change nothing, on every module and every gradient; removes them on exit."""
+        """Installs hooks, which change nothing, on every module and every gradient. Removes them on exit."""
         for module in self._model.module.modules():
             yield module.register_forward_pre_hook(self.take)
             yield module.register_forward_hook(self._after_forward)
@@ -116,14 +201,14 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple[int, int]]:
-    found: dict[int, tuple[int, int]] = {}
+    held: dict[int, tuple[int, int]] = {}
     for category, tensors in kinds:
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
             if storage.nbytes() and local.device.type == device.device_type():  # not offloaded
-                found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
-    return found
+                held.setdefault(storage.data_ptr(), (category, storage.nbytes()))
+    return held
 
 
 def _flat(events: Iterable[Any]) -> Iterator[Any]:

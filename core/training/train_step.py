@@ -1,25 +1,99 @@
-"""One optimizer step over its micro-batches, and one validation: the order of operations in one place."""
+"""One optimizer step over its micro-batches, its result, which the host reads later, and one validation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
+from ..errors import ShardstackError
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
-from ..tensor_parallel.random_streams import MicroBatchSeeds
+from ..optimizer.optimizer import StepOutcome
+from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
-from .device_batches import Batch, to_device
-from .running_step import RunningStep
+from .data import Batch, to_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of one step, equal on all ranks."""
+
+    loss: float
+    """Mean loss in nats per token: over all tokens with `calculate_per_token_loss`, else the mean over
+    micro-batches."""
+
+    updated: bool
+    """False if gradients overflowed and the step was skipped."""
+
+    grad_norm: float | None
+    """Global norm of the gradient before clipping."""
+
+    num_zeros: int | None
+    """Zeros in the gradient; None if the optimizer does not count them."""
+
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+    lr: float
+    """Largest learning rate of the update."""
+
+    loss_scale: float
+    """The factor that losses were multiplied by before backward."""
+
+
+class RunningStep:
+    """A step that is queued. The device may still compute it, and decides whether it is skipped.
+
+    The host learns the result when it asks for it, or when the next step needs to know it: before its update, or
+    before its first backward where the loss scale adapts. Then the schedule moves on.
+
+    Args:
+        totals: `[3]`, over all ranks: sum of losses, what to divide it by, and how many ranks were asked to stop.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, totals: torch.Tensor) -> None:
+        self._optimizer, self._scheduler = optimizer, scheduler
+        # None until the host knows the outcome: the optimizer then calls `_conclude`, which sets it once.
+        self._result: StepResult | None = None
+        optimizer.start_step(totals, concluded=self._conclude)
+
+    def _conclude(self, outcome: StepOutcome) -> None:
+        if outcome.updated:
+            self._scheduler.step(1)
+        total_loss, total_weight, stops = outcome.report
+        scaled = self._optimizer.grad_scaler is not None
+        counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.updated or not scaled)
+        self._result = StepResult(
+            loss=total_loss / max(total_weight, 1.0),
+            updated=outcome.updated,
+            grad_norm=outcome.grad_norm if outcome.updated or not scaled else None,
+            num_zeros=outcome.num_zeros if counts else None,
+            stop=stops > 0,
+            lr=outcome.lr,
+            loss_scale=outcome.loss_scale,
+        )
+
+    def result(self) -> StepResult:
+        """Returns the result, after waiting for the device if it is not known yet.
+
+        Raises:
+            OutOfStepError: not all ranks took part in the step.
+        """
+        if self._result is None:
+            self._optimizer.finish_step()
+        if self._result is None:
+            raise ShardstackError("the step's update was never queued: train_step raised; its error says why")
+        return self._result
 
 
 def train_step(
@@ -32,7 +106,7 @@ def train_step(
     stop_requested: bool = False,
     seeds: MicroBatchSeeds | None = None,
 ) -> RunningStep:
-    """Queues one optimizer step in Megatron-LM's order; all ranks call it together.
+    """Queues one optimizer step in Megatron-LM's order. All ranks call it together.
 
     The host does not wait for the device, but for the result of the step before. All that is read from the device is
     in one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
@@ -83,7 +157,7 @@ def train_step(
         _sum_over_replicas(totals)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
-            all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
+            all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
         if tree is not None:
             exact = exact_totals(rows, group)
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
@@ -118,7 +192,7 @@ def _tokens_a_rank(batch: Batch) -> torch.Tensor:
 
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of unmasked losses and their number; both 0-dim, on the device."""
+    """Returns the sum of unmasked losses and their number, both 0-dim, on the device."""
     packed = {}
     if "document_starts" in batch:  # read here: FSDP2 would move it to the device
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()

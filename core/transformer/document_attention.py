@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_kernels import aligned, no_random_state
+from .attention_backend import aligned, no_random_state
 
 NAMESPACE = "shardstack"
 """Of the operations, in `torch.ops`."""

@@ -14,8 +14,14 @@ from ..foreign_arguments import ignore, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
-from .attention_backend import only_backend, takes_pieces, warn_of_slow_pieces, why_not_backend
-from .attention_kernels import has_flash_kernel, has_kernel
+from .attention_backend import (
+    has_flash_kernel,
+    has_kernel,
+    only_backend,
+    takes_pieces,
+    warn_of_slow_pieces,
+    why_not_backend,
+)
 from .context_parallel import gather_sequence, own_positions
 from .document_attention import attend_within_documents
 from .document_masks import PackedDocuments, visible_keys

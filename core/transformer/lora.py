@@ -33,8 +33,8 @@ from ..tensor_parallel.initialization import (
 )
 from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLinear
 from ..tensor_parallel.weight_gradients import linear
-from .initializers import init_zeros
 from .module import performs_initialization, root_seed
+from .transformer_config import init_zeros
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 """The linear layers of a transformer layer, by Megatron's names."""

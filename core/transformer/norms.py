@@ -11,8 +11,7 @@ from torch import nn
 
 from ..apex_kernels import apex_module
 from ..tensor_parallel.initialization import Initializer, ParameterOwner, initialize_unless_deferred
-from .initializers import init_ones, init_zeros
-from .transformer_config import TransformerConfig
+from .transformer_config import TransformerConfig, init_ones, init_zeros
 
 
 class _Norm(ParameterOwner):

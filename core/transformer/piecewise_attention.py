@@ -18,7 +18,7 @@ import torch
 
 from .._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
-from .attention_kernels import PartialAttention, attend, attend_backward, combine
+from .attention_backend import PartialAttention, attend, attend_backward, combine
 from .context_parallel import GatheringKeys, ScatteringGradients
 from .document_attention import define_attention
 from .document_masks import QueryPiece, causal_pieces, document_pieces

@@ -114,12 +114,12 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.failure or self.inapplicable:
-            found = f"cannot run: {self.failure}" if self.failure else f"not run: {self.inapplicable}"
+            outcome = f"cannot run: {self.failure}" if self.failure else f"not run: {self.inapplicable}"
         elif self.parting is not None:
-            found = str(self.parting)
+            outcome = str(self.parting)
         else:
-            found = "equal, bit by bit" if self.tolerance == 0.0 else f"equal within {self.tolerance:g}"
-        return f"{self.wrapper:26}{found}"
+            outcome = "equal, bit by bit" if self.tolerance == 0.0 else f"equal within {self.tolerance:g}"
+        return f"{self.wrapper:26}{outcome}"
 
 
 def names_of_wrappers(world_size: int) -> list[str]:
@@ -129,7 +129,7 @@ def names_of_wrappers(world_size: int) -> list[str]:
 
 
 def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
-    """Compares every wrapper, and yields a verdict for each; all ranks of the default group call it together.
+    """Compares every wrapper, and yields a verdict for each. All ranks of the default group call it together.
 
     Plain replicas are compared with one process, and every other wrapper with plain replicas: bitwise at two ranks,
     because two numbers add in one order only; with more ranks, or with micro-batches reduced one by one, within the
@@ -166,12 +166,12 @@ def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | N
         except ShardstackError as error:
             if isinstance(error, ConfigError) and tested.name in str(error):
                 raise  # an error of the model, not of a wrapper
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
             if does_not_apply:
-                yield Verdict(name, reference, tolerance, inapplicable=said)
+                yield Verdict(name, reference, tolerance, inapplicable=reason)
             else:
-                yield Verdict(name, reference, tolerance, failure=said)
+                yield Verdict(name, reference, tolerance, failure=reason)
         finally:
             parallel_state.destroy_model_parallel()
 
@@ -194,25 +194,25 @@ def _rounding(parameters: Iterator[Tensor]) -> float:
 
 def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> FirstDifference | None:
     for step in range(steps):
-        found = _of_all_ranks(_compare_step(ours, theirs, step, tolerance))
-        if found is not None:
-            return found
+        difference = _of_all_ranks(_compare_step(ours, theirs, step, tolerance))
+        if difference is not None:
+            return difference
     return None
 
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> FirstDifference | None:
-    """Runs one step of both trainings and compares them; calls the same collectives in every case."""
+    """Runs one step of both trainings and compares them. Calls the same collectives in every case."""
     loss, expected = ours.backward(step), theirs.backward(step)
-    found: FirstDifference | None = None
+    difference: FirstDifference | None = None
     off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0
     if not off <= tolerance or not math.isfinite(loss):
-        found = FirstDifference(step, "loss", "", off, dist.get_rank())
+        difference = FirstDifference(step, "loss", "", off, dist.get_rank())
     gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
     ours.update()
     theirs.update()
     weights = _first_difference(step, "weight", ours.weights(), theirs.weights(), tolerance)
     buffers = _first_difference(step, "buffer", ours.buffers(), theirs.buffers(), tolerance)
-    return found or gradients or weights or buffers
+    return difference or gradients or weights or buffers
 
 
 def _first_difference(
@@ -224,7 +224,7 @@ def _first_difference(
 ) -> FirstDifference | None:
     differing: list[tuple[str, float, float]] = []
     total = 0.0
-    for (name, found), (other, expected) in zip(ours, theirs, strict=True):
+    for (name, value), (other, expected) in zip(ours, theirs, strict=True):
         if name != other:
             raise ConfigError(
                 f"the parameter {other} is named {name} under a wrapper, because its module renames parameters; keep "
@@ -232,8 +232,8 @@ def _first_difference(
             )
         norm = float(expected.double().norm())
         total += norm * norm
-        if not bool(torch.equal(found, expected)) or not math.isfinite(norm):
-            differing.append((name, float((found.double() - expected.double()).norm()), norm))
+        if not bool(torch.equal(value, expected)) or not math.isfinite(norm):
+            differing.append((name, float((value.double() - expected.double()).norm()), norm))
     # A gradient that should be zero, but for rounding, is compared with the norm of all gradients.
     least = 0.01 * math.sqrt(total) if tolerance else 0.0
     for name, distance, norm in differing:
@@ -243,9 +243,9 @@ def _first_difference(
     return None
 
 
-def _of_all_ranks(found: FirstDifference | None) -> FirstDifference | None:
+def _of_all_ranks(own: FirstDifference | None) -> FirstDifference | None:
     """Returns the difference of the first rank that found one: a replica may be wrong on one rank only."""
     of_ranks: list[FirstDifference | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, found)
+    dist.all_gather_object(of_ranks, own)
     order = {"loss": 0, "gradient": 1, "weight": 2, "buffer": 3}
     return min((p for p in of_ranks if p is not None), key=lambda p: (order[p.what], p.rank), default=None)

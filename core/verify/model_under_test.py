@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
-from ..comm.by_backend import all_reduce_by_backend, broadcast_by_backend
+from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ..device import current_device
-from ..dist_checkpointing.views.flat_range import whole
+from ..dist_checkpointing.flat_range import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import ConfigError
@@ -109,8 +109,8 @@ class ModelUnderTest:
         def loss(wrapped: nn.Module, index: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(index)
             tokens = torch.randint(0, vocabulary, (_SEQUENCES, _LENGTH), generator=generator).to(current_device())
-            found: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
-            return found
+            loss_of_batch: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
+            return loss_of_batch
 
         return loss
 
@@ -125,35 +125,35 @@ def load_model_under_test(name: str) -> ModelUnderTest:
     if not module_name or not attribute:
         raise ConfigError(f"{name!r} names no function; write module:function, as my_module:build")
     try:
-        found: Any = importlib.import_module(module_name)
+        function: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"{module_name} does not import ({type(error).__name__}: {error}); run the command where "
             f"`python -c 'import {module_name}'` works"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(function, part):
             raise ConfigError(f"{module_name} has no {attribute}; write module:function, as {module_name}:build")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{name} is {_described(found)}; it has to be a function that builds a model")
-    return ModelUnderTest(name, found)
+        function = getattr(function, part)
+    if not callable(function):
+        raise ConfigError(f"{name} is {_described(function)}; it has to be a function that builds a model")
+    return ModelUnderTest(name, function)
 
 
 def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
-    """Returns the loss of a micro-batch; its random draws depend only on its number.
+    """Returns the loss of a micro-batch. Its random draws depend only on its number.
 
     Raises:
         ConfigError: the loss is no scalar with a gradient.
     """
     _seed_everything(SEED + 1 + index)
-    found = loss(model, index)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+    total = loss(model, index)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.requires_grad:
         raise ConfigError(
-            f"the loss of {tested.name} is {_described(found)}; let loss(model, index) return a scalar tensor that "
+            f"the loss of {tested.name} is {_described(total)}; let loss(model, index) return a scalar tensor that "
             "depends on the model's parameters"
         )
-    return found.reshape(())
+    return total.reshape(())
 
 
 def _described(value: Any) -> str:
@@ -194,7 +194,7 @@ class Training(ABC):
             yield name, whole(gradient)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each parameter, whole; frozen ones too."""
+        """Yields each parameter, whole, frozen ones too."""
         model = unwrap_model(self.model)
         tensors = model.state_dict()  # waits for parameters that are still being gathered
         for name, _ in model.named_parameters():
@@ -207,7 +207,7 @@ class Training(ABC):
 
 
 class WrappedTraining(Training):
-    """A training under a wrapper; each rank runs its micro-batches."""
+    """A training under a wrapper. Each rank runs its micro-batches."""
 
     def __init__(
         self,

@@ -6,17 +6,32 @@ convert.py --load my-model --save runs/b        # then generate.py --load runs/b
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from core.errors import ConfigError
-from core.training.arguments import parse_call
+from core.datasets.tokenizer import load_tokenizer
+from core.dist_checkpointing import checkpoint_directory, model_state_dict, save
+from core.errors import CheckpointError, ConfigError
+from core.files import write_durably
+from core.models.gpt import GPTModel
+from core.models.gpt.architecture import TRANSFORMER_FIELDS, Architecture
+from core.models.gpt.hf_config import Layout
+from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
+from core.tensor_parallel.vocab import pad_vocab_size
+from core.training.checkpointing import TOKENIZER_FILE, find_checkpoint, save_tokenizer
+from core.training.config import PretrainConfig
+from core.training.config.arguments import parse_call
+from core.training.config.build import NEGATED, OTHER_NAMES, build_config
 from core.training.launch.entry import run_command
-from core.training.pretrained import NO_HASHES, flags_of, is_hugging_face, run_from_hugging_face, run_to_hugging_face
+from core.training.pretrained import NO_HASHES, is_hugging_face, load_run_model, load_run_tokenizer
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -69,6 +84,120 @@ def convert(
     print(NO_HASHES.format(load))
     print(f"{load} is {checkpoint} now; to train on from its weights:")
     print(f"pretrain_gpt.py --pretrained-checkpoint {load} {shlex.join(flags_of(architecture))}")
+
+
+def run_to_hugging_face(
+    root: Path,
+    folder: Path,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    verify: bool = True,
+    report: Callable[[str], None] | None = None,
+    **details: Any,
+) -> Path:
+    """Writes the latest checkpoint of a run as a model that `transformers` loads, with its tokenizer if it has one.
+
+    Weights are fp32 unless `dtype` says otherwise; `verify` and `report` are those of
+    :func:`core.dist_checkpointing.load`, other arguments as `save_hugging_face` takes.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the layout cannot express its model.
+    """
+    checkpoint = find_checkpoint(root)
+    _, model = load_run_model(checkpoint, verify=verify, report=report)
+    tokenizer = load_run_tokenizer(checkpoint) if (checkpoint.parent / TOKENIZER_FILE).exists() else None
+    ids = {"eos_token_id": tokenizer.eod} if tokenizer is not None else {}
+    save_hugging_face(model, folder, layout=layout, dtype=dtype, vocab_size=vocab_size, config=ids, **details)
+    if tokenizer is not None:
+        with _unwritable_as_error(folder):
+            tokenizer.save(folder / TOKENIZER_FILE)
+            path = folder / TOKENIZER_CONFIG_FILE  # the class would be guessed from the model's kind
+            described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_durably(path, json.dumps(described, indent=1))
+    return checkpoint
+
+
+def run_from_hugging_face(folder: Path, root: Path) -> tuple[Path, Architecture]:
+    """Writes a model of Hugging Face's as a checkpoint with weights only, in fp32, and its tokenizer if it has one.
+
+    Returns:
+        The checkpoint, and the model's architecture.
+
+    Raises:
+        CheckpointError: the model is of an unknown kind, or the folder is in use.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise CheckpointError(f"{root} exists and is not empty; choose another folder, or move it away")
+    architecture = hf_architecture(folder)
+    config = build_config(settings_of(architecture))
+    rows = pad_vocab_size(architecture.vocab_size, config.gpt.make_vocab_size_divisible_by)
+    model = architecture.build(vocab_size=rows, perform_initialization=False)
+    load_hugging_face(model, folder)
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else None
+    save_weights(model, config, root)
+    if tokenizer is not None:
+        with _unwritable_as_error(root):
+            save_tokenizer(tokenizer, root)
+    return checkpoint_directory(root, 0), architecture
+
+
+@contextmanager
+def _unwritable_as_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be written ({error.strerror}); make room") from None
+
+
+def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:
+    """Writes ``root/iter_0000000`` with only the weights of a model that is whole in this process."""
+    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    metadata = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "optimizer": {},
+        "scheduler": {},
+        "vocab_size": model.vocab_size,
+        "config": config.to_json(),
+        "model_tensors": sorted(tensors),
+        "rng_layout": [],
+        "layout": {"ranks": 1, "tensor": 1, "context": 1},
+    }
+    save(tensors, checkpoint_directory(root, 0), metadata=metadata)
+
+
+def flags_of(architecture: Architecture) -> list[str]:
+    """Returns the flags of `pretrain_gpt.py` for a run of this model."""
+    settings = settings_of(architecture)
+    flags: list[str] = []
+    for name in (*TRANSFORMER_FIELDS, "position_embedding_type", "max_position_embeddings"):
+        value, dashed = settings[name], name.replace("_", "-")
+        flag = OTHER_NAMES.get(name, (f"--{dashed}",))[0]
+        if isinstance(value, bool):
+            flags.append(flag if value else NEGATED.get(name, f"--no-{dashed}"))
+        else:
+            flags += [flag, str(value)]
+    return flags + ([] if architecture.tied else ["--untie-embeddings-and-output-weights"])
+
+
+def settings_of(architecture: Architecture) -> dict[str, Any]:
+    """Returns settings of a run that could have made the model. Those about training only are arbitrary."""
+    length = architecture.max_sequence_length
+    return {
+        **architecture.transformer,
+        "position_embedding_type": architecture.position_embedding_type,
+        "max_position_embeddings": length,
+        "untie_embeddings_and_output_weights": not architecture.tied,
+        "seq_length": length,
+        "micro_batch_size": 1,
+        "train_iters": 1,
+        "lr": 0.0,
+    }
 
 
 if __name__ == "__main__":

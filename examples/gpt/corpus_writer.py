@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from core.datasets.indexed_dataset import HEADER, MAGIC, VERSION, DType, IndexFile, get_bin_path, get_idx_path
 from core.errors import DataError
-from core.files.durable import sync_folder
+from core.files import sync_folder
 
 try:
     import fcntl

@@ -33,9 +33,9 @@ from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
-from core.training.arguments import parse_arguments
 from core.training.checkpointing import find_checkpoint, is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
+from core.training.config.arguments import parse_arguments
 from core.training.data import RunData, load_data
 from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
 from core.training.launch.entry import run_command

@@ -17,7 +17,7 @@ from core.dist_checkpointing import load, load_metadata, save
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.fully_sharded.unit import POISONS
 from core.optimizer import MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
-from core.training.checkpointing.run_checkpoint import state_tensors
+from core.training.checkpointing import state_tensors
 from core.training.state import TrainingState
 from core.training.train_step import train_step
 from tests.compositions.composition import Composition

@@ -18,10 +18,9 @@ from core.dist_checkpointing import FlatRange, local_tensor
 from core.distributed import wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
-from core.training.arguments import build_config
-from core.training.checkpointing import load_checkpoint, save_checkpoint
-from core.training.checkpointing.run_checkpoint import state_tensors
+from core.training.checkpointing import load_checkpoint, save_checkpoint, state_tensors
 from core.training.config import PretrainConfig
+from core.training.config.arguments import build_config
 from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
 from tests.functional._runs import _whole

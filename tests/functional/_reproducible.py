@@ -22,7 +22,7 @@ from core.distributed import (
 )
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.tensor_parallel.random_streams import MicroBatchSeeds
+from core.tensor_parallel.random import MicroBatchSeeds
 from core.training.train_step import Batch, evaluate, train_step
 from tests.functional._runs import SEQUENCE, VOCABULARY, _scheduler, build_gpt, in_precision
 from tests.unit._spawn import run_distributed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.dist_checkpointing.format.safe_metadata import seal
+from core.dist_checkpointing.format.index import seal
 from tests.functional._program import TINY, Ended, run_program
 
 TRAIN = (*TINY, "--train-iters", "2")

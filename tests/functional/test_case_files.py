@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.training.arguments import parse_arguments
 from core.training.config import validate
+from core.training.config.arguments import parse_arguments
 from tests.functional._case_runs import COMMON
 from tests.functional._cases import CaseError, merged_flags, read_case, read_cases
 from tests.functional._golden import (

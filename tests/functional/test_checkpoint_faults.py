@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from core.dist_checkpointing.format import writer
-from core.dist_checkpointing.format.safe_metadata import seal
+from core.dist_checkpointing.format.index import seal
 from core.errors import CheckpointError
 from tests.functional._program import REPOSITORY, TINY, load_program, program_environment, run_program
 from tests.functional.test_resume import content, log

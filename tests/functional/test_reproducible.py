@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from core.micro_batch_tree import MicroBatchTree
-from core.tensor_parallel.random_streams import MicroBatchSeeds
-from core.training.log.log_file import LOG_FILE
+from core.tensor_parallel.random import MicroBatchSeeds
+from core.training.log_file import LOG_FILE
 from tests.functional._program import TINY, load_program, run_program
 from tests.functional._reproducible import KINDS, WRAPPERS, Kind, Record, on_one_rank, on_ranks, train
 from tests.unit._spawn import run_distributed

@@ -4,7 +4,7 @@
 
 A reader may refuse a file, with an error of `core.errors` of one line, or read it. It may not crash, raise anything
 else, run what a file holds, start a process, or hold more memory than `MEMORY_BASE_BYTES + MEMORY_MULTIPLE` times the
-files' size (`core.files.bounds`). The first that does is shown with the smallest variant that hypothesis finds, and
+files' size (`core.files`). The first that does is shown with the smallest variant that hypothesis finds, and
 kept.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from core.errors import ShardstackError
-from core.files.bounds import MEMORY_BASE_BYTES, MEMORY_MULTIPLE
+from core.files import MEMORY_BASE_BYTES, MEMORY_MULTIPLE
 from tests.fuzz.readers import READERS, Reader
 from tests.fuzz.variants import variants
 

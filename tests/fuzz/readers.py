@@ -16,14 +16,15 @@ from core.datasets.index_cache import load_or_build
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
-from core.dist_checkpointing.format.folder_lock import hold_folder
-from core.dist_checkpointing.format.safe_metadata import seal
+from core.dist_checkpointing.format.folders import hold_folder
+from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
-from core.training.log import read_log
-from core.training.pretrained import load_run_model, save_weights
+from core.training.log_file import read_log
+from core.training.pretrained import load_run_model
 from core.transformer.transformer_config import TransformerConfig
+from examples.gpt.convert import save_weights
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _read_tokenizer(folder: Path) -> None:
 
 
 def _make_run(folder: Path) -> None:
-    from core.training.arguments import build_config
+    from core.training.config.arguments import build_config
 
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12, "seq_length": 8}
     settings = {**sizes, "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}

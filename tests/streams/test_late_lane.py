@@ -13,7 +13,7 @@ import torch
 
 from core.comm.lane import comm_lane
 from core.distributed import finalize_model_grads
-from core.dtensors import local_part
+from core.local_parts import local_part
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.compositions import runs
 from tests.compositions.check import as_test, check_all

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core.comm import streams
-from core.dist_checkpointing.format.staging import HostStaging
+from core.dist_checkpointing.async_save import HostStaging
 from core.distributed.buffers.reduction import BucketReduction
-from core.training.device_batches import DeviceBatches
+from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
 from tests.streams.steps import Case, groups_of, inputs, make_step, train, wrapped
 

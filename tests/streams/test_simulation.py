@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from core.comm import streams
-from core.comm.by_backend import all_reduce_by_backend
+from core.comm.collectives import all_reduce_by_backend
 from core.comm.host_read import HostRead
 from core.comm.lane import comm_lane
 from tests.streams.process import simulate

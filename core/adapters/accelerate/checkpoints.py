@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...dist_checkpointing import load, load_metadata, load_model_state_dict, model_state_dict, save
-from ...dist_checkpointing.views.flat_range import whole
+from ...dist_checkpointing.flat_range import whole
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from ...dist_checkpointing.foreign.safetensors_io import open_safetensors
+from ...dist_checkpointing.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
 from ...errors import CheckpointError
 from ..bridge.gradients import StepGradients

@@ -26,7 +26,7 @@ from ...dist_checkpointing.format.reader import read_index
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
-from ...tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from ...tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
 from .optimizers import TorchOptimizer, Updates
 
 _MODEL, _OPTIMIZER, _VALUES, _RNG = "model.", "optimizer.", "values", "rng."

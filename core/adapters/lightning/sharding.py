@@ -15,9 +15,8 @@ from ... import device
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
 from ...distributed.parameter_owner import owner_of
 from ...distributed.plan.units import UnitChoice
-from ...errors import ConfigError, ParallelConfigError, WrapError
+from ...errors import ConfigError, ParallelConfigError, WrapError, warn_once
 from ...text import choices
-from ...warn import warn_once
 from ..bridge.units import units_by_class
 from ..bridge.wrapping import STRATEGIES, config_of
 

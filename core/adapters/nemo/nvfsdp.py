@@ -19,9 +19,8 @@ from ...distributed.distributed_data_parallel_config import (
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from ...dtypes import LOW_PRECISION
-from ...errors import ParallelConfigError
+from ...errors import ParallelConfigError, warn_once
 from ...text import choices
-from ...warn import warn_once
 from ..bridge.meshes import mesh_axes
 from ..bridge.units import check_classes_are_in, import_classes_from_paths
 from ..bridge.wrapping import wrap_for_trainer

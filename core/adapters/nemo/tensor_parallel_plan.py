@@ -14,9 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ...distributed.model.broadcast import broadcast_tensors
 from ...distributed.model.parameter_attributes import parameter_attributes_kept
-from ...errors import ParallelConfigError, WrapError
+from ...errors import ParallelConfigError, WrapError, warn_once
 from ...text import choices
-from ...warn import warn_once
 from ..bridge.meshes import TENSOR_AXES, MeshAxes, axis_sizes
 from .styles import translate_to_torch_parallel_style
 

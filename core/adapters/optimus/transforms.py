@@ -17,8 +17,7 @@ from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.groups import whole_group
 from ...distributed.plan.units import UnitChoice
-from ...errors import ParallelConfigError
-from ...warn import warn_once
+from ...errors import ParallelConfigError, warn_once
 from ..bridge.wrapping import Replicas, ShardedInPlace
 from ..nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from .collective import Collective

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import device
 from ...dist_checkpointing import load_model_state_dict as load_whole_or_sharded
 from ...dist_checkpointing import model_state_dict as global_state_dict
-from ...dist_checkpointing.views.global_view import local_tensor
+from ...dist_checkpointing.global_view import local_tensor
 from ...distributed import (
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
@@ -21,8 +21,7 @@ from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.groups import whole_group
 from ...distributed.plan.units import UnitChoice
 from ...dtypes import as_dtype
-from ...errors import CheckpointError
-from ...warn import warn_once
+from ...errors import CheckpointError, warn_once
 from ..bridge.meshes import data_parallel_mesh, fully_replicated
 from ..bridge.units import units_by_class, units_by_size
 from ..bridge.wrapping import Replicas, wrap_for_trainer

@@ -126,7 +126,7 @@ def _position_keys() -> np.ndarray:
 
 
 def _block_key(block: int) -> int:
-    """Returns the key of a block, from another stream; odd, so that a change of a block's sum changes the whole
+    """Returns the key of a block, from another stream. It is odd, so that a change of a block's sum changes the whole
     sum."""
     return int(splitmix64(~block % MODULUS)) | 1
 

@@ -1,29 +1,122 @@
-"""Names folders of checkpoints, points to the latest, and publishes a checkpoint atomically.
+"""Names and locks folders of checkpoints, points to the latest, and publishes a checkpoint atomically.
 
     root/
       iter_0000100/        checkpoint.json, rank_00000.bin, ...
       .iter_0000200.tmp/   being written: no program reads it
       latest               "iter_0000100"
-      .lock                who writes here; `folder_lock`
+      .lock                who writes here
 
 A checkpoint is written in a temporary folder, forced to disk, renamed, and only then named in ``latest``: a crash at
 any moment leaves the previous one whole and named. The lock lets one run at a time save into a root.
+
+A run holds the lock of its folder until it ends; a save outside of a run holds it while it writes. It is a lock of
+`filelock`, which the kernel releases when the holder dies. Processes forked from the holder do not keep it, and
+network file systems share it between hosts. The file names the holder and is removed on release; a file that a crash
+left is taken over.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import inspect
+import json
 import os
 import re
 import shutil
+import socket
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ...errors import CheckpointError
-from ...files.bounds import BoundsError, brief, read_file
-from ...files.durable import make_folders, sync_folder, write_durably
-from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
+from ...files import BoundsError, brief, make_folders, read_file, sync_folder, write_durably
+from .index import INDEX_FILE, TORCH_INDEX_FILE
+
+LOCK_FILE = ".lock"
+_WAIT_S = 3.0
+"""How long to wait for a holder that is just ending, such as ranks whose launcher was killed."""
+_POLL_S = 0.05
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_STRICT: dict[str, Any] = {}
+"""Keeps filelock 4 from a lock that a crash would leave behind, where the file system has no locks; earlier ones raise
+there."""
+if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
+    _STRICT["fallback_to_soft"] = False
+
+_locks: dict[tuple[int, str], FileLock] = {}
+"""Locks by process and folder, which count their holders. `acquire_folder` adds, under `_guard`; a fork inherits the
+entries, and none of the locks."""
+_guard = threading.Lock()
+"""Held while a lock is taken or released: an asynchronous save releases its lock on another thread."""
+
+
+@contextlib.contextmanager
+def hold_folder(root: Path) -> Iterator[None]:
+    """Holds the lock of `root`, creating the folder if needed. One process may hold it several times.
+
+    Raises:
+        CheckpointError: another process holds it; names host, process and start.
+        OSError: nothing can be written in `root`.
+    """
+    key = acquire_folder(root)
+    try:
+        yield
+    finally:
+        release_folder(key)
+
+
+def acquire_folder(root: Path) -> tuple[int, str]:
+    """Takes the lock as :func:`hold_folder` does. Returns the key for :func:`release_folder`."""
+    make_folders(root)
+    key = os.getpid(), str(root.resolve())
+    path = Path(key[1], LOCK_FILE)
+    with _guard:
+        lock = _locks.setdefault(key, FileLock(path, thread_local=False, **_STRICT))
+        try:
+            lock.acquire(timeout=_WAIT_S, poll_interval=_POLL_S)
+        except Timeout:
+            raise CheckpointError(
+                f"{root} is in use by {_holder(path)}; wait until that has ended, or choose another folder to write to"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{root} is on a file system without locks: make sure that no other run writes there", stacklevel=3
+            )
+        if lock.lock_counter <= 1:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            with contextlib.suppress(OSError):  # a full disk: the lock works without its description
+                path.write_text(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": now}))
+    return key
+
+
+def release_folder(key: tuple[int, str]) -> None:
+    """Undoes one :func:`acquire_folder`. The last call releases the lock."""
+    with _guard:
+        lock = _locks[key]
+        if lock.lock_counter <= 1:
+            with contextlib.suppress(OSError):
+                Path(key[1], LOCK_FILE).unlink()
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            holder = json.loads(file.read(1024))
+        return f"process {int(holder['process'])} on {str(holder['host'])[:64]} since {str(holder['since'])[:32]}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process"
+
 
 LATEST_FILE = "latest"
 _POINTER_BYTES = 4096
@@ -39,7 +132,7 @@ def checkpoint_directory(root: str | os.PathLike[str], iteration: int) -> Path:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Returns the folder that ``root/latest`` names; None if nothing was saved in `root`.
+    """Returns the folder that ``root/latest`` names, or None if nothing was saved in `root`.
 
     Without the pointer, which a crash during the very first save can leave out, returns the folder of the highest
     iteration.
@@ -80,7 +173,7 @@ def existing_folder(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Makes the temporary folder that `folder` is written in; raises CheckpointError if `folder` has other
+    """Makes the temporary folder that `folder` is written in. Raises CheckpointError if `folder` has other
     contents."""
     if folder.exists() and not _is_replaceable(folder):
         raise CheckpointError(
@@ -96,7 +189,7 @@ def begin(folder: Path) -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed saves and removals left in `root`; renames back a checkpoint that one was replacing.
+    """Removes what killed saves and removals left in `root`. Renames back a checkpoint that one was replacing.
 
     Only the holder of the folder's lock calls it, so that leftovers are always of programs that have ended.
     """
@@ -104,9 +197,9 @@ def _sweep(root: Path) -> None:
         folder = root / aside.name[1:].removesuffix(".old")
         if _LEFT_OVER.fullmatch(aside.name) and _was_being_replaced(folder):
             aside.rename(folder)
-    for left in root.iterdir():
-        if _LEFT_OVER.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
+    for entry in root.iterdir():
+        if _LEFT_OVER.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -153,14 +246,14 @@ def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda 
     Args:
         is_good: returns whether the description of a checkpoint says that a run can continue from it.
     """
-    named = complete_checkpoints(root)
-    pointed = latest_checkpoint(root)
-    until_now = named[named.index(pointed) :] if pointed in named else []
-    doomed = [path for path in until_now[keep.last :] if keep.every is None or iteration_of(path) % keep.every != 0]
-    if doomed and not any(is_good(path) for path in until_now if path not in doomed):
-        spared = next((path for path in doomed if is_good(path)), None)
-        doomed = [path for path in doomed if path != spared]
-    for path in doomed:
+    checkpoints = complete_checkpoints(root)
+    latest = latest_checkpoint(root)
+    until_now = checkpoints[checkpoints.index(latest) :] if latest in checkpoints else []
+    obsolete = [path for path in until_now[keep.last :] if keep.every is None or iteration_of(path) % keep.every != 0]
+    if obsolete and not any(is_good(path) for path in until_now if path not in obsolete):
+        newest_good = next((path for path in obsolete if is_good(path)), None)
+        obsolete = [path for path in obsolete if path != newest_good]
+    for path in obsolete:
         grave = path.with_name(f".{path.name}.removed")
         try:
             path.rename(grave)
@@ -171,12 +264,12 @@ def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda 
 
 def complete_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """Returns the folders ``iter_...`` in `root` with a complete description, the highest iteration first."""
-    found = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
-    return sorted(found, key=iteration_of, reverse=True)
+    complete = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
+    return sorted(complete, key=iteration_of, reverse=True)
 
 
 def iteration_of(folder: Path) -> int:
-    """Returns the iteration in the name of a checkpoint; -1 for other names."""
+    """Returns the iteration in the name of a checkpoint, or -1 for other names."""
     return int(folder.name.removeprefix("iter_")) if _ITERATION.fullmatch(folder.name) else -1
 
 

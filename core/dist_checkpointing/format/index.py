@@ -1,13 +1,17 @@
-"""The index of a checkpoint: its tensors, the bytes of each piece, and the size of each file.
+"""The index of a checkpoint: its tensors, the bytes of each piece, and the size of each file, stored as JSON.
 
 The index is all that is trusted about a checkpoint before its files are read, so every entry is checked: file names
-stay inside the folder, pieces are inside their file and their tensor, and pieces cover a tensor exactly once.
+stay inside the folder, pieces are inside their file and their tensor, and pieces cover a tensor exactly once. The JSON
+contains its own SHA-256, so that a flipped bit, for example in a step count, is found.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...dtypes import DTYPES, dtype_name
 from ...errors import CheckpointError
-from ...files.bounds import brief
+from ...files import BoundsError, brief, parse_json
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]
@@ -60,15 +65,19 @@ class Piece(Box):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor and its pieces; a tensor without elements has none."""
+    """A whole tensor and its pieces. A tensor without elements has none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def content_hash(self) -> int | None:
-        """The hash of the whole tensor, which does not depend on its pieces; None if a piece has no hash."""
+        """The hash of the whole tensor, which does not depend on its pieces, or None if a piece has no hash."""
         hashes = [piece.hash for piece in self.pieces if piece.hash is not None]
         return sum(hashes) % MODULUS if len(hashes) == len(self.pieces) else None
 
@@ -89,42 +98,40 @@ class CheckpointIndex:
     def check(self) -> None:
         """Raises CheckpointError on the first entry that contradicts another."""
         for name, size in self.file_bytes.items():
-            _require(_FILE_NAME.fullmatch(name) is not None, f"{brief(name)} is no name of a file in the folder")
-            _require(size >= 0, f"file {brief(name)} has the size {size}")
+            expect(_FILE_NAME.fullmatch(name) is not None, f"{brief(name)} is no name of a file in the folder")
+            expect(size >= 0, f"file {brief(name)} has the size {size}")
         for name, entry in self.tensors.items():
             self._check_tensor(name, entry)
 
     def _check_tensor(self, name: str, entry: TensorEntry) -> None:
         where = f"tensor {brief(name)} of shape {brief(list(entry.shape))}"
-        _require(len(entry.shape) <= _MAX_DIMS, f"{where} has more than {_MAX_DIMS} dimensions")
-        _require(all(size >= 0 for size in entry.shape), f"{where} has a negative dimension")
+        expect(len(entry.shape) <= _MAX_DIMS, f"{where} has more than {_MAX_DIMS} dimensions")
+        expect(all(size >= 0 for size in entry.shape), f"{where} has a negative dimension")
         volume = 0
         for piece in entry.pieces:
-            _require(len(piece.offsets) == len(piece.sizes) == len(entry.shape), f"{where} has a piece of other rank")
+            expect(len(piece.offsets) == len(piece.sizes) == len(entry.shape), f"{where} has a piece of other rank")
             inside = all(
                 offset >= 0 and size > 0 and offset + size <= whole
                 for offset, size, whole in zip(piece.offsets, piece.sizes, entry.shape, strict=True)
             )
-            _require(inside, f"{where} has a piece at {list(piece.offsets)} of size {list(piece.sizes)} outside of it")
-            _require(piece.file in self.file_bytes, f"{where} names the unlisted file {brief(piece.file)}")
+            expect(inside, f"{where} has a piece at {list(piece.offsets)} of size {list(piece.sizes)} outside of it")
+            expect(piece.file in self.file_bytes, f"{where} names the unlisted file {brief(piece.file)}")
             in_file = piece.start >= 0 and piece.num_bytes > 0
             in_file = in_file and piece.start + piece.num_bytes <= self.file_bytes[piece.file]
-            _require(in_file, f"{where} has a piece beyond the end of {brief(piece.file)}")
+            expect(in_file, f"{where} has a piece beyond the end of {brief(piece.file)}")
             elements = math.prod(piece.sizes)
             least = elements * entry.dtype.itemsize
-            _require(
-                piece.num_bytes >= least, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes"
-            )
+            expect(piece.num_bytes >= least, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
             if self.encoding != "torch.save":
                 fits = piece.num_bytes == least
-                _require(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
-                _require(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
+                expect(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
+                expect(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
             volume += elements
         covered = volume == math.prod(entry.shape) and not overlap(entry.pieces)
-        _require(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
+        expect(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
     def as_torch(self) -> Metadata:
-        """Returns the index for torch's load planner; ``storage_data`` maps each piece's index to its
+        """Returns the index for torch's load planner. ``storage_data`` maps each piece's index to its
         :class:`Piece`."""
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, Piece] = {}
@@ -135,11 +142,6 @@ class CheckpointIndex:
                 storage[MetadataIndex(name, piece.offsets, number)] = piece
             tensors[name] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
         return Metadata(tensors, storage_data=storage)
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise CheckpointError(problem)
 
 
 def overlap(pieces: Sequence[Box]) -> bool:
@@ -164,3 +166,133 @@ def _boxes_meet(one: Box, other: Box) -> bool:
         a < b + b_size and b < a + a_size
         for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     )
+
+
+INDEX_FILE = "checkpoint.json"
+TORCH_INDEX_FILE = ".metadata"
+"""The description that torch's own writer leaves, see `torch_files`."""
+_FORMAT = "shardstack-checkpoint"
+_HASH = re.compile(r"[0-9a-f]{16}")
+_VERSION = 2
+_KEYS = {"format", "version", "byte_order", "metadata", "file_bytes", "tensors"}
+
+
+def encode_index(index: CheckpointIndex) -> str:
+    """Returns the JSON text of a checked index of raw pieces."""
+    index.check()
+    tensors = {
+        name: {
+            "dtype": dtype_name(entry.dtype),
+            "shape": entry.shape,
+            "hash": _hash_text(entry.content_hash),
+            "pieces": [[p.offsets, p.sizes, p.file, p.start, p.num_bytes, _hash_text(p.hash)] for p in entry.pieces],
+        }
+        for name, entry in index.tensors.items()
+    }
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "byte_order": sys.byteorder,
+        "metadata": index.metadata,
+        "file_bytes": index.file_bytes,
+        "tensors": tensors,
+    }
+    return _dump({**document, "sha256": seal(document)})
+
+
+def seal(document: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a description without its entry ``sha256``."""
+    return hashlib.sha256(_dump({k: v for k, v in document.items() if k != "sha256"}).encode()).hexdigest()
+
+
+def _dump(document: dict[str, Any]) -> str:
+    return json.dumps(document, separators=(",", ":"))
+
+
+def decode_index(text: str) -> CheckpointIndex:
+    """Returns the checked index in `text`. Raises CheckpointError on anything that :func:`encode_index` never
+    writes."""
+    try:
+        document = parse_json(text)
+    except BoundsError as error:
+        raise CheckpointError(str(error)) from error
+    expect(isinstance(document, dict) and document.get("format") == _FORMAT, f'no "format": "{_FORMAT}"')
+    version = document.get("version")
+    expect(version in (1, _VERSION), f"version {brief(version)}, and this library reads versions 1 and {_VERSION}")
+    sealed = version != 1  # the first version had neither hashes nor a seal
+    expect(document.keys() == _KEYS | ({"sha256"} if sealed else set()), "unknown keys")
+    order = document["byte_order"]
+    expect(order == sys.byteorder, f"bytes are in {brief(order)} order, and this machine's is {sys.byteorder!r}")
+    metadata, file_bytes, tensors = (document[key] for key in ("metadata", "file_bytes", "tensors"))
+    expect(isinstance(metadata, dict) and isinstance(file_bytes, dict) and isinstance(tensors, dict), "no tables")
+    expect(all(is_size(size) for size in file_bytes.values()), "sizes of files that are no integers")
+    entries = {name: _decode_tensor(name, value, sealed) for name, value in tensors.items()}
+    index = CheckpointIndex(entries, file_bytes, metadata)
+    index.check()
+    if sealed:
+        for name, entry in entries.items():
+            adds_up = entry.content_hash == _hash_value(name, tensors[name]["hash"])
+            expect(adds_up, f"tensor {brief(name)} has a hash that is not the sum of its pieces' hashes")
+        expect(document["sha256"] == seal(document), "its text does not match its sha256")
+    return index
+
+
+def json_problem(value: Any, where: str = "metadata") -> str | None:
+    """Describes what in `value` JSON would change, or None. Tuples may become lists."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    if isinstance(value, (list, tuple)):
+        inner = [(f"{where}[{number}]", item) for number, item in enumerate(value)]
+    elif isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r}, and JSON knows only text as keys"
+        inner = [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    else:
+        return f"{where} is a {type(value).__name__}, which is no JSON; convert it, or save it as a tensor"
+    return next((problem for path, item in inner if (problem := json_problem(item, path))), None)
+
+
+def expect(holds: bool, problem: str) -> None:
+    if not holds:
+        raise CheckpointError(problem)
+
+
+def is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def as_sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(is_size(size) for size in value):
+        raise CheckpointError(f"{brief(value)} is given where a list of sizes should be")
+    return tuple(value)
+
+
+def _decode_tensor(name: str, value: Any, hashed: bool) -> TensorEntry:
+    keys = {"dtype", "shape", "pieces"} | ({"hash"} if hashed else set())
+    known = isinstance(value, dict) and value.keys() == keys
+    expect(known and isinstance(value["pieces"], list), f"tensor {brief(name)} has no dtype, shape and pieces")
+    dtype = value["dtype"]
+    expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
+    pieces = []
+    for piece in value["pieces"]:
+        complete = isinstance(piece, list) and len(piece) == 5 + hashed
+        expect(complete, f"tensor {brief(name)} has a piece without its {'six' if hashed else 'five'} fields")
+        offsets, sizes, file, start, num_bytes = piece[:5]
+        typed = isinstance(file, str) and is_size(start) and is_size(num_bytes)
+        expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
+        hashed_to = _hash_value(name, piece[5]) if hashed else None
+        pieces.append(Piece(as_sizes(offsets), as_sizes(sizes), file, start, num_bytes, hashed_to))
+    return TensorEntry(DTYPES[dtype], as_sizes(value["shape"]), tuple(pieces))
+
+
+def _hash_text(value: int | None) -> str:
+    if value is None:
+        raise CheckpointError("a piece without a hash cannot be described")
+    return f"{value:016x}"
+
+
+def _hash_value(name: str, text: Any) -> int:
+    valid = isinstance(text, str) and _HASH.fullmatch(text) is not None
+    expect(valid, f"tensor {brief(name)} has {brief(text)} where a hash of 16 hexadecimal digits should be")
+    return int(text, 16)

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...errors import CheckpointError
-from ...files.bounds import JSON_BYTES, BoundsError, read_file
-from .index import CheckpointIndex, Piece
-from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index
+from ...files import JSON_BYTES, BoundsError, read_file
+from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 from .torch_files import read_tensor_archive, read_torch_index
 
 
@@ -79,7 +78,7 @@ class IndexedReader(StorageReader):
                 done += count
 
     def read_piece(self, name: str, piece: Piece) -> torch.Tensor:
-        """Reads one stored piece of the tensor `name`; for raw bytes, maps a view of the file.
+        """Reads one stored piece of the tensor `name`. For raw bytes, maps a view of the file.
 
         Raises:
             CheckpointError: an archive of torch's holds no tensor, or one of another dtype or shape.
@@ -120,8 +119,8 @@ def read_index(folder: Path) -> CheckpointIndex:
     path = folder / INDEX_FILE
     torch_path = folder / TORCH_INDEX_FILE
     if not path.is_file() and not torch_path.is_file():
-        found = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder} is not a checkpoint: {found}; name a folder that `save` wrote")
+        reason = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{folder} is not a checkpoint: {reason}; name a folder that `save` wrote")
     try:
         if path.is_file():
             index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))

@@ -18,9 +18,8 @@ import torch
 
 from ...dtypes import DTYPES
 from ...errors import CheckpointError
-from ...files.bounds import PICKLE_BYTES, BoundsError, brief, check_pickle, read_file
-from .index import CheckpointIndex, Piece, TensorEntry
-from .safe_metadata import as_sizes, expect, is_size
+from ...files import PICKLE_BYTES, BoundsError, brief, check_pickle, read_file
+from .index import CheckpointIndex, Piece, TensorEntry, as_sizes, expect, is_size
 
 _TORCH_RECORDS = {
     "torch.distributed.checkpoint.metadata": (

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...text import readable_bytes
 from ..agreement import Ranks
-from ..views.flat_range import held_boxes
+from ..flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
@@ -56,7 +56,7 @@ def held_hashes(state: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
 
 
 def damage(folder: Path, ranks: Ranks) -> list[str]:
-    """Lists the damaged files of a checkpoint, with the tensors in them; empty if there are none. Collective.
+    """Lists the damaged files of a checkpoint, with the tensors in them, or nothing if there are none. Collective.
 
     Ranks share the files and read every byte. Without hashes only the lengths of files are checked.
     """
@@ -71,7 +71,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
     bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(folder, index, name, piece)])
     files: dict[str, list[str]] = {}
-    for name, piece in (found for of_rank in ranks.all_gather(bad) for found in of_rank):
+    for name, piece in (damaged_piece for of_rank in ranks.all_gather(bad) for damaged_piece in of_rank):
         files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
     return [f"{folder / file} is damaged in {_listed(places)}" for file, places in sorted(files.items())]
 
@@ -83,7 +83,7 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
 
 
 def newest_good(root: Path, ranks: Ranks, *, excluded: Path | None = None) -> Path | None:
-    """Returns the newest undamaged checkpoint that a run can continue from; None if there is none. Collective.
+    """Returns the newest undamaged checkpoint that a run can continue from, or None if there is none. Collective.
 
     Args:
         excluded: a checkpoint that is not considered; older ones are tried first, then newer ones.

@@ -10,28 +10,66 @@ import copy
 import dataclasses
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ...errors import CheckpointError
-from ...files.durable import write_durably
+from ...files import write_durably
 from . import folders
 from .content_hash import box_hash
-from .folder_lock import acquire_folder, release_folder
-from .index import CheckpointIndex, Piece, TensorEntry
+from .folders import acquire_folder, release_folder
+from .index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, encode_index
 from .reader import is_good
-from .safe_metadata import INDEX_FILE, encode_index
-from .staging import HostStaging
+
+_MARK = "written_by_first_rank"
+
+
+def of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view whose values `SpreadPlanner` takes from the first rank that holds them."""
+    view = tensor.detach()
+    setattr(view, _MARK, True)
+    return view
+
+
+class SpreadPlanner(DefaultSavePlanner):
+    """Spreads what replicas hold over the ranks that write, all but buffers, which may differ: they are the first
+    rank's.
+
+    Args:
+        state: tensors by name; those of `of_first_rank` are buffers.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._buffers = {name for name, tensor in state.items() if getattr(tensor, _MARK, False)}
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        written: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in written]
+            written |= {item.index for item in items if item.index.fqn in self._buffers}
+            plans.append(dataclasses.replace(plan, items=items))
+        return super().create_global_plan(plans)
+
 
 _ALIGNMENT_BYTES = 64
+
+
+class Staging(Protocol):
+    """Host memory for copies of tensors (`async_save.HostStaging`)."""
+
+    def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        """Returns contiguous host copies of the pieces `indices`. `resolve` returns the piece at a position."""
 
 
 class RawWriter(StorageWriter):
@@ -51,7 +89,7 @@ class RawWriter(StorageWriter):
         folder: Path,
         metadata: Mapping[str, Any],
         keep: folders.Retention | None = None,
-        staging: HostStaging | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.folder = folder
         self.metadata = copy.deepcopy(dict(metadata))
@@ -75,7 +113,7 @@ class RawWriter(StorageWriter):
         return plan
 
     def release(self, *, failed: bool) -> None:
-        """Releases the folder's lock; after a failure also removes the unfinished checkpoint."""
+        """Releases the folder's lock. After a failure also removes the unfinished checkpoint."""
         if self._locked is not None:
             if failed:
                 folders.discard(self.folder)
@@ -141,7 +179,7 @@ class RawWriter(StorageWriter):
 
 
 def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
-    """Compares a file with the tensors written to it; reads from disk if the system can drop its cached pages."""
+    """Compares a file with the tensors written to it. Reads from disk if the system can drop its cached pages."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -163,7 +201,7 @@ def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 
 def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    """Appends the tensor's bytes; returns their start in the file and their number."""
+    """Appends the tensor's bytes. Returns their start in the file and their number."""
     start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     stream.seek(start)
     data = _bytes_of(tensor)

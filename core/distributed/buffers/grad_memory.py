@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ...comm.memory import Allocate
+from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
 
 

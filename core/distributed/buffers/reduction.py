@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ...comm import collectives
-from ...comm.sums import SumOrder
+from ...comm.gloo import SumOrder
 from ..plan import GradientReduction
 
 

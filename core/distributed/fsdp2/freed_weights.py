@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..._torch_compat import NO_BACKWARD, current_backward
-from ...errors import ShardstackError
-from ...warn import warn_once
+from ...errors import ShardstackError, warn_once
 from ..plan.fsdp2_plan import FSDP2UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
 from .torch_private import as_fsdp, gathered_tensors_of

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch_compat import reduce_parameters_without_gradient
 from ...comm.gloo import exchanges_directly
-from ...diagnostics.stale_optimizers import replaced_parameters_marked
+from ...diagnostics.step_marks import replaced_parameters_marked
 from ...errors import WrapError
 from ..model.parameter_attributes import parameter_attributes_kept
 from ..model.rewrapping import note_sharded, reject_wrapped

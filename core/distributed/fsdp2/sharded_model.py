@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..._torch_compat import NO_BACKWARD, current_backward
-from ...comm.memory import can_register
+from ...comm.collectives import can_register
 from ...device import current_device
-from ...diagnostics.plain_state_dicts import reject_plain_state_dicts
+from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...comm.memory import Allocate
+from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
 from ..groups import subgroup
 from ..plan import FullyShardedPlan

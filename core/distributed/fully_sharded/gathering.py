@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm.lane import CommLane
-from ...errors import UnitError
-from ...warn import warn_once
+from ...errors import UnitError, warn_once
 from ..plan import FullyShardedPlan
 from ..saved_weights import SavedWeights, in_use_message
 from .memory import ShardedBuffer

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...comm.memory import Allocate
+from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
 from ..buffers.bucket import Bucket
 from ..buffers.flat_memory import FlatMemory

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from ..._torch_compat import NO_BACKWARD
 from ...comm import collectives
+from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
-from ...comm.memory import Allocate
 from ...errors import UnitError
 from ...host_memory import transient_memory
 from ...pending_parameters import can_be_pending, end_pending, make_pending

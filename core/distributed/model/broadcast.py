@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import device
-from ...comm.by_backend import broadcast_by_backend
-from ...dtensors import local_part
+from ...comm.collectives import broadcast_by_backend
+from ...local_parts import local_part
 from ...transformer.module import root_seed
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ... import device
-from ...comm.by_backend import all_reduce_by_backend
+from ...comm.collectives import all_reduce_by_backend
 from ...errors import WrapError
 from ...tensor_parallel.allocation import allocate_meta_tensors
 from ...tensor_parallel.initialization import initialize_parameters

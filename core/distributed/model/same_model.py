@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import device
-from ...comm.by_backend import all_gather_by_backend, all_reduce_by_backend
+from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
 from ...errors import WrapError
 from ...text import listed, rank_list
 from ..plan import ShardingPlan

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ... import device
 from ...comm import streams
 from ...dtypes import as_dtype
-from ...warn import warn_once
+from ...errors import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...dtensors import local_part
-from ...errors import ParallelConfigError
-from ...warn import warn_once
+from ...errors import ParallelConfigError, warn_once
+from ...local_parts import local_part
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...errors import ParallelConfigError, WrapError
+from ...errors import ParallelConfigError, WrapError, warn_once
 from ...pending_parameters import can_be_pending
-from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ...errors import CheckpointError
-from ...files.bounds import brief
+from ...files import brief
 from .architecture import Architecture
 
 _LARGEST_SIZE = 2**31 - 1

@@ -21,10 +21,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...dist_checkpointing.agreement import Ranks
-from ...dist_checkpointing.foreign.layout import Recipe, Run, load_foreign
-from ...dist_checkpointing.format.index import CheckpointIndex
+from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
+from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
-from ...dist_checkpointing.format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 

@@ -18,7 +18,7 @@ from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
-    """Builds all sections from a flat mapping of field names and shorthands; missing ones take their defaults.
+    """Builds all sections from a flat mapping of field names and shorthands. Missing ones take their defaults.
 
     Raises:
         ConfigError: settings contradict each other, a section refuses its settings, or a required one is missing.
@@ -76,13 +76,13 @@ def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> lis
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:
     """Removes `use_torch_fsdp2` from `given`, and returns it."""
-    asked, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
-    if asked and strategy is not None and not shards_parameters(strategy):
+    is_fsdp2, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
+    if is_fsdp2 and strategy is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
             "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
             f"{strategy}; drop one of the two"
         )
-    return asked
+    return is_fsdp2
 
 
 def _reject_settings_of_others(chosen: type, given: Mapping[str, Any]) -> None:
@@ -207,6 +207,6 @@ _HINTS = {
 
 
 def hint_for_foreign_flag(flag: str) -> str | None:
-    """Returns a line about a flag of Megatron-LM that does not exist here; None for any other flag."""
+    """Returns a line about a flag of Megatron-LM that does not exist here, or None for any other flag."""
     name = flag.lstrip("-").replace("_", "-")
     return f"Unknown option: --{name}: {_HINTS[name]}" if name in _HINTS else None

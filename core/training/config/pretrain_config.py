@@ -21,7 +21,7 @@ from ...distributed import (
 from ...distributed.engine import Engine, config_class, engine_of
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
-from ...files.bounds import brief
+from ...files import brief
 from ...micro_batch_tree import rank_counts
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size
@@ -71,7 +71,7 @@ class PretrainConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings as JSON values, for the log and for checkpoints; :meth:`from_json` reverses it."""
+        """Returns the settings as JSON values, for the log and for checkpoints. :meth:`from_json` reverses it."""
         sections = {section.name: _json_values(getattr(self, section.name)) for section in fields(self)}
         return {"use_torch_fsdp2": self.use_torch_fsdp2, **sections}
 

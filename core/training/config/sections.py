@@ -66,7 +66,7 @@ class GPTConfig:
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """Schedules of learning rate and weight decay; one step is one iteration.
+    """Schedules of learning rate and weight decay. One step is one iteration.
 
     Raises:
         ConfigError: a length is below zero, or the warm-up is given in two ways.
@@ -223,7 +223,7 @@ class CheckpointConfig:
 
     @property
     def retention(self) -> Retention | None:
-        """Returns which checkpoints to keep; None for all."""
+        """Returns which checkpoints to keep, or None for all."""
         return None if self.keep_last is None else Retention(self.keep_last, self.keep_every)
 
     @property

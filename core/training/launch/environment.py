@@ -19,7 +19,7 @@ RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 
 
 def environment_rank() -> int:
-    """Returns this process's rank from the environment; 0 without a launcher. Needs no process group.
+    """Returns this process's rank from the environment, or 0 without a launcher. Needs no process group.
 
     Raises:
         ConfigError: the variable is no number; so do all functions here that read the environment.
@@ -28,7 +28,7 @@ def environment_rank() -> int:
 
 
 def environment_world_size() -> int:
-    """Returns the number of ranks from the environment; 1 without a launcher."""
+    """Returns the number of ranks from the environment, or 1 without a launcher."""
     return environment_int("WORLD_SIZE", 1, least=1) if "RANK" in os.environ else 1
 
 
@@ -44,9 +44,9 @@ def environment_threads(*, updates_on_host: bool = False) -> int:
         updates_on_host: offloaded parameters are updated on the host while a GPU waits: the ranks of a machine share
             its cores unless OMP_NUM_THREADS is set. A 1 may be a launcher's, ours or ``torchrun``, and does not count.
     """
-    asked = environment_int("OMP_NUM_THREADS", 1, least=1)
-    if not updates_on_host or asked > 1:
-        return asked
+    num_threads = environment_int("OMP_NUM_THREADS", 1, least=1)
+    if not updates_on_host or num_threads > 1:
+        return num_threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // environment_int("LOCAL_WORLD_SIZE", 1, least=1), 1)
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
 
-from . import parent_death
+from . import signals as signal_handling
 from .environment import RUN_STARTED, USER_ERROR_STATUS
 from .signals import SignalCount
 
@@ -93,7 +93,7 @@ def _run_once(
         common = _common_environment(num_ranks, port) | environment
         # Serve the store on a socket that is open before any rank starts, so that no other program can take the port.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    guard = [sys.executable, "-I", parent_death.__file__, str(os.getpid())]
+    guard = [sys.executable, "-I", signal_handling.__file__, str(os.getpid())]
     arguments = (*guard[1:], sys.executable, *command)
     with _agent_leaves_signals_alone():
         context = start_processes(
@@ -128,21 +128,21 @@ def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _agent_leaves_signals_alone() -> Iterator[None]:
-    """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT; restores it on exit."""
+    """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT. Restores it on exit."""
     name, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", signal.getsignal(signal.SIGQUIT)
-    asked = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = "SIGQUIT"
     try:
         yield
     finally:
         signal.signal(signal.SIGQUIT, before)
         del os.environ[name]
-        if asked is not None:
-            os.environ[name] = asked
+        if previous is not None:
+            os.environ[name] = previous
 
 
 def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
-    """Waits for all ranks; after one has failed, ends the others after a grace period."""
+    """Waits for all ranks. After one has failed, ends the others after a grace period."""
     ranks = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     deadline = float("inf")
     first: tuple[int, int] | None = None

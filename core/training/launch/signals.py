@@ -1,8 +1,17 @@
-"""Handles signals: a launcher counts them, to pass them on to its ranks; a run takes them as a request to stop."""
+"""Handles signals: a launcher counts them, to pass them on to its ranks, and a run takes them as a request to stop.
+
+Run as a script, ends a process with its launcher: ``python -I signals.py LAUNCHER_PID command ...`` becomes that
+command. Linux sends the signal when the launcher dies for any reason; the request survives ``exec``. If the launcher
+died before the request, the parent's process id has changed, and the process ends itself. This file imports nothing of
+the package, so that the time in between is short.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from types import FrameType
@@ -39,7 +48,7 @@ class _SignalHandler:
 
 
 class SignalCount(_SignalHandler):
-    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; the launcher passes them on to the ranks."""
+    """Counts SIGTERM, SIGINT and SIGHUP while it is entered. The launcher passes them on to the ranks."""
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -72,7 +81,7 @@ class SignalCount(_SignalHandler):
 
 
 class StopRequest(_SignalHandler):
-    """Records SIGTERM and SIGINT while it is entered; a run reads it between two steps, when it can save. A second
+    """Records SIGTERM and SIGINT while it is entered. A run reads it between two steps, when it can save. A second
     signal, no echo of the first, interrupts at once.
 
     `requested` is known on this rank only: ranks must agree on it before one of them acts.
@@ -97,3 +106,19 @@ def ignore_stop_signals(_: int = 0) -> None:
     """Ignores stop signals in data workers, which end with their rank, not with the signal that makes it save."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def end_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent, of process id `parent`, dies. Linux only."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -10,14 +10,14 @@ _COLLECTIVES = "tests/unit/comm/test_collectives.py"
 MUTATIONS = (
     Mutation(
         "what is reduced replaces the micro-batches before it",
-        "core.comm.sums.store",
+        "core.comm.gloo.store",
         r"\.add_\(result, alpha=scale\)",
         ".copy_(result * scale)",
         (_COLLECTIVES, DDP, CONTRACT),
     ),
     Mutation(
         "a sum that is added is not scaled",
-        "core.comm.sums.store",
+        "core.comm.gloo.store",
         ", alpha=scale",
         "",
         (_COLLECTIVES, DDP),

@@ -8,29 +8,29 @@ from tests.mutation.suites import PROGRAMS_ON_STREAMS
 MUTATIONS = (
     Mutation(
         "a column-parallel weight is seen as cut along its rows",
-        "core.dist_checkpointing.views.global_view._layout",
+        "core.dist_checkpointing.global_view._layout",
         r"Shard\(dim\)",
         "Shard(0)",
-        ("tests/unit/dist_checkpointing/views/test_global_view.py",),
+        ("tests/unit/dist_checkpointing/test_global_view.py",),
     ),
     Mutation(
         "the last elements of a flat range are in no box",
-        "core.dist_checkpointing.views.flat_range.boxes_of_range",
+        "core.dist_checkpointing.flat_range.boxes_of_range",
         r"last, 0, taken\)",
         "last, 0, taken - 1)",
-        ("tests/unit/dist_checkpointing/views/test_flat_range.py",),
+        ("tests/unit/dist_checkpointing/test_flat_range.py",),
     ),
     # ---- streams
     Mutation(
         "streams: a checkpoint is written before it is copied",
-        "core.dist_checkpointing.format.staging.HostStaging._copy",
+        "core.dist_checkpointing.async_save.HostStaging._copy",
         r"self\._stream\.synchronize\(\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),
     ),
     Mutation(
         "streams: a checkpoint is copied on the thread's own stream",
-        "core.dist_checkpointing.format.staging.HostStaging._copy",
+        "core.dist_checkpointing.async_save.HostStaging._copy",
         r"streams\.stream\(self\._stream\)",
         "streams.stream(None)",
         (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),

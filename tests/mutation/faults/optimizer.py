@@ -20,7 +20,7 @@ MUTATIONS = (
     ),
     Mutation(
         "masters keep what was loaded over",
-        "core.optimizer.written_params.WrittenParams.refresh_masters",
+        "core.optimizer.main_params.WrittenParams.refresh_masters",
         "if is_written:",
         "if is_written and p.main.ndim > 2:",
         (f"{OUTSIDE_THE_LOOP}[weights_are_loaded_under_low_precision-zero2_overlap]",),

@@ -17,7 +17,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the schedule moves on in a step that was skipped",
-        "core.training.running_step.RunningStep._conclude",
+        "core.training.train_step.RunningStep._conclude",
         r"if outcome\.updated:",
         "if True:",
         ("tests/unit/training/test_train_step.py",),
@@ -38,14 +38,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a batch is used before its copy to the GPU is complete",
-        "core.training.device_batches._SideStreamCopy.wait",
+        "core.training.data.SideStream.start",
         r"computing\.wait_event\(.*\)",
         "pass",
         ("tests/unit/training/test_device_batches.py",),
     ),
     Mutation(
         "a batch's memory on the GPU is reused while the step reads it",
-        "core.training.device_batches._SideStreamCopy.wait",
+        "core.training.data.SideStream.start",
         r"streams\.used_on\(tensor, computing\)",
         "pass",
         ("tests/unit/training/test_device_batches.py",),
@@ -60,8 +60,8 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "streams: a batch is used before it is copied",
-        "core.training.device_batches._SideStreamCopy.wait",
-        r"computing\.wait_event\(self\._copied\)",
+        "core.training.data.SideStream.start",
+        r"computing\.wait_event\(copied\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
     ),

@@ -22,8 +22,7 @@ from core.adapters.optimus import (
     MixedPrecisionConfig,
     OffloadConfig,
 )
-from core.errors import ConfigError, ParallelConfigError
-from core.warn import warn_once
+from core.errors import ConfigError, ParallelConfigError, warn_once
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from core.adapters import oumi
 from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
-from core.errors import CheckpointError, ConfigError
-from core.warn import warn_once
+from core.errors import CheckpointError, ConfigError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of

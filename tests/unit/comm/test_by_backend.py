@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.comm.by_backend import (
+from core.comm.collectives import (
     all_gather_by_backend,
     all_reduce_by_backend,
     all_to_all_by_backend,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import core.diagnostics  # noqa: F401  # which explains
 from core import device
 from core.comm import host_read, streams
-from core.comm.by_backend import all_reduce_by_backend
+from core.comm.collectives import all_reduce_by_backend
 from core.comm.host_read import HostRead
 from core.comm.record import NUM_CALLS_KEPT, record_of
 from core.errors import OutOfStepError

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.comm import collectives, memory
+from core.comm import collectives
 from core.comm.record import record_of
 from core.device import current_device
+from core.errors import warn_once
 from core.host_memory import transient_memory
-from core.warn import warn_once
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import run_distributed
@@ -42,10 +42,10 @@ class _Backend:
 
 
 def _allocates_slots_and_gradients_by_the_backend() -> None:
-    allocated, find = list[int](), memory.allocator
+    allocated, find = list[int](), collectives.allocator
     twins = WeakKeyDictionary[Any, Any]()  # so that the wrapper reduces in a group that has run nothing yet
 
-    def by_the_backend(group: Any, device: torch.device, *, registers: bool) -> memory.Allocate:
+    def by_the_backend(group: Any, device: torch.device, *, registers: bool) -> collectives.Allocate:
         record_of(group)  # asks the backend itself for its time limit
         with mock.patch.object(type(group), "_get_backend", lambda *unused: _Backend(group, allocated)):
             made = find(group, device, registers=registers)
@@ -81,7 +81,7 @@ def _warns(kind: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(kind, toy(), nccl_ub=True)
-    assert memory.allocator(dist.group.WORLD, CPU, registers=False) is transient_memory
+    assert collectives.allocator(dist.group.WORLD, CPU, registers=False) is transient_memory
     return [str(warning.message) for warning in caught if "nccl_ub" in str(warning.message)]
 
 
@@ -95,8 +95,8 @@ def _gradients_of_one_rank(registers: bool) -> tuple[dict[str, torch.Tensor], li
     """Returns gradients that went through slots and the backend, and whether it allocated the memory, of each use."""
     by_the_backend: list[bool] = []
 
-    def noted(*args: Any, **options: Any) -> memory.Allocate:
-        found = memory.allocator(*args, **options)
+    def noted(*args: Any, **options: Any) -> collectives.Allocate:
+        found = collectives.allocator(*args, **options)
         by_the_backend.append(found is not transient_memory)
         return found
 
@@ -120,7 +120,7 @@ def _the_backends_memory_changes_no_number() -> bool:
         warnings.simplefilter("always")
         found, by_the_backend = _gradients_of_one_rank(registers=True)
     assert_same(found, expected)
-    can = memory.can_register(dist.group.WORLD, current_device())
+    can = collectives.can_register(dist.group.WORLD, current_device())
     assert not any(usual) and by_the_backend == [can] * len(usual) and len(usual) >= 2
     assert can != any("cannot register memory" in str(warning.message) for warning in caught)
     return can
@@ -142,7 +142,7 @@ def test_memory_of_nccl_changes_no_number() -> None:
 def test_nccl_sends_from_and_to_its_own_memory() -> None:
     with one_rank_on_a_gpu():
         group, here = dist.group.WORLD, current_device()
-        allocate = memory.allocator(group, here, registers=True)
+        allocate = collectives.allocator(group, here, registers=True)
         whole, part = (allocate(1 << 20, torch.bfloat16, here) for _ in range(2))
         assert (whole.shape, whole.dtype, whole.device) == ((1 << 20,), torch.bfloat16, here)
         part.copy_(torch.arange(1 << 20, device=here).remainder(256))

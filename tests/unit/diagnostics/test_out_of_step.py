@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.comm import flight_recorder, record
+from core.comm import record
 from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import is_failure_of_backend
@@ -271,7 +271,7 @@ def _waits_as_under_nccl() -> str:
     with recorded("all-reduce", "the gradient norm", torch.ones(4), group):
         dist.all_reduce(torch.ones(4), group=group)
     entries = [_nccls_entry(group, 56, "completed")] + [_nccls_entry(group, 57, "started")] * (rank != 1)
-    with mock.patch.object(flight_recorder, "flight_recorder", lambda: entries):
+    with mock.patch.object(record, "flight_recorder", lambda: entries):
         if rank == 1:
             return _stays_away(0, 2)
         wait_for("rank 1 stays away")
@@ -295,13 +295,13 @@ def test_the_flight_recorder_comes_first_where_it_has_the_call():
         assert "; look at rank 1 for a skipped micro-batch" in message
 
 
-def _positions_under_gloo() -> tuple[list[flight_recorder.Position | None], ...]:
+def _positions_under_gloo() -> tuple[list[record.Position | None], ...]:
     group, late = dist.new_group(), dist.new_group()
     names = (group.group_name, late.group_name)
     dist.all_reduce(torch.ones(2), group=group)
     work = dist.all_reduce(torch.ones(2), group=late, async_op=True) if dist.get_rank() == 0 else None
     dist.barrier()
-    found = [flight_recorder.positions().get(name) for name in names]
+    found = [record.positions().get(name) for name in names]
     record._publish_all()
     dist.barrier()
     of_other = [record.flight_recorder_of(1 - dist.get_rank()).get(name) for name in names]
@@ -313,7 +313,7 @@ def _positions_under_gloo() -> tuple[list[flight_recorder.Position | None], ...]
 
 def test_positions_are_those_of_torchs_own_recorder():
     (first, of_second), (second, of_first) = run_distributed(_positions_under_gloo, 2)
-    ended, waiting = (flight_recorder.Position("gloo:all_reduce", 1, is_over=over) for over in (True, False))
+    ended, waiting = (record.Position("gloo:all_reduce", 1, is_over=over) for over in (True, False))
     assert first == of_first == [ended, waiting]
     assert second == of_second == [ended, None]
 

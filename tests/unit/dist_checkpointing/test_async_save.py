@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core import device
 from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save
+from core.dist_checkpointing.async_save import HostStaging
 from core.dist_checkpointing.format import writer
-from core.dist_checkpointing.format.staging import HostStaging
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy

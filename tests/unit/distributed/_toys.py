@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from core.comm import gloo
-from core.dist_checkpointing.views.flat_range import FlatRange, whole_view
+from core.dist_checkpointing.flat_range import FlatRange, whole_view
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -30,7 +30,7 @@ from core.distributed import (
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
 from core.distributed.fully_sharded.unit import POISONS
-from core.kept_ranges import kept_range
+from core.local_parts import kept_range
 
 BUFFERED = {
     "ddp": {},

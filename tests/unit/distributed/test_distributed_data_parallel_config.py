@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import GradSyncError, ParallelConfigError
-from core.warn import warn_once
+from core.errors import GradSyncError, ParallelConfigError, warn_once
 
 
 @pytest.mark.parametrize("config_class", [DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig])

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from core.distributed import finalize_model_grads
 from core.distributed.fully_sharded.unit import POISONS
-from core.errors import WrapError
+from core.errors import WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, full, gradients
 

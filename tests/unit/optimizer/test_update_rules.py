@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.errors import ConfigError
+from core.errors import ConfigError, warn_once
 from core.optimizer import OptimizerConfig
 from core.optimizer.update_rules import (
     SGD,
@@ -20,7 +20,6 @@ from core.optimizer.update_rules import (
     set_step_count,
     skips_on_device,
 )
-from core.warn import warn_once
 
 RULES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adam": lambda params: AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),

@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from core import parallel_state as ps
-from core.errors import ParallelConfigError
-from core.warn import warn_once
+from core.errors import ParallelConfigError, warn_once
 from tests.unit._ranks import fake_world
 
 

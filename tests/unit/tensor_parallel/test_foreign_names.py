@@ -10,15 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.errors import DataError, ParallelConfigError
+from core.errors import DataError, ParallelConfigError, warn_once
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     broadcast_data,
 )
-from core.transformer.initializers import init_method_normal
-from core.warn import warn_once
+from core.transformer.transformer_config import init_method_normal
 from tests.unit._spawn import run_distributed
 
 CONFIG = ModelParallelConfig()

@@ -15,9 +15,8 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
-from core.tensor_parallel import fused
-from core.tensor_parallel.fused import Fused
-from core.tensor_parallel.linear_cross_entropy import _columns, _gradient_of_logits, _log_sum_exp
+from core.tensor_parallel import linear_cross_entropy
+from core.tensor_parallel.linear_cross_entropy import Fused, _columns, _gradient_of_logits, _log_sum_exp
 from tests.unit._on_gpu import ON_GPU
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -28,7 +27,7 @@ U = 2**-24
 
 @pytest.fixture
 def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fused, "_COMPILED_ON", ["cuda", "cpu"])
+    monkeypatch.setattr(linear_cross_entropy, "_COMPILED_ON", ["cuda", "cpu"])
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -80,7 +79,7 @@ def test_few_widths_of_parts_are_compiled_for_a_gpu():
 
 def _equals_the_plain_form_compiled(*case: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_COMPILED_ON", ["cpu"])
+        patch.setattr(linear_cross_entropy, "_COMPILED_ON", ["cpu"])
         counters.clear()
         _equals_the_plain_form(*case)
     return counters["stats"]["unique_graphs"]

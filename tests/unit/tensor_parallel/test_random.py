@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core import parallel_state
-from core.errors import ConfigError, ParallelStateError
+from core.errors import ConfigError, ParallelStateError, warn_once
 from core.tensor_parallel import (
     checkpoint,
     get_cuda_rng_tracker,
@@ -19,7 +19,6 @@ from core.tensor_parallel import (
     model_parallel_manual_seed,
 )
 from core.tensor_parallel.random import recompute
-from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 
 

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import torch
 
-from core.tensor_parallel.random import get_rng_tracker
-from core.tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from core.tensor_parallel.random import get_rng_tracker, pack, rng_layout, rng_state, set_rng_state, unpack
 from core.training.initialize import seed_everything
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.training.arguments import build_config
 from core.training.config import PretrainConfig
+from core.training.config.arguments import build_config
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,

@@ -7,7 +7,6 @@ import shutil
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,8 +16,7 @@ from corpus import prepare
 from core import parallel_state
 from core.datasets.tokenizer import tokenizer_path
 from core.errors import ConfigError, DataError
-from core.training.data import load_data, training_batches, validation_batches
-from core.training.device_batches import DeviceBatches
+from core.training.data import DeviceBatches, load_data, training_batches, validation_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 
@@ -78,8 +76,9 @@ def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
     parallel_state.initialize_model_parallel()
     data = load_data(config, prefix, 2)
     found: list[torch.Tensor] = []
-    at_once = SimpleNamespace(start=lambda batch: SimpleNamespace(wait=lambda: batch))
-    with mock.patch("core.training.data.DeviceBatches", partial(DeviceBatches, copies=at_once)):
+    with mock.patch(
+        "core.training.data.DeviceBatches", partial(DeviceBatches, start_copy=lambda batch: lambda: batch)
+    ):
         for first, last in itertools.pairwise([0, *stops]):
             with training_batches(data, config, 8 * first) as batches:
                 found += [next(batches)["tokens"] for _ in range(2 * (last - first))]

@@ -13,8 +13,8 @@ import torch
 
 from core import device
 from core.errors import DataError
-from core.training import device_batches
-from core.training.device_batches import BATCHES_AHEAD, Batch, DeviceBatches, SideStream
+from core.training import data as device_batches
+from core.training.data import BATCHES_AHEAD, Batch, DeviceBatches, SideStream
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 
 LIMIT_S = 600.0
@@ -39,9 +39,7 @@ class _Copies:
             self.started.append(number)
             self.threads.add(threading.get_ident())
             self._changed.notify_all()
-        copy = mock.Mock()
-        copy.wait = lambda: (self.waited.append(number), batch)[1]
-        return copy
+        return lambda: (self.waited.append(number), batch)[1]
 
     def wait_until_started(self, number: int) -> None:
         with self._changed:
@@ -54,7 +52,7 @@ def _numbers(batches: Iterator[Batch], count: int) -> list[int]:
 
 def test_batches_are_copied_ahead_and_waited_for_when_used() -> None:
     copies = _Copies()
-    with DeviceBatches(map(batch, range(10)), copies) as batches:
+    with DeviceBatches(map(batch, range(10)), copies.start) as batches:
         copies.wait_until_started(BATCHES_AHEAD - 1)
         assert copies.waited == []
         for number in range(3):
@@ -66,7 +64,7 @@ def test_batches_are_copied_ahead_and_waited_for_when_used() -> None:
 
 
 def test_an_iterator_ends_after_its_last_batch_and_stays_there() -> None:
-    with DeviceBatches(map(batch, range(3)), _Copies()) as batches:
+    with DeviceBatches(map(batch, range(3)), _Copies().start) as batches:
         assert len(list(batches)) == 3
         for _ in range(BATCHES_AHEAD + 2):
             assert next(batches, None) is None
@@ -78,7 +76,7 @@ def test_an_error_in_reading_is_raised_where_the_batch_is_used() -> None:
         raise DataError("damaged")
 
     copies = _Copies()
-    with DeviceBatches(read(), copies) as batches:
+    with DeviceBatches(read(), copies.start) as batches:
         assert _numbers(batches, 1) == [0]
         with pytest.raises(DataError, match="damaged"):
             next(batches)
@@ -96,7 +94,7 @@ def test_closing_ends_the_thread_with_the_batch_that_it_reads() -> None:
         yield batch(1)
 
     copies = _Copies()
-    batches = DeviceBatches(read(), copies)
+    batches = DeviceBatches(read(), copies.start)
     assert reads.wait(LIMIT_S)
     batches._ahead[-1].add_done_callback(lambda read: goes_on.set())  # when closing cancels the next read
     batches.close()
@@ -172,10 +170,10 @@ def test_the_computing_stream_waits_for_a_copy_and_keeps_memory() -> None:
         mock.patch.object(device_batches, "streams", _Streams(log)),
         mock.patch.object(device, "current_device", lambda: torch.device("cuda", 0)),
     ):
-        copy = SideStream().start(made)
+        wait = SideStream().start(made)
         assert log == ["tokens to cuda:0 on side", "starts to cpu on side", "event on side"]
         log.clear()
-        assert list(copy.wait()) == list(made)
+        assert list(wait()) == list(made)
     assert log == ["main waits for event", "tokens used on main"]
 
 

@@ -21,10 +21,9 @@ from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.tensor_parallel import model_parallel_manual_seed
 from core.training.config import PretrainConfig
-from core.training.device_batches import Batch
-from core.training.running_step import RunningStep, StepResult
+from core.training.data import Batch
 from core.training.state import build_scheduler
-from core.training.train_step import train_step
+from core.training.train_step import RunningStep, StepResult, train_step
 from core.transformer.module import Float16Module
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick

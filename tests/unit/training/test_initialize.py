@@ -21,7 +21,7 @@ from core.distributed import (
 from core.errors import ConfigError, ParallelConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
-from core.training.arguments import parse_arguments
+from core.training.config.arguments import parse_arguments
 from core.training.initialize import check_model_fits, initialize
 from core.training.launch.environment import environment_threads
 from core.transformer.transformer_layer import hidden_dropout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,8 +22,14 @@ from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.training import memory_profile
 from core.training.loop import train
-from core.training.memory_profile import measure_step
-from core.training.memory_timeline import CATEGORIES, MemoryTimeline
+from core.training.memory_profile import (
+    CATEGORIES,
+    PICTURE_FILE,
+    SERIES_FILE,
+    MemoryTimeline,
+    measure_step,
+    write_timeline,
+)
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build
@@ -204,3 +211,16 @@ def test_records_unseen_by_the_profiler_are_placed_by_the_clock():
     assert unmarked.held == marked.held
     assert [round(1e9 * time) for time in marked.times_s] == [0, 50, 100, 300, 410]
     assert [round(1e9 * time) for time in unmarked.times_s] == [0, 47, 97, 297, 400]
+
+
+def test_the_picture_and_the_series_show_the_peak(tmp_path):
+    held = tuple((5, 0, 1, 2, 100 if i == 4321 else i % 7) for i in range(10_000))
+    timeline = MemoryTimeline("cpu", tuple(float(i) for i in range(10_000)), held)
+    write_timeline(timeline, tmp_path, 3)
+    series = json.loads((tmp_path / SERIES_FILE).read_text())
+    assert series["peak_bytes"] == timeline.peak_bytes == 108
+    assert series["peak_at_s"] == 4321.0
+    assert series["bytes_at_peak"]["activations and other"] == 100
+    assert max(series["bytes"]["activations and other"]) == 100
+    assert len(series["time_s"]) == len(series["bytes"]["parameters"]) == 2000
+    assert (tmp_path / PICTURE_FILE).stat().st_size > 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,18 @@ from core.distributed import wrap_model
 from core.errors import CheckpointError
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import architecture_of
-from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
+from core.models.gpt.hugging_face import save_hugging_face
 from core.optimizer import get_megatron_optimizer
-from core.training.arguments import build_config, parse_arguments
 from core.training.checkpointing import load_checkpoint
-from core.training.pretrained import _settings_of, flags_of, load_pretrained, run_from_hugging_face, save_weights
+from core.training.config.arguments import build_config
+from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module
-from tests.functional._program import load_program
+from examples.gpt.convert import save_weights, settings_of
 from tests.functional._runs import _whole
 from tests.unit._spawn import run_distributed
-from tests.unit.models.gpt.test_hugging_face import KINDS, build
+from tests.unit.models.gpt.test_hugging_face import build
 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -41,7 +40,7 @@ def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
     """Returns a new run of the kind "qwen3", in bf16 as its wrapper takes it."""
     parallel_state.destroy_model_parallel()
     kind = build("qwen3", vocab_size=64, seed=9)
-    settings = _settings_of(architecture_of(kind)) | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    settings = settings_of(architecture_of(kind)) | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     config = build_config(settings | WRAPPERS[wrapper] | {"bf16": True} | changes)
     parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
     torch.manual_seed(9)
@@ -93,7 +92,7 @@ def _starts(folders: list[Path]) -> list[str]:
 def test_every_wrapper_starts_from_either(tmp_path: Path):
     model = build("qwen3", vocab_size=64)
     save_hugging_face(model, tmp_path / "hf")
-    save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "ours")
+    save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "ours")
     assert run_distributed(_starts, 2, [tmp_path / "hf", tmp_path / "ours"]) == [[], []]
 
 
@@ -102,7 +101,7 @@ def _refused(folder: Path, how: str) -> str:
     before = [parameter.clone() for parameter in gpt.parameters()]
     with pytest.raises(CheckpointError) as caught:
         if how == "load":
-            load_checkpoint(state, build_config(_settings_of(architecture_of(gpt))), folder)
+            load_checkpoint(state, build_config(settings_of(architecture_of(gpt))), folder)
         else:
             load_pretrained(state, folder)
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), before, strict=True))
@@ -111,7 +110,7 @@ def _refused(folder: Path, how: str) -> str:
 
 def test_what_cannot_be_started_from_is_refused(tmp_path: Path):
     model = build("qwen3", vocab_size=64)
-    save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "ours")
+    save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "ours")
     message = run_distributed(_refused, 1, tmp_path / "ours", "load")[0]
     assert f"holds weights alone, and no run to continue; start one with --pretrained-checkpoint {tmp_path}" in message
     assert "rotary_base 7.0 and 5000.0 (here and there)" in run_distributed(_refused, 1, tmp_path / "ours", "other")[0]
@@ -119,27 +118,6 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path):
     add_lora(model, 3)
     with pytest.raises(CheckpointError, match="has LoRA adapters, which a qwen3 has no place for; merge them first"):
         save_hugging_face(model, tmp_path / "hf")
-    save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "adapted")
+    save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "adapted")
     message = run_distributed(_refused, 1, tmp_path / "adapted", "adapters")[0]
     assert "holds LoRA adapters; continue their run with --load, or merge them with convert.py" in message
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_printed_flags_make_the_model(kind: str, tied: bool, tmp_path: Path):
-    save_hugging_face(build(kind, tied), tmp_path / "hf")
-    architecture = hf_architecture(tmp_path / "hf")
-    program = load_program("pretrain_gpt").DEFAULTS | {"seq_length": 8}  # which would say otherwise
-    rest = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]
-    config = parse_arguments([*shlex.split(shlex.join(flags_of(architecture))), *rest], program)
-    for name, value in architecture.transformer.items():
-        assert getattr(config.model, name) == value, name
-    assert config.gpt.position_embedding_type == architecture.position_embedding_type
-    assert config.gpt.untie_embeddings_and_output_weights is not tied
-    assert config.max_sequence_length == architecture.max_sequence_length
-
-
-def test_a_folder_in_use_is_left_alone(tmp_path: Path):
-    save_hugging_face(build("llama"), tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="exists and is not empty"):
-        run_from_hugging_face(tmp_path / "hf", tmp_path)

@@ -13,9 +13,8 @@ from core.distributed import wrap_model
 from core.errors import MemoryLimitError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
-from core.training.running_step import StepResult
 from core.training.state import build_scheduler
-from core.training.train_step import Batch, evaluate, train_step
+from core.training.train_step import Batch, StepResult, evaluate, train_step
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 

@@ -14,13 +14,12 @@ from torch.nn.attention import SDPBackend
 from torch.profiler import profile
 
 from core import _torch_compat
-from core.errors import ConfigError
+from core.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig, attention_backend, dot_product_attention
 from core.transformer.attention_backend import warn_of_slow_pieces, why_not_backend
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.enums import AttnBackend
-from core.warn import warn_once
 from tests.unit._on_gpu import ON_GPU
 
 CUDNN, FLASH, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.transformer.attention_kernels import (
+from core.transformer.attention_backend import (
     PartialAttention,
     attend,
     attend_backward,

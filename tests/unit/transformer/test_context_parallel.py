@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core import parallel_state
 from core.errors import ConfigError, DataError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
-from core.transformer import TransformerConfig, attention_kernels, piecewise_attention
+from core.transformer import TransformerConfig, attention_backend, piecewise_attention
 from core.transformer.context_parallel import gather_sequence, own_chunks, own_positions
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
@@ -128,7 +128,7 @@ def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) ->
     query, key, value, grad = (own_chunks(tensor, 0) for tensor in _tensors())
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     packed = PackedDocuments(own_chunks(document_starts()), dist.get_rank(), 2) if documents else None
-    has_kernel = attention_kernels.has_kernel if kernels else lambda *unused: False
+    has_kernel = attention_backend.has_kernel if kernels else lambda *unused: False
     with mock.patch("core.transformer.dot_product_attention.has_kernel", has_kernel):
         output = core(*leaves, None, documents=packed)
     output.backward(grad.flatten(2))

@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.errors import ConfigError, ParallelConfigError
+from core.errors import ConfigError, ParallelConfigError, warn_once
 from core.model_parallel_config import ModelParallelConfig
 from core.models.gpt import GPTModel
 from core.transformer import TransformerBlock, TransformerConfig, TransformerLayer
 from core.transformer.attention import SelfAttention
 from core.transformer.mlp import MLP
-from core.warn import warn_once
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6}
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ....diagnostics.stale_optimizers import mark_as_gathered
-from ....dtensors import local_part
+from ....diagnostics.step_marks import mark_as_gathered
 from ....errors import UnitError
+from ....local_parts import local_part
 from .states import fsdp_parameters, name_of_parameter, param_groups
 
 

@@ -18,8 +18,7 @@ from core.distributed import (
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
-from core.errors import ParallelConfigError, ShardstackError, WrapError
-from core.warn import warn_once
+from core.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (
     assert_close,

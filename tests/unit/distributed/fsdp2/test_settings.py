@@ -17,17 +17,16 @@ from torch import nn
 from core import parallel_state
 from core._torch_compat import fsdp_param_groups
 from core.comm import collectives
-from core.dist_checkpointing.views.flat_range import held_boxes
+from core.dist_checkpointing.flat_range import held_boxes
 from core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
 )
 from core.distributed.fsdp2.shard_model import fsdp_modules
-from core.errors import ParallelConfigError
+from core.errors import ParallelConfigError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
-from core.warn import warn_once
 from tests.functional._runs import build_gpt
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums

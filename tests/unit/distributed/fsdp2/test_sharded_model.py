@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from core.comm.record import record_of
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.fsdp2.torch_private import communication_of
-from core.errors import WrapError
-from core.warn import warn_once
+from core.errors import WrapError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, batches, build, full, gradients, loss_of, oracle, toy
 

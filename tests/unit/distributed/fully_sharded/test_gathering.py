@@ -19,9 +19,8 @@ from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
 from core.distributed.fully_sharded.unit import POISONS
 from core.distributed.report.facts import model_facts
-from core.errors import ParallelConfigError, UnitError, WrapError
+from core.errors import ParallelConfigError, UnitError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.warn import warn_once
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, toy

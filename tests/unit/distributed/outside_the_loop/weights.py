@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from core.dist_checkpointing.views.global_view import local_slices
+from core.dist_checkpointing.global_view import local_slices
 from tests.unit.distributed._toys import full, toy
 from tests.unit.distributed.outside_the_loop.scenario import (
     HIDDEN,

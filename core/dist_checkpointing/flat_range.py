@@ -1,0 +1,182 @@
+"""Views a flat run of a tensor's elements as boxes of the whole model's tensor.
+
+A distributed optimizer splits flat buffers into equal shares, whose limits fall anywhere inside a parameter. A run of
+an n-dimensional tensor's elements, in row-major order, is at most ``2n - 1`` boxes: the rest of the row that it begins
+in, whole rows, and the beginning of the row that it ends in, with rows split recursively. Each box is a view of the
+flat storage, so that checkpoints are written from it and read into it without a gather or a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..comm.collectives import all_reduce_by_backend
+from ..errors import CheckpointError
+from ..local_parts import kept_range
+from .global_view import global_shape, global_view, local_slices, local_tensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, per dimension."""
+
+
+def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
+    """Returns the whole model's tensor whose elements `values` this rank holds. Shares storage with them.
+
+    Args:
+        param: a plain parameter, with Megatron's attributes if tp splits it; only its shape and layout are read.
+        values: `[n]`, contiguous, any dtype: values for the elements ``start .. start + n`` of this rank's piece of
+            `param`, in row-major order. May be empty.
+
+    Raises:
+        CheckpointError: `values` is not flat, or exceeds the parameter.
+        ParallelConfigError: as :func:`~core.dist_checkpointing.global_view` does.
+    """
+    if values.ndim != 1 or not values.is_contiguous() or not 0 <= start <= start + len(values) <= param.numel():
+        raise CheckpointError(
+            f"values of shape {list(values.shape)} from element {start} on are no run of a parameter of shape "
+            f"{list(param.shape)}; give a contiguous tensor of one dimension that ends within {param.numel()} elements"
+        )
+    origin = [part.start for part in local_slices(param)]
+    boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
+    moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
+    return FlatRange(values.detach(), tuple(global_shape(param)), moved)
+
+
+def whole_view(tensor: Tensor) -> Tensor:
+    """Returns the whole model's tensor whose piece a parameter or buffer is. Shares storage.
+
+    :func:`~core.dist_checkpointing.global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
+    """
+    kept_elements = kept_range(tensor)
+    return global_view(tensor) if kept_elements is None else flat_range_view(tensor, *kept_elements)
+
+
+def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Returns the boxes of a whole-model tensor that this rank holds: the offsets of each, and a view of its storage.
+
+    Args:
+        tensor: a result of :func:`~core.dist_checkpointing.global_view` or :func:`flat_range_view`; a plain tensor is
+            the whole one.
+    """
+    if isinstance(tensor, FlatRange):
+        return tensor.pieces()
+    offsets: Sequence[int] = (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [(tuple(offsets), local_tensor(tensor))]
+
+
+def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Returns boxes of a tensor of `shape` with its elements ``start .. end``, in row-major order."""
+    if start >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, skipped = divmod(start, row)
+    last, taken = divmod(end, row)
+    if first == last:  # the run ends in the row that it begins in
+        return _inside_row(shape, first, skipped, taken)
+    boxes: list[Box] = []
+    if skipped:
+        boxes += _inside_row(shape, first, skipped, row)
+        first += 1
+    if first < last:
+        boxes.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    if taken:
+        boxes += _inside_row(shape, last, 0, taken)
+    return boxes
+
+
+def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[Box]:
+    return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_range(shape[1:], start, end)]
+
+
+class FlatRange(Tensor):
+    """A tensor with the whole model's shape and dtype. This rank has a run of its elements in one flat tensor.
+
+    Made for checkpoints: `save` writes it and `load` fills it in place. It implements torch's protocol for
+    checkpointable tensors (``torch.distributed._checkpointable``) and no arithmetic; compute with `held`.
+    """
+
+    held: Tensor
+    """`[n]`: the elements of this rank."""
+
+    boxes: list[Box]
+    """Their boxes in the whole tensor, in the order of `held`."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
+        made: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
+        made.held = held
+        made.boxes = boxes
+        return made
+
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Returns for each box its offsets in the whole tensor and a view of `held` in the box's shape."""
+        sizes = [sizes for _, sizes in self.boxes]
+        runs = self.held.split([math.prod(size) for size in sizes]) if sizes else ()
+        return [(offsets, run.view(size)) for (offsets, size), run in zip(self.boxes, runs, strict=True)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FlatRange(shape={list(self.shape)}, dtype={self.dtype}, {len(self.held)} elements here)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            whole: FlatRange = args[0]
+            return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
+        raise CheckpointError(
+            f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
+            "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
+        )
+
+    # torch's protocol: what to write, what to read, and where each box is in memory.
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.held)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A tensor without elements has no boxes, but the planner has to know its name.
+        boxes = self.boxes if self.numel() else [((0,) * self.ndim, tuple(self.shape))]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, piece in self.pieces():
+            if index.offset is None or tuple(index.offset) == offsets:
+                return piece
+        raise CheckpointError(f"{index.fqn} has no box at {index.offset} on this rank; its boxes are {self.boxes}")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a tensor whose shards or flat ranges ranks hold, bit by bit, detached. All ranks call it."""
+    if isinstance(tensor, DTensor):
+        full: Tensor = tensor.full_tensor()
+        return full.detach()
+    if not isinstance(tensor, FlatRange):
+        return tensor.detach()
+    total = torch.zeros(tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
+    for offsets, piece in tensor.pieces():
+        place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
+        total[place] = piece
+    # Replicas of a hybrid hold the same range, and a sum of theirs would round: the largest of equal bytes and zeros.
+    all_reduce_by_backend(total.view(-1).view(torch.uint8), what="a whole tensor", op=dist.ReduceOp.MAX)
+    return total

@@ -1,0 +1,245 @@
+"""Reads tensors of another project's names and layout into any layout of ours, and makes them from it.
+
+A :class:`Recipe` lists the rows of foreign tensors that form one of our parameters; this file knows nothing else about
+models. Under any layout of our tensor, each rank reads only the rows that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ..dtypes import dtype_name
+from ..errors import CheckpointError
+from .agreement import Ranks
+from .flat_range import held_boxes
+from .format.index import CheckpointIndex, Piece
+from .format.reader import IndexedReader
+from .safetensors_io import open_safetensors
+
+_PROBLEMS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` of our rows, from `start` on and `step` apart, that are consecutive rows of a foreign tensor."""
+
+    source: str
+    """The foreign tensor's name."""
+    count: int
+    start: int = 0
+    step: int = 1
+    source_start: int = 0
+    """Its first row in the foreign tensor."""
+    transposed: bool = False
+    """Our rows are the foreign tensor's columns."""
+    layer: int | None = None
+    """Index along the first dimension, if the foreign tensor is a stack of layers; else None."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The rows of foreign tensors that form one of our tensors."""
+
+    name: str
+    """As in the model's state dict."""
+    runs: tuple[Run, ...]
+    padded: bool = False
+    """Whether rows that no run names are zeros: entries of a vocabulary without a token."""
+
+
+def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every foreign tensor that the recipes name, from the shapes of our whole tensors."""
+    rows: dict[tuple[str, int | None], int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for recipe in recipes:
+        for run in recipe.runs:
+            key = run.source, run.layer
+            rows[key] = rows.get(key, 0) + run.count
+            rest = tuple(ours[recipe.name][1:])
+            shape = (*rest, rows[key]) if run.transposed else (rows[key], *rest)
+            if run.layer is not None:
+                layers = max(run.layer + 1, shapes[run.source][0] if run.source in shapes else 0)
+                shape = (layers, *shape)
+            shapes[run.source] = shape
+    return shapes
+
+
+def make_foreign(
+    name: str, shape: Sequence[int], recipes: Iterable[Recipe], ours: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Builds one foreign tensor from our whole tensors, the inverse of :func:`load_foreign`."""
+    parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
+    made = parts[0][1].new_empty(tuple(shape))
+    for run, whole in parts:
+        box = _source_box(run, slice(0, run.count), [slice(0, size) for size in whole.shape[1:]])
+        made[box].copy_(_transpose_if_columns(run, whole[run.start : run.start + run.count * run.step : run.step]))
+    return made
+
+
+@torch.no_grad()
+def load_foreign(
+    targets: Mapping[str, torch.Tensor],
+    recipes: Iterable[Recipe],
+    index: CheckpointIndex,
+    folder: Path,
+    *,
+    ignored: Iterable[str] = (),
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Fills our tensors in place from a foreign checkpoint. Holds one piece of a foreign tensor at a time.
+
+    Values are rounded to our dtype where both are floating point. Every rank of `process_group` calls it and reads by
+    itself; ranks communicate only to agree on errors.
+
+    Args:
+        targets: tensors of the whole model by name, as `model_state_dict` or an optimizer gives them.
+        recipes: one for each of `targets`.
+        index: the index of the foreign checkpoint in `folder`.
+        ignored: foreign tensors that no recipe has to name.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is written. Names all tensors that are missing, left over or of
+            another shape or kind.
+    """
+    recipes = list(recipes)
+    ranks = Ranks(process_group)
+    ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored)))
+    source = BoxReader(folder, index)
+    ranks.on_all(lambda: _fill_all(targets, recipes, source))
+
+
+def _check(
+    targets: Mapping[str, torch.Tensor],
+    recipes: list[Recipe],
+    index: CheckpointIndex,
+    folder: Path,
+    ignored: set[str],
+) -> None:
+    named = {recipe.name for recipe in recipes}
+    problems = [f"the model has no {name}" for name in sorted(named - targets.keys())]
+    problems += [f"nothing there makes up {name}" for name in sorted(targets.keys() - named)]
+    known = [recipe for recipe in recipes if recipe.name in targets]
+    expected = foreign_shapes(known, {name: tuple(tensor.shape) for name, tensor in targets.items()})
+    problems += [f"missing there: {name}" for name in sorted(expected.keys() - index.tensors.keys())]
+    problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - expected.keys() - ignored)]
+    for name in sorted(expected.keys() & index.tensors.keys()):
+        entry = index.tensors[name]
+        if entry.shape != expected[name]:
+            problems.append(f"{name} is {list(entry.shape)} there, and the model takes {list(expected[name])}")
+    for recipe in known:
+        target = targets[recipe.name]
+        rows, num_foreign = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)
+        if num_foreign != rows and (num_foreign > rows or not recipe.padded):
+            problems.append(f"{recipe.name} has {rows} rows here, and {num_foreign} there")
+        for name in sorted({run.source for run in recipe.runs} & index.tensors.keys()):
+            dtype = index.tensors[name].dtype
+            if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
+                problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
+    if problems:
+        more = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise CheckpointError(
+            f"{folder} is of another model, and nothing was loaded: {'; '.join(problems[:_PROBLEMS_SHOWN])}{more}"
+        )
+
+
+def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: BoxReader) -> None:
+    for recipe in recipes:
+        _fill(targets[recipe.name], recipe, source)
+        source.close_files()
+
+
+def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
+    for offsets, held in held_boxes(target):
+        if recipe.padded:
+            held.zero_()
+        first, last = offsets[0], offsets[0] + held.shape[0]
+        rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], held.shape[1:], strict=True)]
+        for run in recipe.runs:
+            begin = max(0, -(-(first - run.start) // run.step))
+            end = min(run.count, -(-(last - run.start) // run.step))
+            if begin >= end or not held.numel():
+                continue
+            start = run.start + begin * run.step - first
+            rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
+            read = source.read(run.source, _source_box(run, slice(begin, end), rest))
+            rows.copy_(_transpose_if_columns(run, read))
+
+
+def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
+    """Returns the box of the foreign tensor with these rows of the run, and these elements of them."""
+    own = slice(run.source_start + rows.start, run.source_start + rows.stop)
+    box: list[slice | int] = [*rest, own] if run.transposed else [own, *rest]
+    return tuple(box if run.layer is None else [run.layer, *box])
+
+
+def _transpose_if_columns(run: Run, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.movedim(0, -1) if run.transposed else tensor
+
+
+class BoxReader:
+    """Reads boxes of foreign tensors. A result may be a view of the file: do not write to it.
+
+    Caches the last piece that it unpacked, and keeps files open for the boxes that follow.
+    """
+
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+        self.index = index
+        self.reader = IndexedReader(folder, index)
+        # The piece that was unpacked last, and its tensor, which owns its memory. The next unpacked piece replaces it.
+        self.last: tuple[Piece, torch.Tensor] | None = None
+        # Open safetensors files by name; tensors read from them may be views of their pages. `close_files` clears it.
+        self.files: dict[str, Any] = {}
+
+    def close_files(self) -> None:
+        """Closes all files: they are mapped, and pages that were read count as this process's memory while open."""
+        self.files.clear()
+
+    def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
+        entry = self.index.tensors[name]
+        ranges = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
+        overlapping = [piece for piece in entry.pieces if _meets(piece, ranges)]
+        whole = (
+            torch.empty([stop - start for start, stop in ranges], dtype=entry.dtype) if len(overlapping) > 1 else None
+        )
+        for piece in overlapping:
+            common = [
+                (max(start, offset), min(stop, offset + size))
+                for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
+            ]
+            inside = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(common, piece.offsets, strict=True))
+            part = self._piece(name, piece)[inside]
+            if whole is None:
+                whole = part
+            else:
+                whole[
+                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, ranges, strict=True))
+                ] = part
+        if whole is None:  # an index that has been checked covers every element
+            raise CheckpointError(f"{name} has no element in {ranges}")
+        return whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
+
+    def _piece(self, name: str, piece: Piece) -> Any:
+        """Returns an object that reads a part of a piece when it is indexed."""
+        if self.index.encoding == "safetensors":
+            if piece.file not in self.files:
+                self.files[piece.file] = open_safetensors(self.reader.folder / piece.file)
+            return self.files[piece.file].get_slice(name)
+        if self.index.encoding == "raw":
+            return self.reader.read_piece(name, piece)  # mapped: reads only the pages that are used
+        if self.last is None or self.last[0] is not piece:
+            self.last = None
+            self.last = piece, self.reader.read_piece(name, piece)
+        return self.last[1]
+
+
+def _meets(piece: Piece, ranges: list[tuple[int, int]]) -> bool:
+    return all(
+        start < offset + size and offset < stop
+        for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
+    )

@@ -1,0 +1,227 @@
+"""Views a rank's piece of a parameter as a piece of the whole model's parameter.
+
+A parameter can be split twice. Tensor parallelism splits the layer: the rank holds a plain tensor, and Megatron's
+attributes ``tensor_model_parallel`` and ``partition_dim`` say how it was split. FSDP then shards this rank's piece:
+the parameter becomes a DTensor over the data-parallel mesh. :func:`global_view` joins both into one DTensor of the
+whole parameter, without copies or communication. Every other file (checkpoints, gradient norms, exports,
+initialisation) reads shapes and offsets from it instead of computing them.
+
+The joint mesh has tp as its *outer* axis, because DTensor applies placements from the left: ``(Shard(0), Shard(0))``
+means the even tp split first and FSDP's split inside it, in the order in which they were made, for any sizes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .. import parallel_state
+from ..errors import ParallelConfigError
+from ..local_parts import local_part
+
+_TP_AXIS = "tp"
+_INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
+
+
+def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the whole model's tensor whose piece `param` is. Shares storage and never requires gradients.
+
+    Args:
+        param: a parameter or buffer, plain or sharded by FSDP2, with Megatron's attributes if tp splits it.
+        tensor: viewed instead of `param`, in `param`'s layout: a moment, a master weight or a gradient, plain or
+            DTensor, in the shape of this rank's piece of `param`; any dtype.
+
+    Returns:
+        Without tensor parallelism the tensor itself: plain if `param` is plain, else a DTensor on `param`'s mesh. With
+        it a DTensor with placements ``(Shard(partition_dim) | Replicate(), *param.placements)`` on the mesh
+        ``(tp, *param.device_mesh)``, or on ``(tp,)`` if `param` is plain. Data-parallel ranks outside of the mesh hold
+        replicas.
+
+    Raises:
+        ParallelConfigError: the pipeline has more than one stage, the split is interleaved (``partition_stride`` above
+            1), or the piece does not have the shape that its layout gives.
+    """
+    value = _detached(param if tensor is None else tensor)
+    local = local_part(value)
+    held = local_part(_detached(param))
+    if local.shape != held.shape:
+        raise ParallelConfigError(
+            f"a tensor of shape {tuple(local.shape)} cannot be viewed like a parameter whose piece on this rank has "
+            f"shape {tuple(held.shape)}; give the tensor that belongs to this piece"
+        )
+    _refuse_pipeline()
+    mesh, placements, shape = _layout(param, local.device.type)
+    if mesh is None:
+        return value
+    if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
+        return value
+    _check_piece(local.shape, mesh, placements, shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=_contiguous_stride(shape))
+
+
+def global_shape(param: torch.Tensor) -> torch.Size:
+    """Returns the shape of the whole model's tensor whose piece `param` is. See :func:`global_view`."""
+    return _layout(param, param.device.type)[2]
+
+
+def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
+    """Returns the slices of the whole tensor that this rank holds: ``full[local_slices(param)]`` is the local piece.
+
+    An empty piece has empty slices. Raises as :func:`global_view` does.
+    """
+    mesh, placements, shape = _layout(param, param.device.type)
+    if mesh is None:
+        return tuple(slice(0, size) for size in shape)
+    sizes, offsets = _check_piece(
+        param.to_local().shape if isinstance(param, DTensor) else param.shape, mesh, placements, shape
+    )
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's piece of `value` as a plain, detached tensor that shares its storage."""
+    return local_part(_detached(value))
+
+
+def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
+    """Returns the mesh, placements and global shape of `param`. No mesh if the plain tensor is already the whole."""
+    inner = param.device_mesh if isinstance(param, DTensor) else None
+    inner_placements = tuple(param.placements) if isinstance(param, DTensor) else ()
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    if tp_size == 1 or (inner is not None and _TP_AXIS in (inner.mesh_dim_names or ())):
+        if inner is not None and device_type not in (inner.device_type, "meta"):
+            inner = _mesh(None, inner, device_type)  # CPU-offloaded: DTensor would copy it to the mesh's device
+        return inner, inner_placements, param.shape
+
+    shape = list(param.shape)
+    outer: Placement = Replicate()
+    if getattr(param, "tensor_model_parallel", False):
+        dim = _partition_dim(param)
+        outer = Shard(dim)
+        shape[dim] *= tp_size
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    if device_type == "meta":
+        device_type = inner.device_type if inner is not None else parallel_state.get_device_mesh().device_type
+    return _mesh(tp_group, inner, device_type), (outer, *inner_placements), torch.Size(shape)
+
+
+def _check_piece(
+    piece: Sequence[int], mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns sizes and offsets of this rank's piece, which has to have the shape `piece`."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if tuple(sizes) != tuple(piece):
+        raise ParallelConfigError(
+            f"a piece of shape {tuple(piece)} does not fit a tensor of shape {tuple(shape)} placed as "
+            f"{placements} on the mesh {tuple(mesh.shape)}: {tuple(sizes)} would; tensor-parallel pieces must be "
+            "of equal size (pad the dimension)"
+        )
+    return tuple(sizes), tuple(offsets)
+
+
+def _partition_dim(param: torch.Tensor) -> int:
+    stride = getattr(param, "partition_stride", 1)
+    if stride != 1:
+        raise ParallelConfigError(
+            f"a parameter of shape {tuple(param.shape)} has partition_stride={stride}: interleaved tensor-parallel "
+            "splits are not contiguous in the whole tensor; lay the rows out so that each rank's are, and use stride 1"
+        )
+    dim = getattr(param, "partition_dim", None)
+    if not isinstance(dim, int) or not 0 <= dim < param.ndim:
+        raise ParallelConfigError(
+            f"a tensor-parallel parameter of shape {tuple(param.shape)} has partition_dim={dim!r}; "
+            f"it takes a dimension from 0 to {param.ndim - 1}"
+        )
+    return dim
+
+
+def _refuse_pipeline() -> None:
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages > 1:
+        raise ParallelConfigError(
+            f"global views know no pipeline stages, and pipeline_model_parallel_size is {stages}: parameters of "
+            "different stages can carry one name; use pipeline_model_parallel_size=1"
+        )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(stride)
+
+
+class _MeshCache:
+    """Caches the joint meshes, one for each (tp group, data-parallel mesh, device type).
+
+    The cache is valid for one parallel state, identified by its mesh object: a later state with equal ranks must not
+    get meshes of destroyed groups.
+    """
+
+    def __init__(self) -> None:
+        # The mesh of the parallel state that `_meshes` are valid for; None without a state. `entries` sets it.
+        self._owner: weakref.ref[Any] | None = None
+        # The joint meshes. Callers of `entries` add to it; cleared when `_owner` is freed, or replaced by `entries`.
+        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+    def entries(self) -> dict[tuple[Any, ...], DeviceMesh]:
+        owner = parallel_state.get_device_mesh() if parallel_state.model_parallel_is_initialized() else None
+        if (self._owner and self._owner()) is not owner:
+            self._meshes.clear()
+            self._owner = None if owner is None else weakref.ref(owner, lambda _: self._meshes.clear())
+        return self._meshes
+
+
+_CACHE = _MeshCache()
+
+
+def _mesh(tp_group: ProcessGroup | None, inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """Returns the mesh ``(tp, *inner)`` of existing groups. `device_type` is that of the local tensors."""
+    inner_groups = [] if inner is None else [inner.get_group(axis) for axis in range(inner.ndim)]
+    groups = ([] if tp_group is None else [tp_group]) + inner_groups
+    key = (tuple(group.group_name for group in groups), device_type)
+    meshes = _CACHE.entries()
+    if key not in meshes:
+        meshes[key] = _build_mesh(tp_group, inner, groups, device_type)
+    return meshes[key]
+
+
+def _build_mesh(
+    tp_group: ProcessGroup | None, inner: DeviceMesh | None, groups: list[ProcessGroup], device_type: str
+) -> DeviceMesh:
+    names: tuple[str, ...] = ()
+    if inner is not None:
+        names = tuple(inner.mesh_dim_names or _INNER_AXES.get(inner.ndim) or (f"dp_{i}" for i in range(inner.ndim)))
+    if tp_group is None:
+        if inner is None:
+            raise ParallelConfigError("a mesh needs a tensor-parallel group or a data-parallel mesh")
+        ranks = inner.mesh
+    else:
+        names = (_TP_AXIS, *names)
+        tp_ranks = torch.tensor(torch.distributed.get_process_group_ranks(tp_group), dtype=torch.int)
+        if inner is None:
+            ranks = tp_ranks
+        else:
+            # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so that
+            # this rank's tp column and data-parallel plane give the whole mesh without communication.
+            offsets = tp_ranks - torch.distributed.get_rank()
+            ranks = offsets.view(-1, *([1] * inner.ndim)) + inner.mesh.to(torch.int)
+            if len(ranks.unique()) != ranks.numel():
+                raise ParallelConfigError(
+                    f"tensor-parallel ranks {tp_ranks.tolist()} and data-parallel ranks {inner.mesh.tolist()} do not "
+                    "span a grid; shard over parallel_state.get_data_parallel_mesh()"
+                )
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)

@@ -1,0 +1,254 @@
+"""Reads and writes folders of safetensors files, as Hugging Face stores models.
+
+The library `safetensors` (extra `hf`) reads and writes the files. It maps them, so that only the requested part of a
+tensor is read, and refuses files with a wrong length or header. Several files of one model share an index, a JSON file
+that says which tensor is in which file; see https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..dtypes import DTYPES
+from ..errors import CheckpointError, MissingExtraError
+from ..files import JSON_BYTES, read_json, sync_folder, write_durably
+from .format import folders
+from .format.index import CheckpointIndex, Piece, TensorEntry
+
+SINGLE_FILE = "model.safetensors"
+SHARDS_INDEX_FILE = "model.safetensors.index.json"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+"""The default of `transformers`."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    **{f"I{bits}": DTYPES[f"int{bits}"] for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": DTYPES[f"uint{bits}"] for bits in (8, 16, 32, 64)},
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in the format; the library's own table is private."""
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Returns whether `folder` has a model in this format."""
+    return (folder / SHARDS_INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
+
+
+def read_safetensors_index(folder: Path) -> CheckpointIndex:
+    """Reads and checks the index of the model in `folder`, of one file or several.
+
+    Raises:
+        CheckpointError: there is no such model, a file is missing, truncated or no safetensors file, or the index
+            differs from the files.
+        MissingExtraError: the library is not installed.
+    """
+    shards_index = folder / SHARDS_INDEX_FILE
+    if shards_index.is_file():
+        places = _weight_map(shards_index)
+    elif (folder / SINGLE_FILE).is_file():
+        places = None
+    else:
+        others = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json") if (folder / name).exists()]
+        reason = f"only {others[0]}, a pickle, which is not read" if others else "neither that nor its index"
+        raise CheckpointError(f"{folder} has no {SINGLE_FILE}: {reason}; save the model with safe_serialization=True")
+    tensors: dict[str, TensorEntry] = {}
+    file_bytes: dict[str, int] = {}
+    for name in sorted(set(places.values())) if places is not None else [SINGLE_FILE]:
+        held = _entries(folder / name)
+        file_bytes[name] = (folder / name).stat().st_size
+        wrong = sorted(key for key in held if places is not None and places.get(key) != name)
+        if wrong:
+            raise CheckpointError(f"{folder / name} holds {wrong[0]}, which {SHARDS_INDEX_FILE} does not say")
+        tensors |= held
+    missing = sorted(places.keys() - tensors.keys()) if places is not None else []
+    if missing:
+        raise CheckpointError(
+            f"{shards_index} names {missing[0]}, which {places and places[missing[0]]} does not hold"
+        )
+    index = CheckpointIndex(tensors, file_bytes, encoding="safetensors")
+    try:
+        index.check()
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} is damaged: {error}") from error
+    return index
+
+
+def open_safetensors(path: Path) -> Any:
+    """Opens a file with the library's reader, mapped into memory. ``get_slice(name)`` reads the part it is indexed
+    with.
+
+    Tensors share the mapping, which is private to this process: writing to them does not change the file.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or no safetensors file.
+        MissingExtraError: the library is not installed.
+    """
+    library = _library()
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; restore it")
+    try:
+        return library.safe_open(path, framework="pt")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); restore it") from error
+    except library.SafetensorError as error:
+        raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}); restore it") from error
+
+
+def write_safetensors(
+    folder: Path,
+    plan: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    make: Callable[[str], torch.Tensor],
+    *,
+    writes: bool = True,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a model into `folder`, which must exist. A file exceeds `max_shard_bytes` only for a single tensor.
+
+    The rank that writes holds the tensors of one file at a time in host memory; other ranks hold one tensor.
+
+    Args:
+        plan: dtype and shape of every tensor by name, in the order in which they are distributed to files.
+        make: returns the tensor of a name, which shares no memory with another. Called once per tensor in the order of
+            `plan`, after a failure too, because ranks may gather the tensor together; the error is raised at the end.
+        writes: if False, call `make` for every tensor and write nothing, to help another rank gather.
+        max_shard_bytes: bytes of the tensors in one file.
+
+    Raises:
+        CheckpointError: a tensor that is not what `plan` says, or a file that cannot be written.
+        MissingExtraError: the library is not installed.
+    """
+    failure: Exception | None = None
+    shards = _shards(plan, max_shard_bytes)
+    for number, names in enumerate(shards):
+        shard: dict[str, torch.Tensor] = {}
+        for name in names:
+            try:
+                if writes and failure is None:
+                    shard[name] = _as_planned(name, make(name), *plan[name])
+                else:
+                    make(name)
+            except Exception as error:
+                failure = failure or error
+                shard.clear()
+        try:
+            if writes and failure is None:
+                _write_file(folder / _file_name(number, len(shards)), shard)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    if writes and len(shards) > 1:
+        places = {name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names}
+        document = {"metadata": {"total_size": sum(_bytes(*plan[name]) for name in plan)}, "weight_map": places}
+        write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
+
+
+def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise CheckpointError(f"{name} came as {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+    return tensor.detach().cpu().contiguous()
+
+
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    library = _library()
+    try:
+        library.torch.save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+    except (OSError, library.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written ({error}); make room, or choose another folder") from error
+
+
+def begin_new_folder(folder: Path) -> Path:
+    """Makes the temporary folder that `folder` is written in. :func:`publish_new_folder` renames it.
+
+    Raises:
+        CheckpointError: `folder` exists and is not empty, or nothing can be written there.
+        MissingExtraError: the library is not installed; raised before tensors are gathered.
+    """
+    _library()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; choose another folder, or move it away")
+    folders.discard(folder)  # of a call that was killed
+    temporary = folders.temporary_folder(folder)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written ({error.strerror}); choose another folder") from error
+    return temporary
+
+
+def publish_new_folder(folder: Path) -> None:
+    """Renames the temporary folder to `folder`."""
+    temporary = folders.temporary_folder(folder)
+    sync_folder(temporary)
+    temporary.replace(folder)
+    sync_folder(folder.parent)
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise MissingExtraError("safetensors", "hf", "A safetensors file") from None
+    return safetensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        places = read_json(path, JSON_BYTES)["weight_map"]
+        valid = isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
+    if not valid or any(Path(name).name != name or name in (".", "..") for name in places.values()):
+        raise CheckpointError(f"{path} has a weight_map that does not name files next to it")
+    return dict(places)
+
+
+def _entries(path: Path) -> dict[str, TensorEntry]:
+    """Returns the entries of a file's tensors by name."""
+    file = open_safetensors(path)
+    return {name: _entry(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def _entry(path: Path, name: str, stored: Any) -> TensorEntry:
+    dtype, shape = _DTYPES.get(stored.get_dtype()), tuple(stored.get_shape())
+    if dtype is None:
+        raise CheckpointError(f"{path}: {name} is {stored.get_dtype()!r}, which no tensor here can be")
+    num_bytes = _bytes(dtype, shape)
+    return TensorEntry(dtype, shape, (Piece((0,) * len(shape), shape, path.name, 0, num_bytes),) if num_bytes else ())
+
+
+def _shards(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name, (dtype, shape) in plan.items():
+        size = _bytes(dtype, shape)
+        if shards[-1] and shard_bytes + size > max_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += size
+    return shards
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.itemsize

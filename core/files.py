@@ -1,0 +1,233 @@
+"""Reads untrusted files within limits, and writes files that survive a crash.
+
+The memory and nesting that a file may require are bounded before a reader allocates anything. Every reader of foreign
+files does so: counts must fit the file's size, nothing is nested deeper than `MAX_DEPTH`, and a file larger than its
+kind allows is not read. A reader then needs at most `MEMORY_MULTIPLE` times the file's size, which ``make fuzz-files``
+measures.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickletools
+import reprlib
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 64
+"""Most nested lists; files of this and related libraries have fewer than ten."""
+
+MAX_DIGITS = 32
+"""Most digits of an integer in JSON."""
+
+MEMORY_MULTIPLE = 128
+"""Most bytes of memory per byte of a file, above `MEMORY_BASE_BYTES`: small Python objects are that much larger."""
+
+MEMORY_BASE_BYTES = 64 << 20
+
+JSON_BYTES = 512 << 20
+"""Largest description of a checkpoint; one of 100,000 tensors in ten pieces each takes some 100 MB."""
+
+CONFIG_BYTES = 16 << 20
+"""Largest settings file."""
+
+TOKENIZER_BYTES = 256 << 20
+"""Largest tokenizer file; published ones have up to 40 MB."""
+
+PICKLE_BYTES = 512 << 20
+"""Largest index that torch's writer leaves."""
+
+
+class BoundsError(ValueError):
+    """A file requires more than its size or kind allows. Readers raise an error that names the file."""
+
+
+def read_file(path: Path, limit_bytes: int) -> bytes:
+    """Reads a regular file.
+
+    Raises:
+        BoundsError: it is larger than `limit_bytes`, or no regular file (a pipe, a device), whose size is unknown.
+        OSError: it cannot be read.
+    """
+    # Without O_NONBLOCK, opening a pipe would wait for a program that writes into it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as stream:
+        state = os.fstat(stream.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise BoundsError("it is no regular file")
+        if state.st_size > limit_bytes:
+            raise BoundsError(f"it has {state.st_size} bytes, and no file of this kind has more than {limit_bytes}")
+        return stream.read(limit_bytes + 1)[:limit_bytes]
+
+
+def read_json(path: Path, limit_bytes: int = CONFIG_BYTES) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        BoundsError: as :func:`read_file` and :func:`parse_json`, and for text that is not UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        text = read_file(path, limit_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BoundsError(f"it is no UTF-8 text ({error.reason} at byte {error.start})") from None
+    return parse_json(text)
+
+
+def parse_json(text: str) -> Any:
+    """Parses a JSON text.
+
+    Raises:
+        BoundsError: the text is not JSON, is nested too deep, or has a number of too many digits.
+    """
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise BoundsError(f"not valid JSON: it is nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:
+        raise BoundsError(f"not valid JSON ({error})") from None
+    if _is_deep(value):
+        raise BoundsError(f"it is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def check_pickle(data: bytes, is_known: Callable[[str, str], bool]) -> None:
+    """Refuses a pickle that requires more memory or deeper nesting than its length allows, without running it.
+
+    Args:
+        is_known: returns whether a global, by module and name, is allowed. Names that the pickle takes from its memo
+            are checked by the unpickler's `find_class`.
+
+    Raises:
+        BoundsError: the pickle is refused, or `data` is no pickle.
+    """
+    stack: list[int] = []
+    memo: dict[int, int] = {}
+    try:
+        argument: Any
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            name = opcode.name
+            if name in _REFUSED:
+                raise BoundsError(f"it has the instruction {name}, which no description of tensors needs")
+            if name == "GLOBAL":
+                module, _, attribute = str(argument).partition(" ")
+                if not is_known(module, attribute):
+                    raise BoundsError(f"it names {brief(f'{module}.{attribute}')}; nothing was run")
+            if name in _PUTS:
+                if argument > count:
+                    raise BoundsError(f"it numbers a value {argument} after {count} instructions")
+                memo[argument] = stack[-1]
+            elif name == "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            elif name in _GETS:
+                stack.append(memo[argument])
+            else:
+                _follow(name, stack)
+    except BoundsError:
+        raise
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        raise BoundsError(f"no pickle, or a damaged one ({type(error).__name__}: {brief(str(error))})") from None
+
+
+def brief(value: Any) -> str:
+    """Formats a value read from a file for a message: shortened if long or deep."""
+    return _SHORT.repr(value)
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise BoundsError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _is_deep(value: Any) -> bool:
+    """Returns whether lists and tables in a JSON value are nested too deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer if type(outer) is list else ())
+            if type(inner) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+_REFUSED = {"EMPTY_SET", "FROZENSET", "EXT1", "EXT2", "EXT4", "INST", "OBJ", "NEXT_BUFFER"}
+_PUTS, _GETS = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+_MARK = -1
+_EFFECTS = {
+    opcode.name: (
+        pickletools.markobject in opcode.stack_before,
+        [*opcode.stack_before, pickletools.markobject].index(pickletools.markobject),
+        [_MARK if after is pickletools.markobject else 0 for after in opcode.stack_after],
+        opcode.name.startswith("TUPLE"),
+    )
+    for opcode in pickletools.opcodes
+}
+"""Per instruction: whether it pops down to a mark, how many others it pops and pushes, and whether it makes a
+tuple."""
+
+
+def _follow(name: str, stack: list[int]) -> None:
+    """Applies an instruction to a stack with the nesting depth of each value's tuples."""
+    to_mark, count, left, makes_tuple = _EFFECTS[name]
+    deepest = 0
+    if to_mark:
+        while (depth := stack.pop()) != _MARK:
+            deepest = max(deepest, depth)
+    for _ in range(count):
+        deepest = max(deepest, stack.pop())
+    if makes_tuple:
+        if deepest >= MAX_DEPTH:
+            raise BoundsError(f"it is nested more than {MAX_DEPTH} deep")
+        stack.append(deepest + 1)
+    else:
+        stack.extend(left)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that may be temporary."""
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replaces a file atomically: after a crash it has the old text or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Forces a file's content to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to disk."""
+    sync_file(folder)
+
+
+def make_folders(folder: Path) -> None:
+    """Makes `folder` with its parents, and forces the name of each new one to disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)

@@ -1,0 +1,286 @@
+"""Saves and loads all of a run's state: model, optimizer, schedule, random streams and the position in the data.
+
+A checkpoint has tensors of the whole model, so that any number of ranks and any wrapper can continue it. It has fp32
+master weights instead of the low-precision parameters rounded from them; under FSDP2 the parameters are the masters.
+Frozen parameters have no masters: they are saved in the model's precision, and cast when the loading run has another.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import device
+from ..comm.collectives import all_reduce_by_backend
+from ..comm.record import recorded
+from ..datasets.tokenizer import Tokenizer
+from ..dist_checkpointing import (
+    AsyncSaver,
+    checkpoint_directory,
+    latest_checkpoint,
+    load,
+    load_metadata,
+    model_state_dict,
+    save,
+)
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.flat_range import held_boxes
+from ..dist_checkpointing.format.content_hash import joint_hash
+from ..dist_checkpointing.format.folders import complete_checkpoints
+from ..dist_checkpointing.format.index import INDEX_FILE
+from ..dist_checkpointing.format.reader import FINITE, SKIPPED
+from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
+from ..distributed.data_parallel_base import unwrap_model
+from ..errors import CheckpointError, ShardstackError
+from ..files import brief
+from ..tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
+from .config import PretrainConfig
+from .run_metadata import check_is_run, check_same_model, rank_layout, warn_of_another_order
+from .state import TrainingState
+
+TOKENIZER_FILE = "tokenizer.json"
+_RNG_NAMES = "rng."
+
+
+def save_checkpoint(
+    state: TrainingState, config: PretrainConfig, root: Path, *, saver: AsyncSaver | None = None
+) -> Path:
+    """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it. Collective.
+
+    Args:
+        saver: writes it in the background; its `wait` then raises if it failed.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on one.
+    """
+    rng, tensors = rng_state(), state_tensors(state)
+    folder = checkpoint_directory(root, state.iteration)
+    metadata = {
+        "iteration": state.iteration,
+        "consumed_samples": state.consumed_samples,
+        "vocab_size": state.vocab_size,
+        "config": config.to_json(),
+        "optimizer": state.optimizer.state_scalars(),
+        "scheduler": state.scheduler.state_dict(),
+        "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
+        "rng_layout": rng_layout(rng),
+        "layout": rank_layout(),
+        "sample_order": dict(state.sample_order),
+        FINITE: _all_finite(tensors),
+        SKIPPED: state.skipped_steps,
+    }
+    write = save if saver is None else saver.save
+    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": pack(rng)}
+    write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
+    return folder
+
+
+def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:
+    """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one. Collective.
+
+    Warns if samples come in another order than in the checkpoint's run.
+
+    Args:
+        fall_back: if the latest is damaged or its weights are not finite, continue from the newest good one; for a run
+            that is restarted automatically.
+
+    Returns:
+        A line that says what was compared with hashes, and how long it took.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, its weights are not finite, or it is of another model. The
+            message names the newest older checkpoint that is good.
+    """
+    ranks = Ranks()
+    folder = ranks.from_first(lambda: find_checkpoint(root, fall_back=fall_back))
+    if fall_back and not is_checkpoint(root):
+        good = newest_good(root, ranks)
+        if good is not None and good != folder:
+            warnings.warn(f"{folder} is no good; continuing from {good}", stacklevel=2)
+            folder = good
+    with another_offered(folder, ranks):
+        metadata = ranks.from_first(lambda: load_metadata(folder))
+    check_is_run(metadata, folder)
+    if not metadata["optimizer"]:
+        raise CheckpointError(
+            f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
+        )
+    check_same_model(metadata, state, config, folder)
+    if metadata.get(FINITE) is False:
+        raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
+    same_ranks = metadata["layout"] == rank_layout() and metadata["rng_layout"] == rng_layout(rng_state())
+    name = f"{_RNG_NAMES}rank{dist.get_rank()}"
+    num_bytes = sum(size for _, size in metadata["rng_layout"])
+    streams = {name: torch.empty(num_bytes, dtype=torch.uint8)} if same_ranks else {}
+    lines: list[str] = []
+    verify = config.checkpoint.verify_checkpoint
+    with another_offered(folder, ranks):
+        targets = state_tensors(state) | streams
+        load(targets, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+    try:
+        state.optimizer.load_state_scalars(metadata["optimizer"])
+        state.scheduler.load_state_dict(metadata["scheduler"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{folder}: the metadata of optimizer and schedule is none that a run writes ({type(error).__name__}: "
+            f"{brief(str(error))}); load another one"
+        ) from None
+    state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
+    warn_of_another_order(metadata.get("sample_order", {}), state)
+    if same_ranks:
+        set_rng_state(unpack(streams[name], metadata["rng_layout"]))
+    return lines[0]
+
+
+def load_weights(
+    model: nn.Module, folder: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
+) -> None:
+    """Fills only a model's parameters from a checkpoint of any layout.
+
+    Args:
+        verify, report: as in :func:`core.dist_checkpointing.load`.
+
+    Raises:
+        CheckpointError: it is of another model, or damaged; then the newest older good one is named.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    stored = load_metadata(folder)["model_tensors"]
+    if sorted(tensors) != stored:
+        differing = sorted(set(stored) ^ tensors.keys())
+        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
+    with another_offered(folder, Ranks()):
+        load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
+
+
+def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
+    """Returns the latest checkpoint of a run's folder, or the folder itself if it is a checkpoint.
+
+    Args:
+        fall_back: if ``latest`` names none, take the one of the highest iteration.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(root):
+        return root
+    try:
+        checkpoint = latest_checkpoint(root) if root.is_dir() else None
+    except CheckpointError:
+        checkpoint = next(iter(complete_checkpoints(root)), None) if fall_back else None
+        if checkpoint is None:
+            raise
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load the folder that a "
+            "run saved to"
+        )
+    return checkpoint
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Returns whether a folder is one checkpoint, not the folder of a run."""
+    return (folder / INDEX_FILE).is_file()
+
+
+def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
+    """Saves the run's tokenizer next to its checkpoints, for programs that generate text. One rank calls it."""
+    root.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(root / TOKENIZER_FILE)
+
+
+def weights_hash(state: TrainingState) -> str:
+    """Returns the hash of the model's tensors in the checkpoint that the run would save now. Collective."""
+    weights = {name: tensor for name, tensor in state_tensors(state).items() if name.startswith("model.")}
+    return joint_hash(held_hashes(weights, Ranks()))
+
+
+def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
+    optimizer = state.optimizer.state_tensors()
+    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
+    model = model_state_dict(unwrap_model(state.model))
+    tensors = {f"model.{name}": masters.get(name, tensor) for name, tensor in model.items()}
+    return tensors | {f"optimizer.{name}": t for name, t in optimizer.items() if not name.startswith("master.")}
+
+
+def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Returns whether every floating value on every rank is finite. Collective."""
+    all_finite = True
+    for tensor in tensors.values():
+        for _, values in held_boxes(tensor):
+            if values.is_floating_point() and values.element_size() > 1 and values.numel():
+                low, high = torch.aminmax(values.detach())  # both are NaN if any value is
+                all_finite = all_finite and bool(low.isfinite() & high.isfinite())
+    everywhere = torch.tensor(int(all_finite), device=device.current_device())
+    all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+_LAST_WAIT_S = 60.0
+
+
+class CheckpointWriter:
+    """Saves checkpoints of a run. Every rank enters it. Leaving it waits for the checkpoint that is being written."""
+
+    def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
+        self._config = config
+        self._folder = folder
+        self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
+        self.written: Path | None = None
+        """Folder of the last checkpoint that was begun; it may still be written, or have failed. `save` sets it; None
+        before the first."""
+
+    def save(self, state: TrainingState) -> str:
+        """Saves a checkpoint, or begins to, and returns a line about it.
+
+        Raises:
+            CheckpointError: on all ranks: this checkpoint failed, or the previous one, written in the background.
+            OutOfStepError: another rank did not answer.
+        """
+        if self._folder is None:
+            raise CheckpointError("there is no folder to save to; add --save FOLDER")
+        started = time.perf_counter()
+        with recorded("save", "the run's checkpoint", 0):
+            self.written = save_checkpoint(state, self._config, self._folder, saver=self._saver)
+        seconds = time.perf_counter() - started
+        if self._saver is None:
+            return f"saved {self.written} in {seconds:.1f} s"
+        return f"saving {self.written} while training went on, which waited {seconds:.2f} s"
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows of a failure, which `finish` will raise on all ranks."""
+        return self._saver is not None and self._saver.failed
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: on all ranks: it failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits for the last checkpoint. After an error that all ranks raise, for a limited time. After a crash,
+        does not wait."""
+        if self._saver is None or (error is not None and not isinstance(error, ShardstackError)):
+            return
+        if error is None:
+            self._saver.wait()
+            return
+        with suppress(CheckpointError):  # the error that left the block came first
+            self._saver.wait(_LAST_WAIT_S)

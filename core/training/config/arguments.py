@@ -1,0 +1,184 @@
+"""Makes command-line flags from the fields of `PretrainConfig`'s sections.
+
+A field gives its flag the name (``num_layers`` -> ``--num-layers``), type, default and, by the docstring under it, the
+help. A field of several sections is one flag that sets them all. The exceptions are in the tables of `config.build`.
+cyclopts parses flags and prints help.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from ...errors import ConfigError, MissingExtraError
+from ..launch.environment import environment_rank
+from .build import (
+    ALTERNATIVES,
+    DERIVED,
+    NEGATED,
+    NOT_FLAGS,
+    OTHER_NAMES,
+    SHORTHANDS,
+    TITLES,
+    build_config,
+    hint_for_foreign_flag,
+    is_required,
+)
+from .pretrain_config import PretrainConfig, section_types
+
+Result = TypeVar("Result")
+
+
+def parse_arguments(
+    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, description: str = "", name: str = ""
+) -> PretrainConfig:
+    """Builds a run's settings from command-line flags.
+
+    Args:
+        arguments: the command line after the program's name.
+        defaults: a program's defaults by field name, which replace those of the dataclasses.
+        description: first paragraph of ``--help``, which only the first rank prints, and which ends the program.
+
+    Raises:
+        ConfigError: a flag is unknown, a value has the wrong type, or a section refuses its settings.
+        MissingExtraError: cyclopts is not installed.
+    """
+    given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
+    taken = {name for group in ALTERNATIVES if group & given.keys() for name in group}
+    taken |= {name for source, derived in DERIVED.items() if source in given for name in derived}
+    return build_config({name: value for name, value in (defaults or {}).items() if name not in taken} | given)
+
+
+def parse_call(
+    function: Callable[..., Result], arguments: Sequence[str], *, description: str | None = None, name: str = ""
+) -> Result:
+    """Calls `function` with keyword arguments parsed from a command line. Returns its result.
+
+    Args:
+        description: first paragraph of ``--help``; None takes the function's docstring.
+
+    Raises:
+        ConfigError: a flag is unknown, or a value has the wrong type.
+        MissingExtraError: cyclopts is not installed.
+    """
+    cyclopts = _library("cyclopts")
+    app = cyclopts.App(
+        name=name,
+        help=description,
+        version_flags=[],
+        help_format="plaintext",
+        default_parameter=cyclopts.Parameter(allow_repeating=True),  # the last one wins, as in Megatron-LM's parser
+    )
+    app.default(function)
+    if {"-h", "--help"} & set(arguments):
+        if environment_rank() == 0:
+            app.help_print([])
+        raise SystemExit(0)
+    try:
+        _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
+    except cyclopts.UnknownOptionError as error:
+        hint = hint_for_foreign_flag(error.token.keyword or "")
+        raise ConfigError(hint or " ".join(str(error).split())) from None
+    except cyclopts.UnusedCliTokensError as error:
+        stray = " ".join(map(repr, error.unused_tokens or []))
+        raise ConfigError(f"unexpected value {stray}; every value follows its flag, see --help") from None
+    except cyclopts.CycloptsError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    return function(*bound.args, **bound.kwargs)
+
+
+@functools.cache
+def flag_documentation(kind: type) -> Mapping[str, str]:
+    """Returns the docstring under each field of a dataclass and its bases, by field name.
+
+    Raises:
+        MissingExtraError: docstring_parser, which cyclopts brings, is not installed.
+    """
+    parse = _library("docstring_parser").parse_from_object
+    documented = [text for base in reversed(kind.__mro__[:-1]) for text in parse(base).params]
+    return {text.arg_name: " ".join(text.description.split()) for text in documented}
+
+
+def _collector(defaults: dict[str, Any]) -> Any:
+    """Returns a function whose keyword parameters are the flags, for cyclopts to read from its signature."""
+    cyclopts = _library("cyclopts")
+    groups = {name: cyclopts.Group.create_ordered(title) for name, title in TITLES.items()}
+    parameters: dict[str, inspect.Parameter] = {}
+
+    def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
+        if tuple in (get_origin(kind), *map(get_origin, get_args(kind))):
+            settings["consume_multiple"] = True
+        if kind in (int, int | None):
+            settings["converter"] = _integer if kind is int and default is not None else _integer_or_none
+        parameter = cyclopts.Parameter(group=groups[section], **settings)
+        annotation: Any = Annotated[kind if default is not None else kind | None, parameter]
+        parameters[flag] = inspect.Parameter(
+            flag, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(flag, default), annotation=annotation
+        )
+
+    for name, (section, kind, text) in SHORTHANDS.items():
+        add(name, section, kind, False if kind is bool else None, help=text)
+    common = section_types(use_torch_fsdp2=False)
+    for section, kind in section_types(use_torch_fsdp2=True).items():
+        # FSDP2 narrows some settings of every wrapper: the flag's help is that of the wider one.
+        hints = get_type_hints(kind)
+        texts = {**flag_documentation(kind), **flag_documentation(common[section])}
+        entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
+        for name, entry in entries.items():
+            if name in NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):
+                continue
+            settings: dict[str, Any] = {"help": texts.get(name)}
+            if name in NEGATED:
+                # Keep the positive name too, so that either value can override a program's default.
+                settings.update(name=f"--{name.replace('_', '-')}", negative=NEGATED[name])
+            elif name in OTHER_NAMES:
+                settings["name"] = OTHER_NAMES[name]
+            add(
+                name,
+                section,
+                bool if name in NEGATED else _flag_type(hints[name]),
+                inspect.Parameter.empty if is_required(entry) else entry.default,
+                **settings,
+            )
+
+    def collect(**flags: Any) -> dict[str, Any]:
+        return flags
+
+    collect.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    collect.__annotations__ = {}
+    return collect
+
+
+def _integer_or_none(kind: Any, tokens: Sequence[Any]) -> int | None:
+    return None if tokens[0].value.lower() == "none" else _integer(kind, tokens)
+
+
+def _integer(_: Any, tokens: Sequence[Any]) -> int:
+    """Converts an integer strictly: cyclopts itself would round 1.5 to 2."""
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f'"{text}" is not an integer.') from None
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MissingExtraError(name, "train", "Reading command-line flags") from None
+
+
+def _flag_type(hint: Any) -> Any:
+    """Returns the type of a field's flag: a dtype is given by name, and a function is left out."""
+    if torch.dtype in get_args(hint):
+        return str | None
+    values = [kind for kind in get_args(hint) if get_origin(kind) is not Callable]
+    return values[0] if get_args(hint) and get_origin(hint) in (Union, UnionType) and len(values) == 1 else hint

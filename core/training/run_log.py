@@ -1,0 +1,224 @@
+"""Logs a run while it goes on: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..distributed import _BaseDataParallel
+from ..errors import CheckpointError, MissingExtraError
+from ..files import make_folders, write_durably
+from .config import PretrainConfig
+from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
+from .train_step import StepResult
+
+CURVE_FILE = "loss.png"
+MODEL_FILE = "model.html"
+_MOST_LINES_WAITING = 100_000
+_TTY_INTERVAL_S = 0.2
+_PIPE_INTERVAL_S = 10.0
+
+
+class RunLog:
+    """The log of a run that starts or continues at `iteration`.
+
+    Args:
+        folder: folder of ``log.jsonl``, ``config.json``, ``model.html`` and ``loss.png``; None writes no files.
+        enabled: False on ranks that write nothing.
+
+    Raises:
+        MissingExtraError: tqdm, matplotlib, or the requested TensorBoard is not installed.
+        CheckpointError: the folder has another file of such a name.
+    """
+
+    def __init__(self, config: PretrainConfig, folder: Path | None, iteration: int, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._folder = folder if enabled else None
+        self._log_interval, self._last = config.run.log_interval, config.run.train_iters
+        self._losses: list[float] = []
+        """Losses since the last line of training. `step` appends, and clears it when it writes a line."""
+        self._num_tokens, self._seconds, self._skipped = 0, 0.0, 0
+        """Sums since the last line of training, as `_losses`. `step` adds to them, and clears them when it writes
+        one."""
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
+        """Lines that are not in the file yet. `_write` adds; `_write_lines` clears it once they are written."""
+        self._log_bytes = 0
+        """Length of the file up to its last complete line; a partial line after it is overwritten. `_write_lines`
+        advances it."""
+        self._bar: Any = None
+        """The progress bar, from here until the log is left; None on ranks that write nothing."""
+        self._tensorboard: Any = None
+        """TensorBoard's writer; None if it was not requested, and while its folder cannot be written. `_write_scalars`
+        opens it, and drops it after an error."""
+        self._tensorboard_dir = config.run.tensorboard_dir if enabled else None
+        self.files = OptionalFiles(self.message)
+        """Writes the files, and keeps those pending that could not be written."""
+        if not enabled:
+            return
+        settings = None
+        if self._folder is not None:
+            figure_class("The loss curve")  # raise now if it is missing, not after the training
+            make_folders(self._folder)
+            self._log_bytes = drop_lines_after(self._folder / LOG_FILE, iteration)
+            settings = self._folder / "config.json"
+            if settings.is_dir():
+                raise CheckpointError(f"{settings} is a folder, and a run's settings are written there; move it away")
+        self._bar = _progress_bar(config.run.train_iters, iteration)
+        if settings is not None:
+            self.files.write(settings, partial(write_durably, settings, json.dumps(config.to_json(), indent=1)))
+        if self._tensorboard_dir is not None:
+            self._tensorboard = _tensorboard_writer(self._tensorboard_dir, iteration)
+
+    def step(
+        self, iteration: int, result: StepResult, *, num_tokens: int, seconds: float, weights_hash: str | None = None
+    ) -> None:
+        """Records one iteration of `num_tokens` tokens over all ranks. Writes a line if one is due.
+
+        Args:
+            weights_hash: of the weights after it, which has a line in any case; None where no hash is due.
+        """
+        if not self.enabled:
+            return
+        self._losses.append(result.loss)
+        self._num_tokens += num_tokens
+        self._seconds += seconds
+        self._skipped += not result.updated
+        memory = peak_memory_bytes()
+        self._show(result, num_tokens / seconds, memory)
+        hashed = {} if weights_hash is None else {"weights_hash": weights_hash}
+        if hashed:
+            self.message(f"iteration {iteration}: weights {weights_hash}")
+        if iteration % self._log_interval and iteration != self._last:
+            if hashed:
+                self._write({"step": iteration, **hashed})
+            return
+        self._write(
+            {
+                "step": iteration,
+                "loss": sum(self._losses) / len(self._losses),
+                "lr": result.lr,
+                "grad_norm": result.grad_norm,
+                "tokens_per_s": self._num_tokens / self._seconds,
+                "num_zeros": result.num_zeros,
+                "loss_scale": result.loss_scale,
+                "skipped": self._skipped,
+                "memory_bytes": memory,
+                **hashed,
+            }
+        )
+        self._losses, self._num_tokens, self._seconds, self._skipped = [], 0, 0.0, 0
+
+    def model(self, model: _BaseDataParallel, num_microbatches: int) -> None:
+        """Shows the description of the wrapped model, and writes it as a page, ``model.html``."""
+        if not self.enabled:
+            return
+        self.message(model.describe(num_microbatches=num_microbatches))
+        if self._folder is not None:
+            page = model.describe("html", num_microbatches)
+            target = self._folder / MODEL_FILE
+            self.files.write(target, lambda: _write_text(target, page))
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """Writes the loss of a validation."""
+        if self.enabled:
+            self._write({"step": iteration, "validation_loss": loss})
+            self.message(f"iteration {iteration}: validation loss {loss:.4f}")
+
+    def message(self, text: str) -> None:
+        """Shows a line above the progress bar."""
+        if self._bar is not None:
+            with suppress(OSError):  # the output may be a file on a full disk
+                self._bar.write(text, file=sys.stderr)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
+        if not self.enabled:
+            return
+        with suppress(OSError):
+            self._bar.close()
+        if self._tensorboard is not None:
+            with suppress(OSError):
+                self._tensorboard.close()
+        if self._folder is not None and kind is None:  # after an error, leave its message as the last one
+            log, curve = self._folder / LOG_FILE, self._folder / CURVE_FILE
+            self.files.write(curve, lambda: draw_loss_curve(log, curve))
+        self.files.retry()
+        if self.files.waiting:
+            self.message(f"warning: not written: {', '.join(map(str, self.files.waiting))}")
+
+    def _show(self, result: StepResult, tokens_per_s: float, memory: int) -> None:
+        norm = f"{result.grad_norm:.2f}" if result.updated and result.grad_norm is not None else "skipped"
+        shown = {"loss": f"{result.loss:.3f}", "lr": f"{result.lr:.2e}", "grad": norm}
+        shown |= {"tok/s": f"{tokens_per_s:,.0f}", "mem": f"{memory / 2**20:,.0f}M"}
+        with suppress(OSError):
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(1)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        # JSON has no NaN: a number that is not finite becomes null.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        if self._folder is not None:
+            self._lines.append(json.dumps(finite) + "\n")
+            self.files.write(self._folder / LOG_FILE, self._write_lines)
+        if self._tensorboard_dir is not None:
+            self.files.write(self._tensorboard_dir, partial(self._write_scalars, self._tensorboard_dir, finite))
+        self.files.retry()
+
+    def _write_lines(self) -> None:
+        """Appends all pending lines. Overwrites a line that a full disk truncated."""
+        if self._folder is None or not self._lines:
+            return
+        data = "".join(self._lines).encode()
+        with (self._folder / LOG_FILE).open("ab", buffering=0) as file:
+            file.truncate(self._log_bytes)
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._log_bytes += len(data)
+        self._lines.clear()
+
+    def _write_scalars(self, folder: Path, line: dict[str, Any]) -> None:
+        """Writes a line to TensorBoard. Creates a new writer after an error, which the old one does not survive."""
+        try:
+            if self._tensorboard is None:
+                self._tensorboard = _tensorboard_writer(folder, line["step"] - 1)
+            for name, value in line.items():
+                if name != "step" and value is not None and not isinstance(value, str):
+                    self._tensorboard.add_scalar(name, value, line["step"])
+        except OSError:
+            self._tensorboard = None
+            raise
+
+
+def _progress_bar(total: int, initial: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise MissingExtraError("tqdm", "train", "The progress bar") from None
+    interval = _TTY_INTERVAL_S if sys.stderr.isatty() else _PIPE_INTERVAL_S
+    return tqdm(total=total, initial=initial, desc="training", unit="step", mininterval=interval, dynamic_ncols=True)
+
+
+def _tensorboard_writer(folder: Path, iteration: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingExtraError("tensorboard", "train", "--tensorboard-dir") from None
+    return SummaryWriter(str(folder), purge_step=iteration + 1)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,141 @@
+"""Flat ranges of tensors: their boxes, and checkpoints that go from any layout to any other through them."""
+
+import math
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.dist_checkpointing import flat_range_view, load, local_slices, local_tensor, model_state_dict, save
+from core.dist_checkpointing.flat_range import boxes_of_range
+from core.dist_checkpointing.flat_range import whole as gathered
+from core.errors import CheckpointError
+from tests.unit._spawn import run_distributed
+from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, on_ranks, toy, whole
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (5,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (2, 1, 3), (2, 2, 2, 3)], ids=str
+)
+def test_boxes_hold_the_run_in_its_order(shape):
+    elements = torch.arange(math.prod(shape)).view(shape)
+    for start in range(elements.numel() + 1):
+        for end in range(start, elements.numel() + 1):
+            boxes = boxes_of_range(shape, start, end)
+            cut = [elements[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] for box in boxes]
+            assert [int(e) for piece in cut for e in piece.flatten()] == list(range(start, end))
+            assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_the_view_is_the_whole_tensor_and_shares_storage():
+    param, values = torch.nn.Parameter(torch.zeros(3, 4)), torch.arange(7.0)
+    view = flat_range_view(param, values, 3)
+    assert isinstance(view, torch.Tensor) and view.shape == (3, 4) and view.dtype == torch.float32
+    assert view.detach().held.data_ptr() == values.data_ptr()
+    assert repr(view) == "FlatRange(shape=[3, 4], dtype=torch.float32, 7 elements here)"
+    with pytest.raises(CheckpointError, match=r"aten.add.Tensor was called on a tensor .* flat range"):
+        view + 1
+    for wrong, start in [(torch.zeros(7), 6), (torch.zeros(7), -1), (torch.zeros(2, 2), 0), (torch.zeros(6)[::2], 0)]:
+        with pytest.raises(CheckpointError, match=r"no run of a parameter of shape \[3, 4\]"):
+            flat_range_view(param, wrong, start)
+
+
+def _gathered(dtype: torch.dtype) -> None:
+    """Three ranks: the first two have a half each, and the last is a replica of both."""
+    values = torch.tensor([[4e4, -0.0, 0.1], [float("nan"), float("inf"), -1.0]]).to(dtype)
+    start, end = [(0, 2), (2, 6), (0, 6)][dist.get_rank()]
+    for shape in ((2, 3), (6,), (1, 6, 1)):
+        param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        found = gathered(flat_range_view(param, values.view(-1)[start:end].clone(), start))
+        assert found.shape == shape and torch.equal(
+            found.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)
+        )
+    empty, scalar = (torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((0, 3), ()))
+    assert gathered(flat_range_view(empty, torch.zeros(0, dtype=dtype), 0)).shape == (0, 3)
+    kept = torch.full((int(end > 2),), 0.1, dtype=dtype)
+    assert torch.equal(gathered(flat_range_view(scalar, kept, 0)), torch.tensor(0.1, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_range_is_gathered_bit_by_bit_with_replicas(dtype):
+    run_distributed(_gathered, 3, dtype)
+
+
+def _state(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]]:
+    """Returns a model and its state in a layout; with the word ``flat`` cut where three of a buffer's elements end."""
+    model = toy(layout, filled=filled)
+    if "flat" not in layout:
+        return model, model_state_dict(model)
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True, partial_data_parallel=True)
+    size = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
+    state = {"steps": model.steps}
+    for name, param in model.named_parameters():
+        bounds = [0, *(min(3 + param.numel() * part // size, param.numel()) for part in range(1, size)), param.numel()]
+        start, end = list(pairwise(bounds))[rank]
+        state[name] = flat_range_view(param, param.detach().view(-1)[start:end].clone(), start)
+    return model, state
+
+
+def _write(layout: str, folder: str) -> None:
+    save(_state(layout, filled=True)[1], folder, metadata={})
+
+
+def _read(layout: str, folder: str) -> None:
+    model, state = _state(layout, filled=False)
+    load(state, folder)
+    for name, param in model.named_parameters():
+        mine = whole(name)[local_slices(param)]
+        found = state[name]
+        if "flat" in layout:
+            # shapes and cuts differ, so compare what this rank holds, box by box, with what the whole has there
+            expected = [whole(name)[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] for box in found.boxes]
+            assert torch.equal(found.held, torch.cat([torch.empty(0), *(box.flatten() for box in expected)])), name
+        else:
+            assert torch.equal(local_tensor(param), mine), name
+    assert model.steps.item() == 11
+
+
+FLAT = [(2, "flat"), (2, "tp2 flat")]
+OTHERS = [(1, "plain"), (2, "fsdp"), (2, "tp2")]
+FLAT_ON_FOUR = [(4, "flat"), (4, "tp2 flat"), (4, "hybrid flat")]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [*product(FLAT, FLAT + OTHERS), *product(OTHERS, FLAT)], ids=lambda layout: layout[1]
+)
+def test_what_is_written_flat_any_layout_reads_and_the_reverse(tmp_path: Path, writer, reader):
+    on_ranks(_write, *writer, str(tmp_path / "it"))
+    on_ranks(_read, *reader, str(tmp_path / "it"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [*product(FLAT_ON_FOUR, FLAT_ON_FOUR + FLAT + OTHERS), *product(FLAT + OTHERS, FLAT_ON_FOUR)],
+    ids=lambda layout: f"{layout[0]} {layout[1]}",
+)
+def test_the_same_with_four_ranks(tmp_path: Path, writer, reader):
+    on_ranks(_write, *writer, str(tmp_path / "it"))
+    on_ranks(_read, *reader, str(tmp_path / "it"))
+
+
+def _files_hold_each_element_once(folder: str) -> int:
+    _write("flat", folder)
+    dist.barrier()
+    return sum(path.stat().st_size for path in Path(folder).glob("*.bin"))
+
+
+def test_nothing_is_written_twice_or_gathered(tmp_path: Path):
+    sizes = run_distributed(_files_hold_each_element_once, 2, str(tmp_path / "it"))
+    elements = sum(math.prod(shape) for shape, _ in SHAPES.values())
+    boxes_of_padding = 64 * 5 * len(SHAPES)
+    assert 4 * elements <= sizes[0] <= 4 * elements + boxes_of_padding
+
+
+def test_a_tensor_without_elements_keeps_its_name(tmp_path: Path):
+    param = torch.nn.Parameter(torch.zeros(0, 3))
+    save({"none": flat_range_view(param, torch.zeros(0), 0), "one": torch.ones(1)}, tmp_path / "it", metadata={})
+    load({"none": torch.zeros(0, 3), "one": torch.zeros(1)}, tmp_path / "it")

@@ -1,0 +1,225 @@
+"""Flags are the fields of the sections: each has its flag, its help and its type, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.errors import ConfigError
+from core.training.config import PretrainConfig, section_types
+from core.training.config.arguments import flag_documentation, parse_arguments, parse_call
+from core.training.config.build import build_config
+from tests.unit.training._configs import SMALL
+
+REQUIRED = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),
+    *("--seq-length", "8", "--micro-batch-size", "2", "--train-iters", "4"),
+]
+
+
+def test_megatrons_flags_reach_their_fields():
+    config = parse_arguments(
+        [
+            *REQUIRED,
+            *("--group-query-attention", "--num-query-groups", "2", "--ffn-hidden-size", "24", "--swiglu"),
+            *("--max-position-embeddings", "32", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+            *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--norm-epsilon", "1e-6"),
+            *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.1"),
+            *("--weight-decay", "0.2", "--clip-grad", "0.5", "--global-batch-size", "8", "--bf16"),
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-torch-fsdp2"),
+            *("--torch-fsdp2-no-reshard-after-forward", "--accumulate-allreduce-grads-in-fp32"),
+            "--no-gradient-accumulation-fusion",
+            *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+            *("--save", "runs/a", "--load", "runs/b", "--save-interval", "2", "--eval-interval", "3"),
+            *("--eval-iters", "1", "--log-interval", "5", "--tensorboard-dir", "tb", "--seed", "7"),
+            *("--data-path", "data/c", "--split", "9,1,0", "--num-workers", "0", "--calculate-per-token-loss"),
+        ]
+    )
+    assert config.model.num_query_groups == 2 and config.model.ffn_hidden_size == 24
+    assert config.model.gated_linear_unit and config.model.activation_func == "silu"
+    assert not config.model.add_bias_linear and config.model.layernorm_epsilon == 1e-6
+    assert config.model.bf16 and config.optimizer.bf16
+    assert not config.model.gradient_accumulation_fusion
+    assert config.model.calculate_per_token_loss and config.model.sequence_parallel
+    assert config.gpt.untie_embeddings_and_output_weights and config.max_sequence_length == 32
+    assert isinstance(config.ddp, TorchFullyShardedDataParallelConfig)
+    assert config.ddp.grad_reduce_in_fp32 and not config.ddp.reshard_after_forward
+    assert (config.optimizer.lr, config.optimizer.min_lr, config.optimizer.clip_grad) == (1e-3, 1e-4, 0.5)
+    assert config.scheduler.lr_warmup_fraction == 0.1
+    assert config.checkpoint.save == Path("runs/a") and config.checkpoint.load == Path("runs/b")
+    assert config.data.data_path == Path("data/c") and config.data.num_workers == 0
+    assert config.run.tensorboard_dir == Path("tb") and config.run.seed == 7
+
+
+def test_fsdp2_and_adapter_settings_are_flags_and_survive_json():
+    config = parse_arguments(
+        [
+            *(*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--forward-prefetch", "0"),
+            *("--reshard-overrides", "decoder.layers.0=False", "--reshard-overrides", "=True"),
+            *("--param-dtype", "bf16", "--collectives", "torch", "--cpu-offload", "--no-pin-memory"),
+            *("--backward-prefetch", "2", "--reduce-every-micro-batch", "--no-cast-forward-inputs"),
+            *("--lora-rank", "2", "--lora-targets", "linear_qkv", "linear_fc2", "--lora-alpha", "4"),
+        ]
+    )
+    assert config.ddp == TorchFullyShardedDataParallelConfig(
+        reshard_after_forward=2,
+        forward_prefetch=0,
+        backward_prefetch=2,
+        reshard_overrides=("decoder.layers.0=False", "=True"),
+        param_dtype="bf16",
+        collectives="torch",
+        cpu_offload=True,
+        pin_memory=False,
+        reduce_every_micro_batch=True,
+        cast_forward_inputs=False,
+    )
+    assert (config.gpt.lora_rank, config.gpt.lora_targets) == (2, ("linear_qkv", "linear_fc2"))
+    stored = json.loads(json.dumps(config.to_json()))
+    assert stored == config.to_json()  # which a checkpoint's settings are compared with
+    assert PretrainConfig.from_json(stored) == config
+
+
+def test_resharding_is_asked_for_in_one_way():
+    with pytest.raises(ConfigError, match="reshard_to_ranks 2 and reshard_after_forward"):
+        parse_arguments(
+            [*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--torch-fsdp2-no-reshard-after-forward"]
+        )
+
+
+def test_without_flags_every_section_has_its_own_defaults():
+    config = parse_arguments(REQUIRED)
+    assert type(config.ddp) is DistributedDataParallelConfig
+    for section, kind in section_types(False).items():
+        given = getattr(config, section)
+        required = {"model": {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}}
+        required |= {"data": {"seq_length": 8, "micro_batch_size": 2}, "run": {"train_iters": 4}}
+        assert given == kind(**required.get(section, {}))
+
+
+def test_every_field_has_a_docstring_that_becomes_its_help():
+    for kind in section_types(True).values():
+        texts = flag_documentation(kind)
+        assert {entry.name for entry in fields(kind)} <= texts.keys()
+        assert all(texts.values())
+
+
+def test_fields_of_several_sections_mean_the_same():
+    names = Counter(entry.name for kind in section_types(True).values() for entry in fields(kind))
+    shared = {name for name, count in names.items() if count > 1}
+    assert shared == {"fp16", "bf16", "use_distributed_optimizer"}  # one flag sets them all: look twice at another
+
+
+def test_program_defaults_yield_to_flags_and_alternatives():
+    defaults = {**SMALL, "swiglu": True, "lr_warmup_fraction": 0.1, "add_bias_linear": False, "use_torch_fsdp2": True}
+    config = parse_arguments(["--hidden-size", "32"], defaults)
+    assert config.model.hidden_size == 32 and config.model.ffn_hidden_size == 128
+    assert config.model.activation_func == "silu" and not config.model.add_bias_linear and config.use_torch_fsdp2
+    flags = ["--activation-func", "gelu", "--lr-warmup-iters", "1", "--add-bias-linear", "--no-use-torch-fsdp2"]
+    config = parse_arguments(flags, defaults)
+    assert config.model.activation_func == "gelu" and not config.model.gated_linear_unit
+    assert config.scheduler.lr_warmup_fraction is None and config.scheduler.lr_warmup_iters == 1
+    assert config.model.add_bias_linear and not config.use_torch_fsdp2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--num-layerz", "2"], "Unknown option.*--num-layerz"),
+        (["--seed", "1.5"], "--seed.*1.5.*integer"),
+        (["--seed", "none"], "--seed.*none.*integer"),
+        (["--position-embedding-type", "alibi"], "alibi.*learned_absolute.*rope"),
+        (["--lora-rank", "2", "--lora-targets", "linear_q"], "linear_q.*linear_qkv.*linear_fc2"),
+        (["--group-query-attention"], "num_query_groups"),
+        (["--swiglu", "--activation-func", "gelu"], "swiglu and activation_func gelu"),
+        (["--no-sync-module-states"], "sync_module_states is a setting of wrappers that shard parameters"),
+        (["--num-query-groups", "3"], "num_query_groups 3"),
+        (["--no-group-query-attention", "--num-query-groups", "2"], "group_query_attention is turned off"),
+        (["--use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim"], "use_torch_fsdp2.* is optim; drop one"),
+        (["--forward-prefetch", "2"], "forward_prefetch is a setting of wrappers that shard parameters"),
+        (
+            ["--collectives", "torch", "--data-parallel-sharding-strategy", "optim_grads_params"],
+            "collectives is a setting of FSDP2 alone",
+        ),
+        (["--use-torch-fsdp2", "--use-distributed-optimizer"], "use_distributed_optimizer"),
+        (["--recompute-activations"], "--recompute-activations: write --recompute-granularity selective instead"),
+        (["--tokenizer_type", "GPT2BPETokenizer"], "--tokenizer-type: .*--tokenizer-model"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_arguments([*REQUIRED, *flags])
+
+
+def test_every_sharding_strategy_can_be_chosen():
+    for flags, strategy, is_fsdp2, asked_of_the_optimizer in (
+        ([], "no_shard", False, None),
+        (["--use-distributed-optimizer"], "optim", False, True),
+        (["--data-parallel-sharding-strategy", "optim"], "optim", False, None),
+        (["--data-parallel-sharding-strategy", "optim_grads"], "optim_grads", False, None),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], "optim_grads_params", False, None),
+        (["--use-torch-fsdp2"], "optim_grads_params", True, None),
+    ):
+        config = parse_arguments([*REQUIRED, *flags])
+        assert (config.ddp.sharding_strategy, config.use_torch_fsdp2) == (strategy, is_fsdp2)
+        assert config.optimizer.use_distributed_optimizer is asked_of_the_optimizer
+
+
+def test_unit_settings_belong_to_both_sharding_wrappers():
+    for engine in (["--use-torch-fsdp2"], ["--data-parallel-sharding-strategy", "optim_grads_params"]):
+        config = parse_arguments(
+            [*REQUIRED, *engine, "--forward-prefetch", "2", "--torch-fsdp2-no-reshard-after-forward"]
+        )
+        assert (config.ddp.forward_prefetch, config.ddp.reshard_after_forward) == (2, False)
+        assert PretrainConfig.from_json(config.to_json()) == config
+
+
+def test_defaults_that_follow_from_a_given_flag_are_dropped():
+    defaults = {**SMALL, "ffn_hidden_size": 40, "lr": 1e-3, "min_lr": 1e-4}
+    config = parse_arguments(["--hidden-size", "32", "--lr", "1e-5"], defaults)
+    assert (config.model.ffn_hidden_size, config.optimizer.min_lr) == (128, None)
+    config = parse_arguments(["--hidden-size", "32", "--ffn-hidden-size", "48", "--min-lr", "1e-6"], defaults)
+    assert (config.model.ffn_hidden_size, config.optimizer.lr, config.optimizer.min_lr) == (48, 1e-3, 1e-6)
+
+
+def test_hints_are_for_flags_that_do_not_exist():
+    from core.training.config.build import _HINTS
+
+    assert not {name.replace("-", "_") for name in _HINTS} & {
+        entry.name for kind in section_types(True).values() for entry in fields(kind)
+    }
+
+
+def test_a_required_flag_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match="--train-iters"):
+        parse_arguments(REQUIRED[:-2])
+    with pytest.raises(ConfigError, match="train_iters is required"):
+        build_config({name: value for name, value in SMALL.items() if name != "train_iters"})
+    with pytest.raises(ConfigError, match="unknown settings: nonsense"):
+        build_config({**SMALL, "nonsense": 1})
+
+
+def test_help_is_printed_by_the_first_rank_alone(capsys, monkeypatch):
+    for rank, expected in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            parse_arguments(["--help"], SMALL, description="Trains.", name="train.py")
+        assert end.value.code == 0
+        out = capsys.readouterr().out
+        assert ("--num-layers" in out) is expected
+        words = " ".join(out.replace("│", " ").split())
+        assert "there is no other value" not in words and ("What is sharded: " in words) is expected
+        assert ("Transformer layers." in out and "[default: 2]" in out) is expected
+
+
+def test_a_function_is_called_as_the_command_line_asks():
+    def add(*, first: int, second: int = 2) -> int:
+        return first + second
+
+    assert parse_call(add, ["--first", "3"]) == 5
+    with pytest.raises(ConfigError, match="--first"):
+        parse_call(add, [])
