@@ -64,6 +64,8 @@ class GradientSums:
             unit.clear()
 
     def _begin(self, additions: int | None, reduces: bool) -> None:
+        for unit in self._units:
+            unit.reject_all_reduce_hook()
         if self._of_shards and reduces:
             self._state.complete_accumulated_gradients()
         if self._of_shards:  # torch adds up the whole gradients of the micro-batches that are reduced together
@@ -128,10 +130,18 @@ class _TreeReduceScatter(DirectReduceScatter):
 
     def set_aside(self, additions: int) -> None:
         """Ends the sum that is added in place, and adds it to the newest `additions` sums before it."""
-        self._sums.set_aside([self._current], additions)
+        freed = self._sums.set_aside([self._current], additions)
         self._current = None
-        for kept in self._sums.tensors:
-            _keep_for_this_stream(kept)
+        for tensor in (*freed, *self._sums.tensors):
+            _keep_for_this_stream(tensor)
+
+    def reject_all_reduce_hook(self) -> None:
+        """Raises if the caller has added what torch calls between a reduction and the gradient of the shard."""
+        if not self._is_alone and has_all_reduce_hook(self._module):
+            raise UnitError(
+                f"set_all_reduce_hook was called on {self.unit}, and reproducible_across_ranks adds up gradients in "
+                "one order; drop one of the two"
+            )
 
     def clear(self) -> None:
         """Drops all sums."""
@@ -154,11 +164,6 @@ class _TreeReduceScatter(DirectReduceScatter):
         return total
 
     def _reject_what_adds_by_itself(self) -> None:
-        if not self._is_alone and has_all_reduce_hook(self._module):
-            raise UnitError(
-                f"set_all_reduce_hook was called on {self.unit}, and reproducible_across_ranks adds up gradients in "
-                "one order; drop one of the two"
-            )
         if not self._tree.has_entered:
             raise UnitError(
                 f"a backward reached {self.unit} around the tensors that the model's forward returned; for "

@@ -173,10 +173,9 @@ class ShardedModel:
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Sets whether the backwards that follow reduce gradients, or let them add up on each rank."""
-        reduces_by_itself = self.plan.is_reproducible or self.plan.reduces_every_micro_batch
-        if enabled and not reduces_by_itself:
-            self.state.complete_accumulated_gradients()
-        if not reduces_by_itself:
+        if not (self.plan.is_reproducible or self.plan.reduces_every_micro_batch):
+            if enabled:
+                self.state.complete_accumulated_gradients()
             for module in self.fsdp_modules:
                 module.set_requires_gradient_sync(enabled, recurse=False)
         self._kept.expect(another_micro_batch=not enabled)

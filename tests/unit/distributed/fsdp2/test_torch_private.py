@@ -93,7 +93,7 @@ def test_every_private_name_that_is_used_is_there():
     catalog = run_distributed(_torchs_objects, 4)[0]
     uses = _uses(catalog)
     names = {(use.kind, use.name) for use in uses.found}
-    assert len(names) > 60 and names > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}
+    assert len(names) > 40 and names > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}
     assert uses.unknown == set()
     assert _missing(catalog, uses) == set()
     assert names >= OF_SOME_VERSIONS
@@ -106,9 +106,9 @@ def test_every_private_name_that_is_used_is_there():
 
 CODE = """
 def reads(other: Any) -> None:
-    (group,) = groups_of(root)
-    for parameter in group.fsdp_params:
-        parameter.renamed = None
+    for group in groups_of(root):
+        for parameter in group.fsdp_params:
+            parameter.renamed = None
     of_others().fsdp_params
 """
 
@@ -120,8 +120,8 @@ def test_a_name_that_is_missing_or_of_unknown_origin_is_found():
     catalog.kinds["FSDPParamGroup", "fsdp_params"] = "[FSDPParam]"
     uses = Uses(catalog, ORIGINS)
     uses.read("file.py", CODE)
-    assert _missing(catalog, uses) == {"file.py:4: FSDPParam.renamed"}
+    assert _missing(catalog, uses) == {"file.py:5: FSDPParam.renamed"}
     assert uses.unknown == {
         "file.py: the parameter other of reads",
-        "file.py:5: whose fsdp_params is it in of_others().fsdp_params?",
+        "file.py:6: whose fsdp_params is it in of_others().fsdp_params?",
     }
