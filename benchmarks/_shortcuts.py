@@ -113,14 +113,6 @@ def _one_lane() -> AbstractContextManager[Any]:
     return context
 
 
-def _torchs_own_way() -> AbstractContextManager[Any]:
-    """Gathers and reduces under FSDP2 by torch's public interface alone, with direct exchange inside it."""
-    context = ExitStack()
-    for method in ("_can_gather_in_place", "_may_reduce_later"):
-        context.enter_context(mock.patch(f"{_EXCHANGE}.{method}", lambda exchange: False))
-    return context
-
-
 def _is_second_lane(lane: Any, device: torch.device, *unused: Any) -> bool:
     from core.comm.lane import comm_lane
 
@@ -134,8 +126,6 @@ def _torchs_memory() -> AbstractContextManager[Any]:
 
 
 # ---- the shortcuts
-
-_EXCHANGE = "core.distributed.fsdp2.torch_private.exchange.DirectExchange"
 
 SHORTCUTS = {
     # A layer computes a weight's gradient in the buffer, and the embedding brings the rows in use alone.
@@ -189,27 +179,5 @@ SHORTCUTS = {
             "core.comm.gloo._exchange_through", lambda _, inboxes, output, *unused: inboxes.size(-1) < len(output)
         ),
         _replaced("core.comm.gloo.CHUNK_BYTES", 2**40),
-    ),
-    # What needs torch's private names: both of the two below, and each.
-    "private names": Shortcut(
-        ("FSDP2",),
-        _counted(f"{_EXCHANGE}._may_reduce_later", _is_true),
-        _torchs_own_way,
-    ),
-    "gathers in place": Shortcut(
-        ("FSDP2",),
-        _counted(f"{_EXCHANGE}._can_gather_in_place", _is_true),
-        _replaced(f"{_EXCHANGE}._can_gather_in_place", lambda exchange: False),
-    ),
-    "reductions in backward": Shortcut(
-        ("FSDP2",),
-        _counted(f"{_EXCHANGE}._may_reduce_later", _is_true),
-        _replaced(f"{_EXCHANGE}._may_reduce_later", lambda exchange: False),
-    ),
-    # Shards of norms and biases travel together.
-    "shared messages": Shortcut(
-        ("FSDP2",),
-        _counted("torch.split_with_sizes_copy"),
-        _replaced("core.comm.gloo.LEAST_BYTES_ALONE", 0),
     ),
 }

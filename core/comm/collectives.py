@@ -268,7 +268,7 @@ def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
     if not len(output):
         return
     if _exchanges_directly(group, output):
-        gloo.start_all_gathers([output], [input_], group).wait()
+        gloo.start_all_gather(output, input_, group).wait()
     else:
         all_gather_single(output, input_, group)
 

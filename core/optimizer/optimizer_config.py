@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
-from ..ranges import check_range, out_of_choices
+from ..ranges import check_choices, check_range
 
 OPTIMIZERS = ("adam", "sgd")
 
@@ -117,8 +117,7 @@ class OptimizerConfig:
     optimizer raises if the wrapper differs. None expects nothing."""
 
     def __post_init__(self) -> None:
-        for problem in out_of_choices(self, optimizer=OPTIMIZERS):
-            raise ConfigError(problem)
+        check_choices(self, optimizer=OPTIMIZERS)
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)

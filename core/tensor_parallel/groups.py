@@ -28,9 +28,13 @@ def group_rank(group: Group) -> int:
 
 
 def check_degree(config: ModelParallelConfig, group: Group) -> None:
-    """Raises ParallelConfigError unless the group has as many ranks as the config says."""
+    """Raises ParallelConfigError unless the group has as many ranks as the config says.
+
+    A config of 1, the default, takes any group, because Megatron-LM's scripts may leave the degree out: layers are
+    split over their group in any case.
+    """
     degree, num_ranks = config.tensor_model_parallel_size, group_size(group)
-    if degree == num_ranks:
+    if degree in (1, num_ranks):
         return
     fix = (
         "call initialize_model_parallel with the same size first, or pass tp_group"

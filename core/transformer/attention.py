@@ -9,7 +9,7 @@ import torch
 
 from ..foreign_arguments import ignore
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
-from ..tensor_parallel.groups import group_rank
+from ..tensor_parallel.groups import group_rank, group_size, resolve_group
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
 from ..tensor_parallel.random import recompute
@@ -101,7 +101,9 @@ class SelfAttention(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.ranks_per_group = max(1, config.tensor_model_parallel_size // groups)
+        ranks = group_size(resolve_group(None))
+        config.check_split(ranks)
+        self.ranks_per_group = max(1, ranks // groups)
         self.heads_per_group = heads // groups // self.ranks_per_group  # of this rank
         self.linear_qkv = build_module(
             submodules.linear_qkv,
@@ -112,7 +114,7 @@ class SelfAttention(MegatronModule):
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
         # Each tensor-parallel rank norms its own heads with the whole weight.
-        partial = config.tensor_model_parallel_size > 1
+        partial = ranks > 1
         self.q_layernorm, self.k_layernorm = (
             None if norm is None else build_module(norm, config, channels, partial_gradients=partial)
             for norm in (_norm_of_heads(config, given) for given in (submodules.q_layernorm, submodules.k_layernorm))

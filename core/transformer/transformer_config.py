@@ -180,6 +180,12 @@ class TransformerConfig(ModelParallelConfig):
     """Fills a weight that writes to the residual stream. None means a normal distribution, divided as
     `init_method_std` says."""
 
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial embeddings of words and positions. None: `init_method_std`."""
+
+    embedding_init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
+    """Fills the embeddings. None: `init_method`, or a normal distribution of `embedding_init_method_std`."""
+
     recompute_granularity: RecomputeGranularity | None = None
     """What to recompute in backward instead of saving it: "selective" for the core of attention (Korthikanti et al.,
     2022), "full" for whole layers, None for nothing."""
@@ -216,6 +222,9 @@ class TransformerConfig(ModelParallelConfig):
         if self.output_layer_init_method is None or isinstance(self.output_layer_init_method, _FromStd):
             scaled = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
             self.output_layer_init_method = _FromStd(scaled.sigma)
+        if self.embedding_init_method is None or isinstance(self.embedding_init_method, _FromStd):
+            std = self.embedding_init_method_std
+            self.embedding_init_method = self.init_method if std is None else _FromStd(std)
 
     def check_sizes_given(self, *names: str) -> None:
         """Checks sizes that a module needs.
@@ -230,6 +239,11 @@ class TransformerConfig(ModelParallelConfig):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{name} is 0; it takes a positive number")
 
+    def check_split(self, tensor_parallel_size: int) -> None:
+        """Raises the first ConfigError of sizes that cannot be split over the ranks of a tensor-parallel group."""
+        for violation in self._size_violations(tensor_parallel_size):
+            raise violation
+
     def _violations(self) -> Iterator[ConfigError]:
         negative = [name for name in _SIZES if getattr(self, name) < 0]
         if self.kv_channels is not None and self.kv_channels < 0:
@@ -237,13 +251,13 @@ class TransformerConfig(ModelParallelConfig):
         for name in negative:
             yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
         if not negative and all(getattr(self, name) for name in _SIZES):
-            yield from self._size_violations()
+            yield from self._size_violations(max(1, self.tensor_model_parallel_size))
         chance, share = "a probability from 0 to below 1", "a share above 0 and up to 1"
         problems = [
             *out_of_range(self, "hidden_dropout", "attention_dropout", least=0, below=1, takes=chance),
             *out_of_range(self, "rotary_percent", over=0, most=1, takes=share),
             *out_of_range(self, "layernorm_epsilon", "rotary_base", over=0),
-            *out_of_range(self, "init_method_std", least=0),
+            *out_of_range(self, "init_method_std", "embedding_init_method_std", least=0),
         ]
         named = {} if callable(self.activation_func) else {"activation_func": get_args(Activation)}
         choices = {"normalization": get_args(Normalization), **named, "attention_backend": get_args(AttentionBackend)}
@@ -256,8 +270,8 @@ class TransformerConfig(ModelParallelConfig):
             )
         yield from self._recompute_violations()
 
-    def _size_violations(self) -> Iterator[ConfigError]:
-        heads, groups, tp = self.num_attention_heads, self.num_query_groups, max(1, self.tensor_model_parallel_size)
+    def _size_violations(self, tp: int) -> Iterator[ConfigError]:
+        heads, groups = self.num_attention_heads, self.num_query_groups
         if self.kv_channels is None:
             yield ConfigError(
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -210,29 +210,20 @@ def _stale_slot(gather: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (_RecordedAllGather, "__call__"), (DirectAllGather, "gather_each"))
+@_fault(STALE, (_RecordedAllGather, "__call__"), (DirectAllGather, "__call__"))
 def _stale_unit(gather: Any, reached: Reached) -> Any:
     """FSDP2: one unit is gathered as it was when it was first used, not from its current shards."""
-    first: dict[str, list[torch.Tensor]] = {}
+    first: dict[str, torch.Tensor] = {}
 
-    def at_first(unit: str, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def patched(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         if not first:
-            first[unit] = [shard.clone() for shard in shards]
-        if unit not in first or all(map(torch.equal, first[unit], shards)):
-            return shards
-        reached()
-        return first[unit]
+            first[self.unit] = input_tensor.clone()
+        old = first.get(self.unit, input_tensor)
+        if not torch.equal(old, input_tensor):
+            reached()
+        return gather(self, output_tensor=output_tensor, input_tensor=old, **options)
 
-    def gather_flat(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        (shard,) = at_first(self.unit, [input_tensor])
-        return gather(self, output_tensor=output_tensor, input_tensor=shard, **options)
-
-    def gather_each(
-        self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Any:
-        return gather(self, outputs, at_first(self.unit, inputs), group)
-
-    return gather_each if gather.__name__ == "gather_each" else gather_flat
+    return patched
 
 
 # ---- what only some trainings or wrappers have

@@ -229,9 +229,9 @@ MUTATIONS = (
     # ---- fsdp2
     Mutation(
         "FSDP2 forgets what was set aside of a global batch",
-        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._complete",
-        r"if not self\.sums\.tensors:",
-        "if True:",
+        "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
+        r"\(total,\) = self\._sums\.added_to\(\[self\._current\]\)",
+        "total = self._current",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
     Mutation(
@@ -292,9 +292,9 @@ MUTATIONS = (
         (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
     ),
     Mutation(
-        "streams: shards are freed while replicas are added",
-        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._add_replicas",
-        r"self\._reduced = shard",
+        "streams: sums of micro-batches are freed while they are added",
+        "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
+        r"_keep_for_this_stream\(gradients\)",
         "pass",
         (STREAMS,),
     ),

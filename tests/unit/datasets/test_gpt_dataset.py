@@ -38,6 +38,7 @@ def test_items_are_tensors_of_the_declared_dtypes(tmp_path: Path):
         "labels": ((4,), torch.int64),
         "loss_mask": ((4,), torch.float32),
         "position_ids": ((4,), torch.int64),
+        "attention_mask": ((1, 4, 4), torch.bool),
     }
     assert item["position_ids"].tolist() == [0, 1, 2, 3]
     assert item["loss_mask"].tolist() == [1, 1, 1, 1]
@@ -57,6 +58,19 @@ def test_end_of_document_resets_positions_and_masks_the_loss(tmp_path: Path):
     assert "document_starts" not in neither
     assert neither["position_ids"].tolist() == list(range(8))
     assert neither["loss_mask"].tolist() == [1] * 8
+
+
+def test_a_mask_hides_later_tokens_and_other_documents(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", [[5, 9, 6, 7, 8]])
+    options = {"sequence_length": 4, "split": "1", "eod": 9}
+    causal = GPTDataset(corpus, "train", GPTDatasetConfig(**options))[0]["attention_mask"]
+    assert causal.int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]]
+    apart = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_attention_mask=True))[0]["attention_mask"]
+    assert apart.int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0]]]
+    assert (
+        "attention_mask"
+        not in GPTDataset(corpus, "train", GPTDatasetConfig(**options, create_attention_mask=False))[0]
+    )
 
 
 def test_splits_are_disjoint_document_ranges(tmp_path: Path):

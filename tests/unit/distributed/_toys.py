@@ -273,7 +273,7 @@ class GatherCounter:
     def __enter__(self) -> GatherCounter:
         self._counter = CollectiveCounter()
         self._counter.__enter__()
-        self._patch = mock.patch.object(gloo, "start_all_gathers", self._start_all_gathers)
+        self._patch = mock.patch.object(gloo, "start_all_gather", self._start_all_gather)
         self._patch.start()
         return self
 
@@ -282,9 +282,9 @@ class GatherCounter:
         self._counter.__exit__(*error)
         self.calls += sum(n for name, n in self._counter.counts.items() if "allgather" in name)
 
-    def _start_all_gathers(self, *args: Any) -> Any:
+    def _start_all_gather(self, *args: Any) -> Any:
         self.calls += 1
-        return _start_all_gathers(*args)
+        return _start_all_gather(*args)
 
 
-_isend, _start_all_gathers = dist.isend, gloo.start_all_gathers
+_isend, _start_all_gather = dist.isend, gloo.start_all_gather

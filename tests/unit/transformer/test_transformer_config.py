@@ -160,6 +160,20 @@ def test_initialisers_default_to_configured_std():
     assert dataclasses.replace(config(init_method=len), num_layers=8).init_method is len
 
 
+def test_embeddings_have_a_standard_deviation_of_their_own():
+    assert config(init_method_std=0.5).embedding_init_method.sigma == 0.5
+    assert config(init_method=torch.nn.init.zeros_).embedding_init_method is torch.nn.init.zeros_
+    other = config(init_method_std=0.5, embedding_init_method_std=2.0)
+    assert (other.init_method.sigma, other.embedding_init_method.sigma) == (0.5, 2.0)
+    assert dataclasses.replace(other, embedding_init_method_std=1.0).embedding_init_method.sigma == 1.0
+    torch.manual_seed(1)
+    model = GPTModel(other, None, vocab_size=512, max_sequence_length=64)
+    deviations = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    assert deviations["embedding.word_embeddings.weight"] == pytest.approx(2.0, rel=0.1)
+    assert deviations["embedding.position_embeddings.weight"] == pytest.approx(2.0, rel=0.2)
+    assert deviations["output_layer.weight"] == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -197,3 +211,8 @@ def test_the_first_field_may_be_given_by_position():
         ModelParallelConfig(2, 2)
     with pytest.raises(TypeError, match="no_such_field"):
         config(no_such_field=1)
+
+
+def test_sizes_that_the_group_does_not_divide_are_refused():
+    with pytest.raises(ParallelConfigError, match=r"num_attention_heads 4 cannot be split over .* 3"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=4).check_split(3)

@@ -30,7 +30,7 @@ class PositionEmbedding(ParameterOwner):
     def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
         super().__init__()
         shape = (max_sequence_length, config.hidden_size)
-        self.add_parameter("weight", shape, config.init_method, config=config)
+        self.add_parameter("weight", shape, config.embedding_init_method, config=config)
         initialize_unless_deferred(self, config)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class LanguageModelEmbedding(MegatronModule):
             vocab_size,
             config.hidden_size,
             config=config,
-            init_method=config.init_method,
+            init_method=config.embedding_init_method,
             reduce_scatter_embeddings=config.sequence_parallel and not learned,
         )
         self.position_embeddings = PositionEmbedding(config, max_sequence_length) if learned else None

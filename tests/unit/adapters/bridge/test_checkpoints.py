@@ -43,7 +43,7 @@ def test_tensors_of_values_are_named_by_their_place():
     assert torch.equal(decode(encoded, tensors.__getitem__)["a"][0], torch.ones(2))
 
 
-def test_earlier_pairs_are_read_and_odd_values_refused():
+def test_earlier_checkpoints_load_and_odd_values_are_refused():
     assert decode({"__items__": [[1, "one"]]}, {}.__getitem__) == {1: "one"}
     for odd in ({"__float__": "a"}, {"__items__": 3}, {"__tensor__": "absent"}):
         with pytest.raises(CheckpointError, match="hold an invalid __"):
@@ -96,7 +96,7 @@ def _continues(folder: str) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in _masters(again).items()), saved
 
 
-def test_masters_are_saved_in_place_of_bf16_weights(tmp_path):
+def test_bf16_masters_are_saved_in_place_of_weights(tmp_path):
     run_distributed(_continues, 2, str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Keeps weights of freed units readable, by hooks around the forwards of the units."""
+"""Guards the gathered weights of units: notices writes to them, and keeps those of freed units readable."""
 
 from __future__ import annotations
 
@@ -9,10 +9,55 @@ import torch
 from torch import nn
 
 from ..._torch_compat import NO_BACKWARD, current_backward
-from ...errors import ShardstackError, warn_once
+from ...errors import ShardstackError, UnitError, warn_once
 from ..plan.fsdp2_plan import FSDP2UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
-from .torch_private import as_fsdp, gathered_tensors_of
+from .torch_private import TorchState, as_fsdp, gathered_tensors_of, mark_gathered_parameter, name_of_parameter
+
+_UNWRITTEN = 0
+"""Version of a gathered parameter that only torch's gather has written."""
+
+
+class GatheredValues:
+    """Compares versions of shards and of gathered parameters from one forward of a sharded model to the next.
+
+    A version is torch's count of in-place writes to a tensor, an integer that costs nothing to read.
+
+    Args:
+        state: of the sharded model.
+    """
+
+    def __init__(self, state: TorchState) -> None:
+        self._state = state
+        # Versions of shards at the last `are_stale`, which replaces them.
+        self._of_shards = state.shard_versions()
+        # Versions of gathered parameters at the last `check_unwritten`, which replaces them. A parameter is here once
+        # it has been gathered.
+        self._of_gathered: dict[Any, int] = {}
+
+    def are_stale(self) -> bool:
+        """Returns whether a shard was written (an optimizer's step, a load) since the last call."""
+        before, self._of_shards = self._of_shards, self._state.shard_versions()
+        return before != self._of_shards
+
+    def check_unwritten(self) -> None:
+        """Raises where a parameter was written while it was gathered: the write would be lost with the gathered copy.
+
+        Marks those gathered for the first time, so that the step of an optimizer built from them raises.
+
+        Raises:
+            UnitError: names the parameter.
+        """
+        before, self._of_gathered = self._of_gathered, self._state.gathered_versions()
+        for parameter in self._of_gathered.keys() - before.keys():
+            mark_gathered_parameter(parameter)
+        for parameter, version in self._of_gathered.items():
+            if version != before.get(parameter, _UNWRITTEN):
+                raise UnitError(
+                    f"parameter {name_of_parameter(parameter)} was written while its unit was gathered, between a "
+                    "forward and the end of its step, and the write would be lost; write parameters after "
+                    "optimizer.step() and before the next forward, when the module shows its shards"
+                )
 
 
 class FreedWeights:

@@ -21,7 +21,7 @@ def _sharded(module: Toy | None = None) -> TorchFullyShardedDataParallel:
 def _runs_a_unit_twice(count: int) -> None:
     model = _sharded(Twice())
     model.expect_micro_batches(count)
-    with pytest.raises(UnitError, match=r"the unit of blocks\.0\.\S+ ran twice in one forward"):
+    with pytest.raises(UnitError, match=r"unit blocks\.0 ran twice in one forward"):
         for number, tokens in enumerate(batches(0, count)):
             with nullcontext() if number == count - 1 else model.no_sync():
                 loss_of(model, tokens).backward()
@@ -46,7 +46,7 @@ def test_an_early_backward_outside_no_sync_raises() -> None:
 def _hooks_the_all_reduce() -> None:
     model = _sharded()
     model.module.set_all_reduce_hook(lambda shard: None)
-    with pytest.raises(UnitError, match="set_all_reduce_hook was called on the unit of"):
+    with pytest.raises(UnitError, match="set_all_reduce_hook was called on"):
         loss_of(model, batches(0)[0]).backward()
 
 
