@@ -46,7 +46,8 @@ class Processes:
         self.units = units
         strategy: Any = super()
         strategy.__init__(**lightning)
-        if unknown := vars(self).pop("_ddp_kwargs"):  # what Lightning takes for arguments of torch's DDP
+        of_ddp = {name for name in lightning if name.startswith("ddp_comm_") or name == "model_averaging_period"}
+        if unknown := sorted(of_ddp | vars(self).pop("_ddp_kwargs").keys()):  # which Lightning gives to torch's DDP
             raise ConfigError(
                 f"the strategy has no argument {', '.join(unknown)}; settings of the wrapper are a config of "
                 "core.distributed, given as sharding"

@@ -101,7 +101,7 @@ def test_each_row_becomes_a_field_an_error_or_a_warning():
         translate(_Settings(graphs=2), _ROWS, where=" with a flag")
 
 
-def test_a_setting_without_a_default_is_given_if_it_is_not_empty():
+def test_a_setting_without_a_default_counts_if_not_empty():
     row = (refused("name", "drop it"),)
     for empty in (None, False, 0, "", ()):
         assert translate({"name": empty}, row) == {}

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from core.adapters.lightning import ShardstackOptimizer, ShardstackStrategy
+from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer, ShardstackStrategy
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.optimizer import OptimizerConfig
@@ -300,6 +300,13 @@ def _refusals(folder: str) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             ShardstackStrategy(sharding)
+    for strategy, name in (
+        (ShardstackStrategy, "find_unused_parameters"),
+        (ShardstackStrategy, "ddp_comm_hook"),
+        (ShardstackFabricStrategy, "find_unused_parameters"),
+    ):  # Lightning would give it to torch's DDP
+        with pytest.raises(ConfigError, match=f"has no argument {name}; settings of the wrapper"):
+            strategy("optim", **{name: True})
 
 
 def test_unsupported_uses_are_refused(tmp_path):
