@@ -84,7 +84,7 @@ class ModelParallelConfig:
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of every layer."""
+    """Ranks that share the matrices of every layer. 1: those of the tensor-parallel group."""
 
     pipeline_model_parallel_size: int = 1
     """Pipeline stages. Process groups support any number, models here only one."""

@@ -24,8 +24,8 @@ from typing import Any
 from torch import nn
 
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from ..engine import Engine, engine_of
 from ..groups import DataParallelGroups
+from ..torch_fully_sharded_data_parallel_config import Engine, engine_of
 from .flat_plan import BucketPlan, BufferPlan, FlatPlan
 from .fsdp2_plan import FSDP2Plan, FSDP2UnitPlan
 from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan

@@ -59,7 +59,7 @@ class BufferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPlan(ShardingPlan):
-    """The plan that `core.distributed.buffers` carries out."""
+    """The plan that `core.distributed.engine` carries out."""
 
     buffers: tuple[BufferPlan, ...]
     reduction_order: tuple[tuple[int, int], ...]
@@ -77,6 +77,8 @@ class FlatPlan(ShardingPlan):
     """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
     adds_in_fp32: bool
     """Gradients are sent in their own dtype and added in fp32."""
+    finishes_in_backward: bool = False
+    """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
 
     @property
     def trained(self) -> dict[str, ParamPlan]:

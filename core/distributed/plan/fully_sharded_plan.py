@@ -34,7 +34,7 @@ class FlatUnitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FullyShardedPlan(GatheringPlan, FlatPlan):
-    """The plan that `core.distributed.fully_sharded` carries out."""
+    """The plan that `core.distributed.engine` carries out."""
 
     units: tuple[FlatUnitPlan, ...]
     """Children before parents; the last one is the model, with the parameters that are in no other unit."""

@@ -35,12 +35,14 @@ def plan_flat(
     *,
     caller: str,
     disable_bucketing: bool = False,
+    finish_in_backward: bool = False,
 ) -> FlatPlan:
     """Plans a model on flat buffers; see `plan_model`.
 
     Args:
         unit_classes: of modules that are recomputed or compiled, where that is asked for.
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
+        finish_in_backward: as of `DistributedDataParallel`.
     """
     strategy = ddp_config.sharding_strategy
     if shards_parameters(strategy):
@@ -51,6 +53,16 @@ def plan_flat(
     check_reduction(config, ddp_config)
     check_precision(config, module)
     is_sharded = strategy != "no_shard"
+    if finish_in_backward and is_sharded:
+        raise ParallelConfigError(
+            "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
+            f"{strategy!r} leaves a rank its shard; drop one of the two"
+        )
+    if finish_in_backward and ddp_config.reproducible_across_ranks:
+        raise ParallelConfigError(
+            "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
+            "micro-batches of a step are added; drop one of the two"
+        )
     overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
     overlaps_params = _overlaps(ddp_config.overlap_param_gather, by_default=is_sharded)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
@@ -63,7 +75,8 @@ def plan_flat(
     buffers = _plan_buffers(names, ddp_config, groups, bucket_size, num_buckets)
     # Gradients travel by bucket, so that units are looked for only where something is done to them.
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(ddp_config) else []
-    common = common_plan(config, ddp_config, groups, caller=caller, given={"disable_bucketing": disable_bucketing})
+    given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
+    common = common_plan(config, ddp_config, groups, caller=caller, given=given)
     common["reduces_every_micro_batch"] &= groups.shard.size() > 1
     return FlatPlan(
         **common,
@@ -77,6 +90,7 @@ def plan_flat(
         overlaps_params=overlaps_params,
         averages_in_collective=ddp_config.average_in_collective,
         adds_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
+        finishes_in_backward=finish_in_backward,
     )
 
 
