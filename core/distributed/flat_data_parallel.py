@@ -21,7 +21,7 @@ from .buffers.shown_gradients import ShownGradients, shows_main_grad
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
-from .plan import FlatPlan
+from .plan import Plan
 from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
 
@@ -40,7 +40,7 @@ class _FlatDataParallel(_BaseDataParallel):
         inter_instance_group: the ranks with the same shard, one per optimizer instance; None with one instance.
     """
 
-    plan: FlatPlan
+    plan: Plan
     checks_placement = True
 
     def __init__(
@@ -48,7 +48,7 @@ class _FlatDataParallel(_BaseDataParallel):
         config: Any,
         module: nn.Module,
         ddp_config: DistributedDataParallelConfig,
-        plan: FlatPlan,
+        plan: Plan,
         *,
         finish_in_backward: bool = False,
     ) -> None:

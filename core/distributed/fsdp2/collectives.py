@@ -17,11 +17,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ...comm import collectives, gloo
 from ...comm.record import recorded
-from ..plan import FSDP2Plan, FSDP2UnitPlan
+from ..plan import Plan, UnitPlan
 from .torch_private import PendingReductions, as_fsdp, communication_of, exchange_directly
 
 
-def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
+def set_direct_collectives(plan: Plan, *, gathers: bool) -> None:
     """Makes every unit reduce by `comm.collectives`, in the plan's order of ranks.
 
     Args:
@@ -35,7 +35,7 @@ def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
         module.set_custom_reduce_scatter(DirectReduceScatter(_name(unit), reductions, plan))
 
 
-def record_collectives(plan: FSDP2Plan) -> None:
+def record_collectives(plan: Plan) -> None:
     """Wraps each unit's collectives in recorders. Call it again after the user has replaced one."""
     for unit, module in _units(plan):
         communication = communication_of(module)
@@ -48,12 +48,12 @@ def record_collectives(plan: FSDP2Plan) -> None:
             module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, _name(unit)))
 
 
-def _units(plan: FSDP2Plan) -> Sequence[tuple[FSDP2UnitPlan, FSDPModule]]:
+def _units(plan: Plan) -> Sequence[tuple[UnitPlan, FSDPModule]]:
     """Returns each unit and the first of its modules, which all share one state of FSDP2."""
-    return [(unit, as_fsdp(unit.modules[0])) for unit in (*plan.units, plan.root)]
+    return [(unit, as_fsdp(unit.modules[0])) for unit in plan.units]
 
 
-def _name(unit: FSDP2UnitPlan) -> str:
+def _name(unit: UnitPlan) -> str:
     return f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
 
 
@@ -105,7 +105,7 @@ class DirectReduceScatter(_Direct, ReduceScatter):
         plan: says how ranks are added.
     """
 
-    def __init__(self, unit: str, reductions: PendingReductions, plan: FSDP2Plan) -> None:
+    def __init__(self, unit: str, reductions: PendingReductions, plan: Plan) -> None:
         self.unit, self._reductions, self._order = unit, reductions, plan.sum_order
 
     def __call__(

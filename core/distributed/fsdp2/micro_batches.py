@@ -7,7 +7,7 @@ overlaps with those gathers.
 
 from __future__ import annotations
 
-from ..plan import FSDP2Plan
+from ..plan import Plan
 from .torch_private import as_fsdp
 
 
@@ -15,11 +15,11 @@ class KeptBetweenMicroBatches:
     """Sets, before each micro-batch, which units stay gathered after it; keeps no state but FSDP2's own settings.
 
     Args:
-        plan: says of each unit, and of the root, whether it is kept (`FSDP2UnitPlan.is_kept`).
+        plan: says of each unit, and of the root, whether it is kept (`UnitPlan.is_kept`).
     """
 
-    def __init__(self, plan: FSDP2Plan) -> None:
-        kept = [unit for unit in (*plan.units, plan.root) if unit.is_kept]
+    def __init__(self, plan: Plan) -> None:
+        kept = [unit for unit in plan.units if unit.is_kept]
         # Both lists are fixed; the settings of their modules change with each micro-batch, by `expect` alone.
         # Units not needed in backward stay gathered through it; the rest are gathered again in backward and kept.
         self._gathered_once = [

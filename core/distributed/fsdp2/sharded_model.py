@@ -15,7 +15,7 @@ from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
 from ..model.unit_transforms import transform_units
-from ..plan import FSDP2Plan
+from ..plan import Plan
 from .collectives import record_collectives
 from .forward_methods import register_forward_methods
 from .freed_weights import keep_freed_weights_readable
@@ -55,8 +55,8 @@ class ShardedModel:
         WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
     """
 
-    def __init__(self, module: nn.Module, plan: FSDP2Plan, *, initializes: bool = True) -> None:
-        reject_different_models(module, plan, [unit.names for unit in plan.units])
+    def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
+        reject_different_models(module, plan, [unit.names for unit in plan.units[:-1]])
         start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
         if start is not None:
             start.equalize()
@@ -68,8 +68,8 @@ class ShardedModel:
         # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
         self._prefetcher = Prefetcher(
             module,
-            [unit.modules[0] for unit in plan.units],
-            [unit.modules[0] for unit in plan.units if unit.is_needed_in_backward],
+            [unit.modules[0] for unit in plan.units[:-1]],
+            [unit.modules[0] for unit in plan.units[:-1] if unit.is_needed_in_backward],
             plan.forward_prefetch,
             plan.backward_prefetch,
         )
@@ -88,14 +88,14 @@ class ShardedModel:
         # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
         self._has_allocated = False
         # Whether units keep parts of parameters after forward; fixed.
-        self._keeps_parts = any(unit.kept_among is not None for unit in (*plan.units, plan.root))
+        self._keeps_parts = any(unit.kept_among is not None for unit in plan.units)
         # Whether a backward raised. `_end_failed_backward` sets it; `recover` returns and clears it.
         self._has_failed = False
         # Versions of shards and gathered parameters, compared when a forward begins and on `reshard`.
         self._values = GatheredValues(module)
         for submodule in [*members, module]:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
-        self._freed_weights = keep_freed_weights_readable(plan.units)
+        self._freed_weights = keep_freed_weights_readable(plan.units[:-1])
         if plan.buffer_dtype is not None:
             cast_buffers(module, plan.buffer_dtype)
         reject_plain_state_dicts(module)

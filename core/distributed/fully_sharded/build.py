@@ -10,14 +10,14 @@ from torch.distributed import ProcessGroup
 from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
 from ..groups import subgroup
-from ..plan import FullyShardedPlan
+from ..plan import Plan
 from .memory import ShardedBuffer
 from .piece import Piece
 from .unit import Slot, Unit
 
 
 def build_units(
-    plan: FullyShardedPlan,
+    plan: Plan,
     buffers: Sequence[ShardedBuffer],
     params: Mapping[str, nn.Parameter],
     allocate: Allocate = transient_memory,
@@ -60,7 +60,7 @@ def build_units(
     return units
 
 
-def _groups_of_neighbours(plan: FullyShardedPlan) -> dict[int | None, ProcessGroup]:
+def _groups_of_neighbours(plan: Plan) -> dict[int | None, ProcessGroup]:
     """Makes the group of this rank for each number of neighbours that units are kept among; every rank calls it."""
     group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
     for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):

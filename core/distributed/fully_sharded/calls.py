@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map
 
 from ..model.forward_methods import find_forward_methods
-from ..plan import FlatUnitPlan, FullyShardedPlan
+from ..plan import Plan, UnitPlan
 from .gathering import ParameterGathering
 from .unit import Unit
 
 
-def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
+def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
     """Gathers parameters around every forward of the units' modules, and around the methods that the plan names.
 
     Also makes a state dict hold this rank's shards. Hooks and replaced methods are never removed.
@@ -27,14 +27,14 @@ def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering:
     Raises:
         WrapError: the plan names a method that no unit has.
     """
-    (root,) = plan.units[-1].modules
+    (root,) = plan.root.modules
     members = [module for planned in plan.units[:-1] for module in planned.modules]
     methods = find_forward_methods(root, members, plan.forward_methods)
-    shows_ranges = _CallHooks(plan, plan.units[-1], units[-1], gathering).before_state_dict
+    shows_ranges = _CallHooks(plan.root, units[-1], gathering).before_state_dict
     for module in root.modules():
         module.register_state_dict_pre_hook(shows_ranges)
     for planned, unit in zip(plan.units, units, strict=True):
-        around = _CallHooks(plan, planned, unit, gathering)
+        around = _CallHooks(planned, unit, gathering)
         for module in planned.modules:
             module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
             module.register_forward_hook(around.after, always_call=True)
@@ -45,13 +45,10 @@ def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering:
 class _CallHooks:
     """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
 
-    def __init__(
-        self, plan: FullyShardedPlan, planned: FlatUnitPlan, unit: Unit, gathering: ParameterGathering | None
-    ) -> None:
-        precision = plan.precision
-        is_root = planned is plan.units[-1]
+    def __init__(self, planned: UnitPlan, unit: Unit, gathering: ParameterGathering | None) -> None:
+        precision = planned.precision
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
-        self._outputs = precision.output_dtype if is_root else None
+        self._outputs = precision.output_dtype
         # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.
         self._unit, self._gathering = unit, gathering
 

@@ -13,7 +13,7 @@ from ...host_memory import transient_memory
 from ..buffers.bucket import Bucket
 from ..buffers.flat_memory import FlatMemory
 from ..buffers.grad_memory import GradMemory
-from ..plan import BucketPlan, BufferPlan
+from ..plan import BufferPlan, PiecePlan
 
 _GRAD_SLOTS = 2
 """Gradient tensors kept per size: one is filled while the other is reduced."""
@@ -79,7 +79,7 @@ class ShardedBuffer(FlatMemory):
             bucket.local_param_shard = self.shard_of(planned)
             self.buckets.append(bucket)
 
-    def shard_of(self, bucket: BucketPlan) -> Tensor:
+    def shard_of(self, bucket: PiecePlan) -> Tensor:
         """Returns `[elements / num_shards]`, this rank's shard of a bucket's parameters."""
         start, end = bucket.layout.start, bucket.layout.end
         return self.shards[start // self._num_param_shards : end // self._num_param_shards]

@@ -11,6 +11,7 @@ from ...comm import streams
 from ...dtypes import as_dtype
 from ...errors import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..engine import engine_of
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups
 from .reproducible import check_reproducible
@@ -42,7 +43,7 @@ def common_plan(
     caller: str,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the fields of `ShardingPlan`.
+    """Returns the fields of a plan that follow from any settings.
 
     Args:
         config: the model's config, any object; absent fields take their defaults.
@@ -54,6 +55,7 @@ def common_plan(
     changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
     return {
         "caller": caller,
+        "engine": engine_of(settings),
         "strategy": settings.sharding_strategy,
         "groups": groups,
         "reduction": GradientReduction.SUM if sums else GradientReduction.MEAN,
@@ -78,7 +80,7 @@ def common_plan(
 
 
 def gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
-    """Returns the fields that `GatheringPlan` adds."""
+    """Returns those of a plan that gathers units before use."""
     return {
         "forward_prefetch": settings.forward_prefetch,
         "backward_prefetch": settings.backward_prefetch,

@@ -1,6 +1,5 @@
 """Describes a wrapped model as a table or as a page: `describe`.
 
-wire     computes the traffic of a unit in a step from its settings
 facts    collects from the plan what each unit is, keeps and gathers
 rows     formats the facts as cells, for both
 table    formats the facts as text

@@ -10,8 +10,8 @@ import torch
 
 from ...dtypes import SHORT_NAMES, dtype_name
 from ...text import fold_numbered, numbered_name
+from ..plan.traffic import Kind, Traffic
 from .facts import RANGE, Held, ModelFacts, UnitFacts
-from .wire import Kind, Traffic
 
 COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
 """Columns of both tables; the first two are text, the others numbers. ``then`` is what happens to gathered parameters
@@ -116,7 +116,7 @@ def headline(facts: ModelFacts) -> str:
 def notes(facts: ModelFacts) -> list[str]:
     """Returns facts that have no column in the table."""
     traffic = [entry for unit in facts.units for entry in unit.traffic]
-    batches = facts.step.num_microbatches
+    batches = facts.num_microbatches
     kinds = [
         f"{calls} {kind}{'s' if calls > 1 else ''}"
         for kind in ("all-gather", "reduce-scatter", "all-reduce")

@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard ends one element early",
-        "core.distributed.plan.flat_plan.BucketPlan.places_in_shard",
+        "core.distributed.plan.values.PiecePlan.places_in_shard",
         r"\(start, end\) if",
         "(start, end - 1) if",
         (DDP, *SHARDED_STATE),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from core.distributed.plan.traffic import Traffic
 from core.distributed.report.facts import Held, ModelFacts, UnitFacts
 from core.distributed.report.rows import amount, cells, count, fold, notes, shorten, size
-from core.distributed.report.wire import StepPlan, Traffic
 
 LAYER = UnitFacts(
     name="decoder.layers.0",
@@ -96,5 +96,5 @@ def test_long_names_lose_their_middle():
     ],
 )
 def test_traffic_inside_the_model_is_said_not_to_be_counted(tp, cp, said):
-    facts = ModelFacts("X", 1, 1, 1, StepPlan(2, False), (LAYER,), (), (), 0, 0, "", tp, cp)
+    facts = ModelFacts("X", 1, 1, 1, 2, (LAYER,), (), (), 0, 0, "", tp, cp)
     assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])
