@@ -1,17 +1,13 @@
 """The plan of a model: decides everything that a wrapper will do to it, before the model is changed.
 
-values              the plan itself: the fields of every plan, its bytes and its traffic
-make_flat_plan      plans a model on flat buffers, whole or sharded
-make_fsdp2_plan     plans a model on FSDP2
-traffic             the collectives of a unit in a step
-common              makes the fields that plans share
-units               which modules are gathered together
-layout, cuts        where parameters are in flat buffers, and where ranks cut them
-names               the names of parameters
-transforms          which units are recomputed, and which compiled
-resharding          whether gathered parameters are freed between forward and backward
-precision           dtypes of gathering, computing and reducing
-reproducible        settings that are refused for equal sums on any number of ranks
+values           the plan itself: the fields of every plan, its bytes and its traffic
+parts            its units, their pieces and parameters
+make_flat_plan   plans a model on flat buffers, whole or sharded
+make_fsdp2_plan  plans a model on FSDP2
+settings         what settings mean for any plan, and which exclude each other
+units            which modules are gathered together, and the names of parameters
+transforms       which units are recomputed, and which compiled
+layout           where parameters are in flat buffers, and where ranks cut them
 
 Settings are read here and nowhere else. Nothing here talks to another rank, or changes a module.
 """
@@ -28,8 +24,9 @@ from ..engine import Engine, engine_of
 from ..groups import DataParallelGroups
 from .make_flat_plan import plan_fully_sharded, plan_whole
 from .make_fsdp2_plan import plan_fsdp2
+from .parts import BufferPlan, ParamPlan, PiecePlan, UnitPlan
 from .units import UnitChoice
-from .values import BufferPlan, GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
+from .values import GradientReduction, Plan
 
 __all__ = [
     "BufferPlan",

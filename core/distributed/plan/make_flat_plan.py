@@ -28,16 +28,21 @@ from ..fully_sharded_data_parallel_config import (
     parse_overrides,
 )
 from ..groups import DataParallelGroups
-from .common import common_plan, gathering_plan, settings_as
-from .cuts import lay_out_unit
-from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
-from .names import ParameterNames
-from .precision import compute_dtype, mixed_precision_policy
-from .reproducible import check_one_rounding
-from .resharding import check_reshard, reshard_of
+from .layout import BucketLayout, Cut, FullParamLayout, default_bucket_size, lay_out, lay_out_unit
+from .parts import BufferPlan, PieceKind, PiecePlan, UnitPlan
+from .settings import (
+    check_one_rounding,
+    check_reshard,
+    common_plan,
+    compute_dtype,
+    gathering_plan,
+    mixed_precision_policy,
+    reshard_of,
+    settings_as,
+)
 from .transforms import plan_transforms, transforms_units
-from .units import UnitChoice, UnitModules, find_units, own_parameters
-from .values import BufferPlan, Cut, PieceKind, PiecePlan, Plan, UnitPlan
+from .units import ParameterNames, UnitChoice, UnitModules, find_units, own_parameters
+from .values import Plan
 
 _Places = tuple[tuple[int, int], ...]
 """Buffer and bucket of each piece of a unit."""

@@ -16,14 +16,20 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .common import common_plan, gathering_plan, settings_as
-from .names import ParameterNames
-from .precision import compute_dtype, mixed_precision_policy
-from .reproducible import check_one_rounding
-from .resharding import check_reshard, reshard_of
+from .parts import ParamPlan, PieceKind, PiecePlan, UnitPlan
+from .settings import (
+    check_one_rounding,
+    check_reshard,
+    common_plan,
+    compute_dtype,
+    gathering_plan,
+    mixed_precision_policy,
+    reshard_of,
+    settings_as,
+)
 from .transforms import plan_transforms
-from .units import UnitChoice, UnitModules, find_units, own_parameters
-from .values import ParamPlan, PieceKind, PiecePlan, Plan, UnitPlan
+from .units import ParameterNames, UnitChoice, UnitModules, find_units, own_parameters
+from .values import Plan
 
 _BUFFER_FIELDS = (
     "overlap_grad_reduce",

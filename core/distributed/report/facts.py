@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..plan import PiecePlan, Plan, UnitPlan
-from ..plan.traffic import Traffic
+from ..plan.parts import Traffic
 
 RANGE = " … "
 """Joins the names of the first and the last parameter of a bucket."""
@@ -71,11 +71,7 @@ class Tie:
 class ModelFacts:
     """Facts about a wrapped model."""
 
-    wrapper: str
-    num_ranks: int
-    shard_size: int
-    """Ranks that share a parameter, or the state of the optimizer; 1 without sharding."""
-    num_replicas: int
+    plan: Plan
     num_microbatches: int
     units: tuple[UnitFacts, ...]
     """In the order of `UnitFacts.place`."""
@@ -84,12 +80,6 @@ class ModelFacts:
     """Names of single parameters that are whole on every rank."""
     num_buffers: int
     buffer_bytes: int
-    settings: str
-    """Settings of the wrapper that differ from their defaults."""
-    tensor_parallel_size: int = 1
-    """Ranks that share the layers; the facts are those of one rank's part."""
-    context_parallel_size: int = 1
-    """Ranks that share each sequence."""
 
 
 def model_facts(plan: Plan, model: nn.Module, num_microbatches: int) -> ModelFacts:
@@ -102,10 +92,7 @@ def model_facts(plan: Plan, model: nn.Module, num_microbatches: int) -> ModelFac
     planned = sorted((unit for unit in plan.units if unit.params), key=_place)
     buffers = list(model.buffers())
     return ModelFacts(
-        wrapper=plan.caller,
-        num_ranks=plan.groups.whole.size(),
-        shard_size=plan.num_shards,
-        num_replicas=plan.num_replicas,
+        plan=plan,
         num_microbatches=num_microbatches,
         units=tuple(_unit_facts(plan, unit, num_microbatches) for unit in planned),
         ties=tuple(
@@ -115,13 +102,12 @@ def model_facts(plan: Plan, model: nn.Module, num_microbatches: int) -> ModelFac
             if len(param.names) > 1
         ),
         replicated=tuple(
-            param.name for unit in planned if not unit.is_gathered for param in unit.params if not param.is_trained
+            param.name
+            for param in sorted(plan.root.params, key=lambda param: param.places[0])
+            if not (plan.root.is_gathered or param.is_trained)
         ),
         num_buffers=len(buffers),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
-        settings=plan.changed_settings,
-        tensor_parallel_size=plan.tensor_parallel_size,
-        context_parallel_size=plan.context_parallel_size,
     )
 
 

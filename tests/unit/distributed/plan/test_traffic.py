@@ -17,7 +17,7 @@ from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.engine import Engine
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
-from core.distributed.plan.traffic import Traffic
+from core.distributed.plan.parts import Traffic
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
 
