@@ -89,14 +89,14 @@ def _inboxes_kept(run: Callable[[], None]) -> int:
 
 def _zeroing() -> AbstractContextManager[Any]:
     """Makes gradients zero at the beginning of a step, and the first one is added: no layer is lent memory then."""
-    from core.distributed.buffers.grad_slot import GradSlot
+    from core.distributed.engine.grad_slot import Content, GradSlot
 
     clear = GradSlot.clear
 
     def clear_and_zero(slot: GradSlot) -> None:
         clear(slot)
         slot.show().zero_()
-        slot.content = slot.content.zeroed()
+        slot.content = Content.ZEROS
 
     return mock.patch.object(GradSlot, "clear", clear_and_zero)
 
@@ -110,14 +110,6 @@ def _one_lane() -> AbstractContextManager[Any]:
     context.enter_context(
         mock.patch("core.distributed.flat_data_parallel.comm_lane", lambda device, number=0: comm_lane(device))
     )
-    return context
-
-
-def _torchs_own_way() -> AbstractContextManager[Any]:
-    """Gathers and reduces under FSDP2 by torch's public interface alone, with direct exchange inside it."""
-    context = ExitStack()
-    for method in ("_can_gather_in_place", "_may_reduce_later"):
-        context.enter_context(mock.patch(f"{_EXCHANGE}.{method}", lambda exchange: False))
     return context
 
 
@@ -135,8 +127,6 @@ def _torchs_memory() -> AbstractContextManager[Any]:
 
 # ---- the shortcuts
 
-_EXCHANGE = "core.distributed.fsdp2.torch_private.exchange.DirectExchange"
-
 SHORTCUTS = {
     # A layer computes a weight's gradient in the buffer, and the embedding brings the rows in use alone.
     "gradient fusion": Shortcut(
@@ -147,8 +137,8 @@ SHORTCUTS = {
     # Each of its two parts alone.
     "lent memory": Shortcut(
         FLAT,
-        _counted("core.distributed.buffers.grad_slot.GradSlot.lend", lambda memory, *unused: memory is not None),
-        _replaced("core.distributed.buffers.grad_slot.GradSlot.lend", lambda slot: None),
+        _counted("core.distributed.engine.grad_slot.GradSlot.lend", lambda memory, *unused: memory is not None),
+        _replaced("core.distributed.engine.grad_slot.GradSlot.lend", lambda slot: None),
     ),
     "rows in use": Shortcut(
         (*FLAT, "FSDP2"),
@@ -158,14 +148,14 @@ SHORTCUTS = {
     # The first gradient of a step is copied, rather than added to zeros.
     "no zeroing": Shortcut(
         ("DDP", "ZeRO-1"),
-        _counted("core.distributed.buffers.grad_slot.GradSlot.clear", lambda _, slot: not slot.content.counts),
+        _counted("core.distributed.engine.grad_slot.GradSlot.clear", lambda _, slot: not slot.counts),
         _zeroing,
     ),
     # Memory of a whole gradient serves the next bucket of its size. ZeRO-2 keeps none.
     "kept gradients": Shortcut(
         ("ZeRO-3",),
-        _counted("core.distributed.buffers.grad_memory.GradMemory.keeps", _is_true),
-        _replaced("core.distributed.buffers.grad_memory.GradMemory.keeps", lambda memory, numel: False),
+        _counted("core.host_memory.ReusedMemory.keeps", _is_true),
+        _replaced("core.host_memory.ReusedMemory.keeps", lambda memory, numel: False),
     ),
     # Memory that comes and goes is the system's, rather than the C allocator's.
     "pages of the system": Shortcut(("ZeRO-2", "ZeRO-3"), _counted("core.host_memory.host_pages"), _torchs_memory),
@@ -189,27 +179,5 @@ SHORTCUTS = {
             "core.comm.gloo._exchange_through", lambda _, inboxes, output, *unused: inboxes.size(-1) < len(output)
         ),
         _replaced("core.comm.gloo.CHUNK_BYTES", 2**40),
-    ),
-    # What needs torch's private names: both of the two below, and each.
-    "private names": Shortcut(
-        ("FSDP2",),
-        _counted(f"{_EXCHANGE}._may_reduce_later", _is_true),
-        _torchs_own_way,
-    ),
-    "gathers in place": Shortcut(
-        ("FSDP2",),
-        _counted(f"{_EXCHANGE}._can_gather_in_place", _is_true),
-        _replaced(f"{_EXCHANGE}._can_gather_in_place", lambda exchange: False),
-    ),
-    "reductions in backward": Shortcut(
-        ("FSDP2",),
-        _counted(f"{_EXCHANGE}._may_reduce_later", _is_true),
-        _replaced(f"{_EXCHANGE}._may_reduce_later", lambda exchange: False),
-    ),
-    # Shards of norms and biases travel together.
-    "shared messages": Shortcut(
-        ("FSDP2",),
-        _counted("torch.split_with_sizes_copy"),
-        _replaced("core.comm.gloo.LEAST_BYTES_ALONE", 0),
     ),
 }

@@ -70,7 +70,7 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
     import transformers
 
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
-    from core.adapters.accelerate.checkpoints import whole_state_dict
+    from core.adapters.bridge.checkpoints import whole_state_dict
     from core.dist_checkpointing.flat_range import whole
 
     world = dist.get_world_size()

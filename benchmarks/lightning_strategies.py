@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from core.adapters.bridge.wrapping import STRATEGIES
+from core.adapters.bridge.translation import STRATEGIES
 from core.adapters.lightning import ShardstackStrategy
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict

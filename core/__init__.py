@@ -1,7 +1,7 @@
 """shardstack: data parallelism for large transformer stacks, from replicated to fully sharded by one class swap.
 
-Nothing is imported here: take what you need from the sub-packages (``core.distributed``, ``core.models.gpt``,
-``core.optimizer``, ``core.parallel_state``), each needs torch and numpy alone.
+Nothing is imported here until it is used. Take what you need from the sub-packages (``core.distributed``,
+``core.models.gpt``, ``core.optimizer``, ``core.parallel_state``), each of which needs torch and numpy alone.
 """
 
 from .absent_names import absent_names
@@ -22,7 +22,6 @@ __getattr__ = absent_names(
         "export": "use core.models.gpt.hugging_face, which writes Hugging Face checkpoints",
         "resharding": "core.dist_checkpointing loads a checkpoint under any layout",
         "ssm": "models here are transformers; core.models.gpt",
-        "tokenizers": "use core.datasets.tokenizer",
         "packed_seq_params": "give the model's forward document_starts",
         "jit": "use torch.compile",
         "timers": "core.training's log has the time of each step",
@@ -32,5 +31,9 @@ __getattr__ = absent_names(
         "nccl_allocator": "torch allocates buffers",
         "hyper_comm_grid": "use torch.distributed.device_mesh.init_device_mesh, or core.parallel_state",
         "msc_utils": "checkpoints and corpora are local files",
+    },
+    imported={
+        "ModelParallelConfig": "core.model_parallel_config",
+        "DistributedDataParallel": "core.distributed",
     },
 )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 
-def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], NoReturn]:
+def absent_names(
+    module: str,
+    remedies: Mapping[str, str],
+    *,
+    imported: Mapping[str, str] = MappingProxyType({}),
+    functions_import: bool = False,
+) -> Callable[[str], Any]:
     """Returns a module's ``__getattr__``, which raises an ImportError with a remedy, or else Python's usual error.
 
     In a package a name may also be a module's: importing it by its path raises the same.
@@ -17,16 +25,28 @@ def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], No
     Args:
         module: the module's ``__name__``.
         remedies: remedies by Megatron-LM's name.
+        imported: modules by the name that is imported from them when it is first used.
+        functions_import: functions, whose names have no capitals, can be imported and raise when they are called, so
+            that a file is not lost because of one name that it seldom calls.
     """
 
-    def getattribute(name: str) -> NoReturn:
-        if name in remedies:
-            # Not an AttributeError: `from module import name` would replace that by its own message.
-            raise ImportError(f"{module} has no {name}: {remedies[name]}", name=module)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    def getattribute(name: str) -> Any:
+        if name in imported:
+            return getattr(import_module(imported[name]), name)
+        if name not in remedies:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module} has no {name}: {remedies[name]}"
+        if functions_import and name.islower():
+            return partial(_raise_at_call, message)
+        # Not an AttributeError: `from module import name` would replace that by its own message.
+        raise ImportError(message, name=module)
 
     getattribute.remedies = remedies  # type: ignore[attr-defined]  # for the page that lists them
     return getattribute
+
+
+def _raise_at_call(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(message)
 
 
 def absent_method(name: str, remedy: str) -> Callable[..., NoReturn]:

@@ -20,6 +20,8 @@ OutOfStepError and MemoryLimitError, which occur only in a run.
 """
 
 import functools
+import importlib
+import typing
 import warnings
 
 
@@ -88,6 +90,18 @@ class MissingExtraError(ShardstackError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r}: pip install 'shardstack[{extra}]'")
+
+
+def import_extra(module: str, extra: str, purpose: str) -> typing.Any:
+    """Imports a module of an optional dependency. `purpose` says in the error what needs it.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingExtraError(module.partition(".")[0], extra, purpose) from None
 
 
 # Remembers every message as long as the process lives; tests call `warn_once.cache_clear()`.

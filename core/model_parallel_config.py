@@ -9,7 +9,7 @@ import torch
 
 from .errors import ConfigError, ParallelConfigError
 from .foreign_arguments import ForeignFields, ignore, takes_foreign_fields
-from .ranges import check_range
+from .ranges import check_choices, check_range
 
 CrossEntropyFusion = Literal["native", "te", "linear"]
 
@@ -84,7 +84,7 @@ class ModelParallelConfig:
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of every layer."""
+    """Ranks that share the matrices of every layer. 1: those of the tensor-parallel group."""
 
     pipeline_model_parallel_size: int = 1
     """Pipeline stages. Process groups support any number, models here only one."""
@@ -143,9 +143,8 @@ class ModelParallelConfig:
 
     def _check_cross_entropy(self) -> None:
         check_range(self, "cross_entropy_fusion_vocab_chunk_size", least=1)
+        check_choices(self, cross_entropy_fusion_impl=get_args(CrossEntropyFusion))
         impl = self.cross_entropy_fusion_impl
-        if impl not in get_args(CrossEntropyFusion):
-            raise ConfigError(f'cross_entropy_fusion_impl is {impl!r}; it takes "native", "te" or "linear"')
         if impl == "linear" and not self.cross_entropy_loss_fusion:
             raise ConfigError(
                 'cross_entropy_fusion_impl is "linear" without cross_entropy_loss_fusion, which turns it on; set both'

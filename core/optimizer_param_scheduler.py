@@ -6,7 +6,7 @@ import math
 from typing import Any, Protocol
 
 from .errors import CheckpointError, ConfigError
-from .ranges import out_of_choices
+from .ranges import check_choices
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -173,8 +173,7 @@ class OptimizerParamScheduler:
         return 1.0 - done if style == "linear" else _half_cosine(done)
 
     def _check(self) -> None:
-        for problem in out_of_choices(self, lr_decay_style=LR_DECAY_STYLES, wd_incr_style=WD_INCR_STYLES):
-            raise ConfigError(problem)
+        check_choices(self, lr_decay_style=LR_DECAY_STYLES, wd_incr_style=WD_INCR_STYLES)
         _require(self.min_lr >= 0.0, "min_lr", self.min_lr, "it takes zero or a positive number")
         _require(self.max_lr >= self.min_lr, "max_lr", self.max_lr, f"it has to reach min_lr {self.min_lr}")
         _require(
@@ -188,14 +187,14 @@ class OptimizerParamScheduler:
             f"it takes a number from 0 up to, not including, lr_decay_steps {self.lr_decay_steps}",
         )
         if self.lr_decay_style == "WSD":
-            length, style = self.wsd_decay_steps, self.lr_wsd_decay_style
+            length = self.wsd_decay_steps
             _require(
                 length is not None and 0 < length <= self.lr_decay_steps - self.lr_warmup_steps,
                 "wsd_decay_steps",
                 length,
                 f"WSD takes from 1 to {self.lr_decay_steps - self.lr_warmup_steps}, the steps after the warm-up",
             )
-            _require(style in WSD_DECAY_STYLES, "lr_wsd_decay_style", style, f"it takes one of {WSD_DECAY_STYLES}")
+            check_choices(self, lr_wsd_decay_style=WSD_DECAY_STYLES)
         _require(
             0.0 <= self.start_wd <= self.end_wd,
             "start_wd",

@@ -49,6 +49,12 @@ def out_of_choices(settings: object, optional: bool = False, /, **choices: Seque
             yield f"{name} is {value!r}; it takes {'None or ' * optional}one of {shown}"
 
 
+def check_choices(settings: object, /, **choices: Sequence[str]) -> None:
+    """Raises ConfigError for the first named attribute of `settings` that is none of its choices."""
+    for problem in out_of_choices(settings, **choices):
+        raise ConfigError(problem)
+
+
 def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:
     """Raises `error` for the first of named sizes that is below one. The message begins with `caller`, if given."""
     for name, size in sizes.items():

@@ -25,14 +25,14 @@ def readable_bytes(num_bytes: float) -> str:
 
 def rank_list(ranks: Sequence[int]) -> str:
     """Formats ranks as ``rank 3`` or ``ranks 0, 1, 3``, or of many the first few and the number of the rest."""
-    shown = ", ".join(map(str, ranks[:_NUM_LISTED]))
-    more = f" and {len(ranks) - _NUM_LISTED} more" if len(ranks) > _NUM_LISTED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], _NUM_LISTED, ', ')}"
 
 
-def listed(parts: Sequence[str]) -> str:
-    """Joins parts of a sentence with semicolons."""
-    return "; ".join(parts)
+def listed(parts: Sequence[str], most: int | None = None, separator: str = "; ") -> str:
+    """Joins parts of a sentence. Of many, the first `most` and the number of the rest."""
+    shown = separator.join(parts[:most])
+    more = len(parts) - len(parts[:most])
+    return shown + (f"{separator.rstrip(', ')} and {more} more" if more else "")
 
 
 def choices(value: str, known: Iterable[str]) -> str:
@@ -40,9 +40,7 @@ def choices(value: str, known: Iterable[str]) -> str:
     names = list(dict.fromkeys(known))
     near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
     nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")
-    shown = ", ".join(names[:_NUM_CHOICES])
-    more = f" and {len(names) - _NUM_CHOICES} more" if len(names) > _NUM_CHOICES else ""
-    return f"{nearest}it takes one of {shown}{more}" if names else "there is none to choose from"
+    return f"{nearest}it takes one of {listed(names, _NUM_CHOICES, ', ')}" if names else "there is none to choose from"
 
 
 def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[[T, T], bool]) -> list[list[T]]:

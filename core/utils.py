@@ -120,4 +120,5 @@ __getattr__ = absent_names(
         "nvtx_range_push": "use torch.cuda.nvtx.range_push",
         "nvtx_range_pop": "use torch.cuda.nvtx.range_pop",
     },
+    functions_import=True,
 )

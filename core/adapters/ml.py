@@ -1,4 +1,4 @@
-"""The data-parallel trainer mixin of the `ml` project, on this library's wrappers."""
+"""The data-parallel trainer mixin of the `ml` project: its `ParallelConfig` becomes this library's wrappers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from .. import device
-from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel
-from ..distributed.groups import whole_group
+from ..distributed import _BaseDataParallel
 from ..errors import ConfigError, warn_once
 from ..text import choices
 from .bridge.meshes import data_parallel_mesh
+from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.units import CONTAINERS
 from .bridge.wrapping import Replicas, wrap_for_trainer
 
 T = TypeVar("T", bound=nn.Module)
@@ -76,33 +77,32 @@ class TaskModel(nn.Module):
         return loss
 
 
+_REPLICATED = tuple(
+    ignored(name, "use_fsdp is False: replicas hold the whole model, and begin with the first rank's values")
+    for name in ("cpu_offload", "sharding_strategy", "sync_module_states")
+)
+_NO_SHARD = (ignored("cpu_offload", "under NO_SHARD replicas stay on their device"),)
+_SHARDED = (
+    honoured("sharding_strategy", "reshard_after_forward", lambda strategy: strategy in _FREES_AFTER_FORWARD),
+    honoured("cpu_offload"),
+    honoured("sync_module_states"),
+)
+
+
 def ddp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
     """Wraps replicas over the data-parallel ranks; gradients are in ``param.grad`` after backward."""
-    changed = [name for name, default in _SHARDING_DEFAULTS.items() if getattr(cfg, name) != default]
-    if changed:
-        warn_once(
-            f"use_fsdp is False, so that {', '.join(changed)} have no effect: replicas hold the whole model, and "
-            "begin with the first rank's values"
-        )
-    return Replicas(model, whole_group(data_parallel_mesh(None, hybrid=False)))
+    translate(cfg, _REPLICATED)
+    return Replicas(model, data_parallel_mesh(None, hybrid=False))
 
 
 def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
     """Returns the model sharded over the data-parallel ranks; every item of its module lists is a unit."""
-    strategy = cfg.sharding_strategy
-    if strategy is ShardingStrategy.NO_SHARD:
-        if cfg.cpu_offload:
-            warn_once("cpu_offload has no effect under NO_SHARD: replicas stay on their device")
-        return Replicas(model, whole_group(data_parallel_mesh(None, hybrid=False)))
-    settings = TorchFullyShardedDataParallelConfig(
-        reshard_after_forward=strategy in _FREES_AFTER_FORWARD,
-        cpu_offload=cfg.cpu_offload,
-        pin_memory=device.device_type() != "cpu",
-        sync_module_states=cfg.sync_module_states,
-    )
-    mesh = data_parallel_mesh(None, hybrid=strategy in _HYBRID)
-    containers = (nn.ModuleList, nn.ModuleDict)
-    return wrap_for_trainer(model, settings, mesh, containers)
+    mesh = data_parallel_mesh(None, hybrid=cfg.sharding_strategy in _HYBRID)
+    if cfg.sharding_strategy is ShardingStrategy.NO_SHARD:
+        translate(cfg, _NO_SHARD)
+        return Replicas(model, mesh)
+    config = config_of(FSDP2, cfg, _SHARDED, pin_memory=device.device_type() != "cpu")
+    return wrap_for_trainer(model, config, mesh, CONTAINERS)
 
 
 def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:
@@ -110,13 +110,6 @@ def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return model
     return fsdp(model, cfg) if cfg.use_fsdp else ddp(model, cfg)
-
-
-_SHARDING_DEFAULTS = {
-    "cpu_offload": False,
-    "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
-    "sync_module_states": True,
-}
 
 
 @dataclass

@@ -122,7 +122,7 @@ class Collective:
         self.raise_explained(error)
 
     def raise_explained(self, error: BaseException) -> None:
-        """As `explain`, for a call that goes on."""
+        """Explains an error as `explain` does, without marking the call as failed."""
         for explain in _EXPLAIN:
             explain(error, self)
 
@@ -145,6 +145,7 @@ class _RecordedWork(dist.Work):
 
     def __init__(self, call: Collective, work: dist.Work) -> None:
         super().__init__()
+        # Fixed. `wait` may be called on any thread; it ends the call, and `__del__` marks a call that never ended.
         self._call, self._work = call, work
 
     def __del__(self) -> None:
@@ -211,4 +212,4 @@ class _ThreadState(threading.local):
 # Each thread has its own state in it.
 _thread = _ThreadState()
 UNRECORDED = _Unrecorded()
-"""The one for all calls that are not recorded."""
+"""The instance shared by all calls that are not recorded. It has no state."""

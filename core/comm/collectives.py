@@ -96,8 +96,8 @@ What = str | Collective
 
 
 SKIPS_GROUPS_OF_ONE = True
-"""Whether a rank that is alone in its group calls no backend. Tests set it to False, so that what several ranks would
-do is done on one GPU."""
+"""Whether a rank that is alone in its group calls no backend. Tests set it to False, to run the calls of several ranks
+on one GPU. Read at each call, on any thread."""
 
 
 def reduce_scatter(
@@ -118,14 +118,13 @@ def reduce_scatter(
 
     Args:
         output: `[len(input_) / n]`; may be this rank's part of `input_`.
-        input_: the addend of this rank, `[n * len(output)]`. Parts of other ranks are unchanged; this rank's part
-            may be overwritten.
+        input_: this rank's addend, `[n * len(output)]`. Only this rank's part of it may be overwritten.
         what: the payload as messages name it, for example ``"the gradients of bucket a to b"``.
-        op: SUM, or AVG for the mean; under gloo, which has no AVG, the sum is divided.
+        op: SUM, or AVG for the mean. gloo has no AVG, so the sum is divided there.
         scale: factor of the result.
         fp32_accumulation: add fp16 and bf16 in fp32 and round once.
         accumulate: add the result to `output`, which then must not be a part of `input_`.
-        order: add in this order on any backend; not with `fp32_accumulation`.
+        order: order of additions on any backend; must be None with `fp32_accumulation`.
 
     Raises:
         OutOfStepError: other ranks did not join.
@@ -139,7 +138,7 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: Wha
 
     Args:
         output: `[n * len(input_)]`.
-        input_: this rank's part; the gather is in place if it is a view of that part of `output`.
+        input_: this rank's part. The gather is in place if this is a view of `output`.
         what: the payload as messages name it.
 
     Raises:
@@ -269,7 +268,7 @@ def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
     if not len(output):
         return
     if _exchanges_directly(group, output):
-        gloo.start_all_gathers([output], [input_], group).wait()
+        gloo.start_all_gather(output, input_, group).wait()
     else:
         all_gather_single(output, input_, group)
 

@@ -71,9 +71,6 @@ CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
 """Bytes of one message of a reduction, at most and at least. A message is small enough to be added while it is in the
 cache; it shrinks as the group grows, so that the inboxes take the same memory in a group of any size."""
 
-LEAST_BYTES_ALONE = 64 * 2**10
-"""Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
-
 REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
 """Tags of this file's messages, so that no other send or receive matches them."""
 
@@ -88,71 +85,28 @@ def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
     return is_gloo(group, device) and os.environ.get("SHARDSTACK_DIRECT_EXCHANGE", "1") != "0"
 
 
-def start_all_gathers(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
-    """Starts an `all_gather` of each input into its output, of several small ones in one message. Wait for the work
-    before reading any."""
-    messages: list[dist.Work] = []
-    small: list[int] = []
-    for index, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):
-        if input_.nbytes < LEAST_BYTES_ALONE and len(outputs) > 1:
-            small.append(index)
-        else:
-            messages += _post_all_gather(output, input_, group)
-    if not small:
-        return _Messages(messages, inputs)
-    own = torch.cat([inputs[index].view(torch.uint8) for index in small])
-    together = own.new_empty(group.size(), len(own))
-    messages += _post_all_gather(together.view(-1), own, group)
-    parts = [outputs[index].view(torch.uint8).view(group.size(), -1) for index in small]
-    return _Messages(messages, inputs, together, parts)
-
-
-def _post_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> list[dist.Work]:
+def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> dist.Work:
+    """Starts to gather every rank's input into its part of the output; wait for the work before reading it."""
     own, parts = group.rank(), output.chunk(group.size())
     if parts[own].data_ptr() != input_.data_ptr():
         parts[own].copy_(input_)
     peers = _peers(group)
     receives = [_receive(parts[peer], peer, group, GATHER_TAG) for peer in reversed(peers)]
-    return receives + [_send(parts[own], peer, group, GATHER_TAG) for peer in peers]
+    return _Messages(receives + [_send(parts[own], peer, group, GATHER_TAG) for peer in peers], output)
 
 
 class _Messages(dist.Work):
-    """The messages of running all-gathers, as one piece of work.
+    """The messages of a running all-gather into `output`, as one piece of work."""
 
-    Args:
-        messages: what is waited for.
-        sent: tensors that are sent, kept until then.
-        together: `[ranks, bytes]`, into which small tensors arrive side by side.
-        parts: `[ranks, bytes of one]` each, views of the small tensors' own memory, which `wait` copies them into.
-    """
-
-    def __init__(
-        self,
-        messages: Sequence[dist.Work],
-        sent: Sequence[Tensor],
-        together: Tensor | None = None,
-        parts: Sequence[Tensor] = (),
-    ) -> None:
+    def __init__(self, messages: Sequence[dist.Work], output: Tensor) -> None:
         super().__init__()
-        # The memory of a running gather, owned here until `wait`, which drops all four; waiting again does nothing.
-        self._messages, self._sent, self._together, self._parts = messages, sent, together, parts
+        # The memory of a running gather, owned here until `wait`, which drops both; waiting again does nothing.
+        self._messages, self._output = messages, [output]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         _wait_for(self._messages)
-        if self._together is not None:
-            sizes = [part.shape[1] for part in self._parts]
-            with writing_beneath_autograd(self._parts):
-                torch.split_with_sizes_copy(self._together, sizes, dim=1, out=list(self._parts))
-        self._messages, self._sent, self._together, self._parts = (), (), None, ()
+        self._messages, self._output = (), []
         return True
-
-
-@contextmanager
-def writing_beneath_autograd(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Writes into tensors without autograd's notice, to bring back what they held when a forward saved them."""
-    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
-        yield
 
 
 def exchange_and_add(
@@ -207,10 +161,10 @@ def _exchange_through(
     in_fp32: bool,
     order: SumOrder | None,
 ) -> None:
-    """Sends other ranks their parts and adds what arrives in `inboxes`, `[2, n - 1, elements of a message]`."""
+    """Sends other ranks their parts and adds the parts received in `inboxes`, `[2, n - 1, elements of a message]`."""
     own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
     totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
-    sends: list[dist.Work] = []
+    sends: list[dist.Work] = []  # all sends of this exchange, waited for at the end; `input_` must live until then
 
     def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
         stop = min(start + chunk, len(output))

@@ -18,8 +18,8 @@ from . import streams
 from .record import is_recording, raise_if_late
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 1e-3
-_LOOKS_FOR_LATE_S = 1.0
-"""Seconds between two looks for a collective that takes too long."""
+_LATE_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks for a collective that takes too long."""
 
 
 class HostRead:
@@ -33,7 +33,7 @@ class HostRead:
         # Event at the end of the copy on the device's current stream; `wait` clears it. None if `_numbers` are valid.
         self._event: streams.Event | None = None
         if streams.is_asynchronous(values.device):
-            # Pinned memory of this read alone, which the device writes until `_event`.
+            # Pinned memory owned by this read, which the device writes until `_event`; the host reads it after.
             self._numbers = streams.pinned(values.shape, values.dtype)
             self._numbers.copy_(values, non_blocking=True)
             self._event = streams.record_event()
@@ -44,7 +44,7 @@ class HostRead:
         """Returns the numbers, once they are there. May be called again.
 
         Raises:
-            OutOfStepError: a collective before it did not end: not all ranks joined it.
+            OutOfStepError: a collective queued before the copy did not end, because not all ranks joined it.
         """
         if self._event is not None:
             wait_for(self._event)
@@ -61,15 +61,15 @@ def wait_for(event: streams.Event) -> None:
     """Waits on the host for a point in the device's work.
 
     Raises:
-        OutOfStepError: a collective before it did not end: not all ranks joined it.
+        OutOfStepError: a collective queued before that point did not end, because not all ranks joined it.
     """
-    pause, looked_at = _SHORTEST_PAUSE_S, time.monotonic()
+    pause, last_check = _SHORTEST_PAUSE_S, time.monotonic()
     while not event.query():
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
-        if time.monotonic() - looked_at > _LOOKS_FOR_LATE_S and is_recording():
+        if time.monotonic() - last_check > _LATE_CHECK_INTERVAL_S and is_recording():
             raise_if_late()
-            looked_at = time.monotonic()
+            last_check = time.monotonic()
 
 
 def _to_list(numbers: Tensor) -> list[float]:

@@ -21,7 +21,7 @@ class Handle:
     """A task in the lane. After `wait` the main thread may use its result."""
 
     def wait(self) -> None:
-        """Waits for the task, and raises what it raised."""
+        """Waits for the task and re-raises its exception, if any."""
         raise NotImplementedError
 
 
@@ -29,7 +29,7 @@ class CommLane:
     """Runs tasks in order and asynchronously. All ranks must submit the same sequence."""
 
     def submit(self, run: Callable[[], None]) -> Handle:
-        """Queues `run`, and keeps what it refers to until it has run, on CUDA until its handle is waited for."""
+        """Queues `run`, and keeps its closure alive until it has run, on CUDA until its handle is waited for."""
         raise NotImplementedError
 
     def run(self, run: Callable[[], None]) -> None:
@@ -85,9 +85,9 @@ class _Task(Handle):
 
 class _ThreadLane(CommLane):
     def __init__(self) -> None:
-        # Tasks that have not begun. `submit` adds them; the lane's thread removes them.
+        # Tasks that have not begun. `submit` adds them, on any thread; the lane's thread removes them.
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        # The first `submit` starts it. It ends with the process.
+        # None until the first `submit` starts it. It ends with the process.
         self._thread: threading.Thread | None = None
         # The last task submitted, or None. `submit` sets it. The lane is idle once this task has ended.
         self._last: _Task | None = None
@@ -115,6 +115,7 @@ class _ThreadLane(CommLane):
 
 
 _LONGEST_EXIT_S = 5.0
+"""Seconds that a process waits at exit for the last task."""
 
 
 def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
@@ -122,7 +123,7 @@ def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
         while True:
             task = tasks.get()
             task.execute()
-            del task
+            del task  # else the last task and its error would live until the next one
 
 
 class _StreamLane(CommLane):
@@ -141,10 +142,12 @@ class _StreamLane(CommLane):
 
 class _Recorded(Handle):
     def __init__(self, task: _Task, run: Callable[[], None], submitter: streams.Stream, event: streams.Event) -> None:
-        # Keeps the buffers of the task until `wait`, which drops it: the lane may still read them, also if it raised.
+        # Keeps the task's buffers alive, because the lane's stream may still read them, even if the task raised.
+        # `wait` drops it.
         self._run: Callable[[], None] | None = run
         # The stream that submitted the task. It waits too: callers wait once, and forget the handle for all streams.
         self._submitter = submitter
+        # Fixed. The task has run on the host; the event is at its end on the lane's stream.
         self._task, self._event = task, event
 
     def wait(self) -> None:

@@ -74,10 +74,12 @@ def positions() -> dict[str, Position]:
 
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
-"""Calls that each rank keeps per group; and at most, from the first one that is still running on an accelerator."""
+"""Calls that each rank keeps per group, and the maximum, counted from the first call that still runs on an
+accelerator."""
 
 NUM_CALLS_PUBLISHED = 8
-"""Calls per group that a rank publishes when another one asks: of its last, and around the first unfinished one."""
+"""Calls per group that a rank publishes when another one asks: as many of the last calls, and as many around the first
+unfinished one."""
 
 
 class CollectiveRecord:
@@ -144,7 +146,7 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
     Args:
         kind: all-gather, reduce-scatter, all-reduce, ...
         what: the payload as messages name it.
-        payload: the larger of its tensors, or its bytes; 0 if messages should give no size.
+        payload: the larger of the collective's tensors, or a number of bytes; 0 if messages should give no size.
         group: None means all ranks.
     """
     if not is_recording():
@@ -185,11 +187,10 @@ def latest_collective() -> Collective | None:
 
 
 def first_unfinished(at_least_s: Callable[[CallRecord], float]) -> Collective | None:
-    """Returns the collective on an accelerator, in any group, that has been running longest, if for more than
-    `at_least_s` seconds.
+    """Returns the longest-running collective on an accelerator, in any group, or None if all are within their limit.
 
     Args:
-        at_least_s: returns the seconds for the record of a call's group.
+        at_least_s: returns the limit in seconds, given the record of a call's group.
     """
     now = time.time()
     calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
@@ -201,7 +202,8 @@ def raise_if_late() -> None:
     """Raises if a collective has run nearly as long as its backend lets it, after which NCCL ends the process.
 
     Raises:
-        OutOfStepError: explains it.
+        OutOfStepError: names the collective and the ranks that have not joined it.
+        DistBackendError: the ranks are in step, and the collective takes too long all the same.
     """
     call = first_unfinished(_longest_s)
     if call is not None:
@@ -224,7 +226,7 @@ def _live_records() -> list[CollectiveRecord]:
 
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
-"""`record_of` adds; an entry is dropped with its group."""
+"""Records by group. `record_of` adds on the calling thread; an entry is dropped with its group."""
 _every_record: list[weakref.ref[CollectiveRecord]] = []
 """The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds one, and
 drops those whose groups are gone."""
@@ -234,11 +236,11 @@ drops those whose groups are gone."""
 
 
 MOST_ASKING = 8
-"""Ranks that compare themselves with all others after a failure: each reads a record of each rank in the store."""
+"""Number of ranks that compare themselves with all others after a failure. Each reads every rank's record."""
 
 
 def may_ask_other_ranks() -> bool:
-    """Returns whether this rank is among the first `MOST_ASKING` that ask, or the world is no larger."""
+    """Returns whether this rank is among the first `MOST_ASKING` that ask. In a smaller world every rank may ask."""
     if dist.get_world_size() <= MOST_ASKING:
         return True
     try:
@@ -250,9 +252,9 @@ def may_ask_other_ranks() -> bool:
 def ask_other_ranks() -> None:
     """Asks every rank to publish its record, and waits for the answers. Returns at once without a store.
 
-    Waits at least 1.5 intervals between two looks of a rank into the store, even if all ranks have answered: the rank
-    that holds the store may leave, and others may not have asked yet. After that it waits until all have answered, or
-    until no further answer has come for `_INTERVALS_WITHOUT_ANSWER` intervals, because busy ranks answer later.
+    Waits at least 1.5 polling intervals, even if all ranks have answered: the rank that holds the store may leave, and
+    others may not have asked yet. After that it waits until all have answered, or until no further answer has come for
+    `_INTERVALS_WITHOUT_ANSWER` intervals, because busy ranks answer later.
     """
     interval = _listening_interval_s()
     asked_at = time.monotonic()
@@ -290,13 +292,13 @@ def flight_recorder_of(rank: int) -> dict[str, Position]:
 
 
 def _listening_interval_s() -> float:
-    """Returns the seconds between two looks into the store: more as more ranks share it."""
+    """Returns the seconds between two polls of the store: more as more ranks share it."""
     return max(1.0, (dist.get_world_size() if dist.is_initialized() else 1) / 256)
 
 
 _FAILURES_BEFORE_GIVING_UP = 5
 _INTERVALS_WITHOUT_ANSWER = 3
-"""Looks into the store, without another answer, after which those that are missing are taken to be paused or gone."""
+"""Polls of the store without another answer, after which missing ranks are taken to be paused or gone."""
 
 
 def _write_explanation(call: Collective) -> None:

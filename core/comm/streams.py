@@ -2,6 +2,9 @@
 
 Call these through the module, ``streams.current_stream()``: simulated streams take their place in `tests/streams`.
 Nothing here is called for a device that is not asynchronous.
+
+`lane` (collectives) and `core.training.data` (copies of batches) alone make streams. Host copies of a checkpoint are
+queued on the stream that training uses.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from torch import Tensor
 from torch.cuda import Event, Stream, current_stream, is_current_stream_capturing, stream, synchronize
 
 __all__ = ["Event", "Stream", "current_stream", "is_current_stream_capturing", "stream", "synchronize"]
-"""What is called as torch has it."""
+"""Names of torch that other modules use from here, unchanged."""
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -33,5 +36,5 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def used_on(tensor: Tensor, user: Stream) -> None:
-    """Keeps memory of another stream from being given away until the work that is queued on `user` is done."""
+    """Keeps the allocator from reusing a tensor's memory until the work queued on `user` is done."""
     tensor.record_stream(user)

@@ -6,11 +6,10 @@ the split, the sequence length, the seed and `num_samples`. The same inputs give
 
 from __future__ import annotations
 
-import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,60 +18,14 @@ from torch.utils.data import Dataset
 
 from .. import host_memory
 from ..errors import ConfigError, DataError
-from ..ranges import check_range
+from .gpt_dataset_config import SPLITS, GPTDatasetConfig, SplitName, parse_shares
 from .index_cache import default_directory, load_or_build
 from .indexed_dataset import IndexedDataset
 from .sample_index import build_indices
 
-SplitName = Literal["train", "valid", "test"]
-SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+__all__ = ["SPLITS", "GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "SplitName", "document_range"]
 
 _ALGORITHM = 1  # part of the cache's key; increase it when the same inputs give other arrays
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTDatasetConfig:
-    """Settings of a dataset. Field names are Megatron-LM's where it has them.
-
-    Raises:
-        ConfigError: a value is out of range, or an option needs `eod` and it is None.
-    """
-
-    sequence_length: int
-    """Tokens in a sample's input, and in its labels."""
-
-    random_seed: int = 1234
-    """Seed of the order of documents and samples, 0 to 2**32 - 1."""
-
-    split: str = "969,30,1"
-    """Shares of the documents for training (the first ones), validation (the next ones) and test (the last ones)."""
-
-    vocab_size: int | None = None
-    """Entries of the model's embedding; a corpus with a larger token is refused. None: not checked."""
-
-    eod: int | None = None
-    """Id of the end-of-document token, for the three options below."""
-
-    reset_position_ids: bool = False
-    """Count positions from 0 again after each end of document."""
-
-    reset_attention_mask: bool = False
-    """Return the start of each token's document, so that attention can be restricted to it."""
-
-    eod_mask_loss: bool = False
-    """Mask the loss where the input is an end of document, whose label is the start of an unrelated one."""
-
-    cache_dir: Path | None = None
-    """Folder of the index cache. None: `<prefix>.cache`, next to the corpus."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "sequence_length", least=1, takes="a positive number of tokens")
-        check_range(self, "random_seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
-        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-            if self.eod is None and getattr(self, name):
-                raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
-        parse_shares(self.split)
-
 
 _ORDER_BYTES = 24
 """Working memory per sample while the order is computed: its start, and its place in the order."""
@@ -83,11 +36,12 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     An item is a dict of tensors of shape `[s]`: `tokens` (int64), `labels` (int64, the next tokens), `loss_mask`
     (float32) and `position_ids` (int64); with `reset_attention_mask` also `document_starts` (int64), the position at
-    which each token's document begins. An end of document is the last token of its document.
+    which each token's document begins; with `create_attention_mask` also `attention_mask` `[1, s, s]`, True where a
+    token does not see another one. An end of document is the last token of its document.
 
     Args:
-        corpus: each of its sequences is a document.
-        num_samples: at least this many items, over as many epochs as needed. None: one epoch.
+        corpus: token file whose sequences are documents.
+        num_samples: minimum number of items, over as many epochs as needed. None means one epoch.
 
     Raises:
         DataError: the split has no document or too few tokens for one sample, a token exceeds the vocabulary, or the
@@ -103,6 +57,19 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         first, last = document_range(len(corpus), split, config.split)
         _check_size(corpus, split, config, first, last)
         _check_count(num_samples, config)
+        arrays = self._load_indices(first, last)
+        self._document_index = arrays["document_index"]
+        self._sample_index = arrays["sample_index"]
+        self._shuffle_index = arrays["shuffle_index"]
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        """Opens a corpus. Megatron-LM's name."""
+        return IndexedDataset(dataset_path)
+
+    def _load_indices(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        """Returns `build_indices` of documents `[first, last)`, from the cache if it has them."""
+        corpus, config = self.corpus, self.config
         cache_dir = config.cache_dir or default_directory(corpus.prefix)
         identity = _identity(corpus)
         _check_tokens(corpus, config.vocab_size, cache_dir, identity)
@@ -112,19 +79,14 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             "corpus": identity,
             "documents": [first, last],
             "sequence_length": config.sequence_length,
-            "num_samples": num_samples,
+            "num_samples": self.num_samples,
             "seed": config.random_seed,
         }
-        arrays = load_or_build(
-            cache_dir,
-            key,
-            lambda: build_indices(
-                corpus.sequence_lengths, first, last, config.sequence_length, num_samples, config.random_seed
-            ),
-        )
-        self._document_index = arrays["document_index"]
-        self._sample_index = arrays["sample_index"]
-        self._shuffle_index = arrays["shuffle_index"]
+        return load_or_build(cache_dir, key, lambda: self._build_indices(first, last))
+
+    def _build_indices(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        lengths, config = self.corpus.sequence_lengths, self.config
+        return build_indices(lengths, first, last, config.sequence_length, self.num_samples, config.random_seed)
 
     def __reduce__(self) -> tuple[type[GPTDataset], tuple[Any, ...]]:
         # A loader's worker maps the same files again; pickling would send gigabytes of index.
@@ -147,32 +109,93 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         loss_mask = torch.ones(len(tokens), dtype=torch.float32)
         positions = torch.arange(len(tokens))
         sample = {"tokens": tokens, "labels": labels.clone(), "loss_mask": loss_mask, "position_ids": positions}
+        starts = torch.zeros_like(positions)  # [s], the start of each token's document
         if self.config.eod is not None:
             is_end = tokens.eq(self.config.eod)
-            starts = torch.zeros_like(positions)
             starts[1:] = torch.where(is_end[:-1], positions[1:], 0)
-            starts = starts.cummax(0).values  # [s], the start of each token's document
+            starts = starts.cummax(0).values
             if self.config.eod_mask_loss:
                 loss_mask[is_end] = 0.0
             if self.config.reset_position_ids:
                 sample["position_ids"] = positions - starts
             if self.config.reset_attention_mask:
                 sample["document_starts"] = starts
+        if self.config.create_attention_mask:
+            is_hidden = positions > positions.unsqueeze(1)  # [s, s], rows are the tokens that see others
+            if self.config.reset_attention_mask:
+                is_hidden |= positions < starts.unsqueeze(1)
+            sample["attention_mask"] = is_hidden.unsqueeze(0)
         return sample
 
     def _read(self, sample: int) -> NDArray[np.int64]:
-        """Returns the `sequence_length + 1` tokens of a sample, numbered as before shuffling."""
+        """Returns the `sequence_length + 1` tokens of a sample, given its index before shuffling."""
         position, offset = (int(value) for value in self._sample_index[sample])
         text = np.empty(self.config.sequence_length + 1, np.int64)
-        filled = 0
-        while filled < len(text):
+        stop = 0
+        while stop < len(text):
             document = int(self._document_index[position])
             available = int(self.corpus.sequence_lengths[document]) - offset
-            part = self.corpus.get(document, offset, min(available, len(text) - filled))
-            text[filled : filled + len(part)] = part
-            filled += len(part)
+            part = self.corpus.get(document, offset, min(available, len(text) - stop))
+            text[stop : stop + len(part)] = part
+            stop += len(part)
             position, offset = position + 1, 0
         return text
+
+
+class MockCorpus:
+    """A corpus without files, as Megatron-LM's: 100,000 documents of 1 to 4,095 tokens that count from 1.
+
+    Counts that exceed the vocabulary start again at 0, and skip the end of document, which is each document's last
+    token. Lengths have a seed of their own, so that every config reads the same documents.
+
+    Raises:
+        ConfigError: the config does not say which token ends a document, or has fewer than two tokens.
+    """
+
+    prefix = "mock data"
+
+    def __init__(self, config: GPTDatasetConfig) -> None:
+        if config.eod is None or config.vocab_size is None or config.vocab_size < 2:
+            raise ConfigError(
+                f"mock data needs a vocabulary of two tokens and more, and has eod {config.eod} and vocab_size "
+                f"{config.vocab_size}; give the config a tokenizer"
+            )
+        self._eod, self._vocab_size = config.eod, config.vocab_size
+        self.sequence_lengths = np.random.default_rng(0).integers(1, 4096, 100_000, np.int32)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Returns `length` tokens of document `idx` from token `offset` on; up to its end if `length` is None."""
+        total = int(self.sequence_lengths[idx])
+        stop = total if length is None else offset + length
+        tokens = np.arange(offset + 1, stop + 1) % (self._vocab_size - 1)
+        tokens += tokens >= self._eod
+        tokens[total - 1 - offset :] = self._eod
+        return tokens
+
+
+class MockGPTDataset(GPTDataset):
+    """A `GPTDataset` of a `MockCorpus`, for trying a loop out; its three splits are equally large.
+
+    Has Megatron-LM's samples, in the same order, if the vocabulary has at least 4,097 tokens and ends with the end of
+    document.
+    """
+
+    def __init__(
+        self, corpus: MockCorpus, split: SplitName, config: GPTDatasetConfig, num_samples: int | None = None
+    ) -> None:
+        # What a dataset reads of a corpus for each sample; files and their cache are read by `_load_indices`.
+        super().__init__(cast(IndexedDataset, corpus), split, replace(config, split="1,1,1"), num_samples)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> MockCorpus:  # type: ignore[override]
+        """Returns the corpus; Megatron-LM's name. There is no path."""
+        return MockCorpus(config)
+
+    def _load_indices(self, first: int, last: int) -> dict[str, NDArray[Any]]:
+        return self._build_indices(first, last)
 
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
@@ -183,22 +206,6 @@ def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[i
         bounds.append(bounds[-1] + share / sum(parsed))
     which = SPLITS.index(split)
     return round(bounds[which] * num_documents), round(bounds[which + 1] * num_documents)
-
-
-def parse_shares(text: str) -> list[float]:
-    """Parses a `split` into shares of training, validation and test, in any unit.
-
-    Raises:
-        ConfigError: `text` is no list of one to three shares.
-    """
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError:
-        shares = []
-    shares += [0.0] * (len(SPLITS) - len(shares))
-    if len(shares) > len(SPLITS) or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
-        raise ConfigError(f"split is {text!r}; it takes one to three shares that are not all zero, like '969,30,1'")
-    return shares
 
 
 def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, first: int, last: int) -> None:

@@ -111,9 +111,9 @@ def _crc32(values: NDArray[Any]) -> int:
 
 def _sweep(directory: Path) -> None:
     """Removes drafts of killed programs. Only the holder of the lock writes, so that no other draft is in use."""
-    for left in directory.iterdir():
-        if _DRAFT.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
+    for entry in directory.iterdir():
+        if _DRAFT.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 @contextlib.contextmanager

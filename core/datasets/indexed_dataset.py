@@ -77,7 +77,7 @@ class IndexFile:
         dtype: dtype of the tokens.
         lengths: `[S]`, tokens of each sequence.
         pointers: `[S]`, start of each sequence in the .bin, in bytes.
-        document_indices: `[D]`.
+        document_indices: `[D]`, first sequence of each document, then the number of sequences.
 
     Raises:
         DataError: the file is missing, truncated, of another format or version, or contradicts itself.

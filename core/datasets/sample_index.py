@@ -67,19 +67,18 @@ def build_indices(
 def locate_samples(
     lengths: NDArray[np.int32], document_index: NDArray[Any], sequence_length: int, num_samples: int
 ) -> NDArray[Any]:
-    """Returns the start of every sample and of the one after the last: (position in `document_index`, token)
-    `[n + 1, 2]`."""
+    """Returns where samples start, and the last ends: (position in `document_index`, token) `[n + 1, 2]`."""
     result = np.empty((num_samples + 1, 2), _index_dtype(len(document_index)))
-    done = 0
+    located = 0
     tokens_before = 0
     for block in range(0, len(document_index), _BLOCK_DOCUMENTS):
         ends = np.cumsum(lengths[document_index[block : block + _BLOCK_DOCUMENTS]], dtype=np.int64)
         stop = min(num_samples + 1, -(-(tokens_before + int(ends[-1])) // sequence_length))
-        starts = np.arange(done, stop, dtype=np.int64) * sequence_length - tokens_before
+        starts = np.arange(located, stop, dtype=np.int64) * sequence_length - tokens_before
         position = np.searchsorted(ends, starts, side="right")  # right: no sample starts in a document without tokens
-        result[done:stop, 0] = position + block
-        result[done:stop, 1] = starts - np.where(position > 0, ends[position - 1], 0)
-        done = stop
+        result[located:stop, 0] = position + block
+        result[located:stop, 1] = starts - np.where(position > 0, ends[position - 1], 0)
+        located = stop
         tokens_before += int(ends[-1])
     return result
 

@@ -56,7 +56,7 @@ class Ranks:
             except Exception as error:
                 if self.size == 1:
                     raise
-                outcome[1] = _text_of(error)
+                outcome[1] = error_text(error)
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=self._first_global_rank(), group=self.group)
         if outcome[1] is not None:
@@ -83,7 +83,7 @@ class Ranks:
             if self.size == 1:
                 raise
             failed = error
-        messages = self.all_gather(None if failed is None else _text_of(failed))
+        messages = self.all_gather(None if failed is None else error_text(failed))
         if any(messages):
             raise CheckpointError(joined_by_rank(messages)) from failed
         return result
@@ -108,5 +108,6 @@ def joined_by_rank(messages: list[str | None]) -> str:
     return "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
-def _text_of(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
+    """Returns the message of an error, with the name of its type unless it is one of this library's."""
     return str(error) if isinstance(error, ShardstackError) else f"{type(error).__name__}: {error}"

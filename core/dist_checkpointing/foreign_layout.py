@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ..dtypes import dtype_name
 from ..errors import CheckpointError
+from ..text import listed
 from .agreement import Ranks
 from .flat_range import held_boxes
 from .format.index import CheckpointIndex, Piece
@@ -142,9 +143,8 @@ def _check(
             if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
                 problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
     if problems:
-        more = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CheckpointError(
-            f"{folder} is of another model, and nothing was loaded: {'; '.join(problems[:_PROBLEMS_SHOWN])}{more}"
+            f"{folder} is of another model, and nothing was loaded: {listed(problems, _PROBLEMS_SHOWN)}"
         )
 
 

@@ -7,6 +7,7 @@ that says which tensor is in which file; see https://huggingface.co/docs/safeten
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ..dtypes import DTYPES
-from ..errors import CheckpointError, MissingExtraError
+from ..errors import CheckpointError, import_extra
 from ..files import JSON_BYTES, read_json, sync_folder, write_durably
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry
@@ -200,12 +201,9 @@ def publish_new_folder(folder: Path) -> None:
 
 
 def _library() -> Any:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise MissingExtraError("safetensors", "hf", "A safetensors file") from None
-    return safetensors
+    library = import_extra("safetensors", "hf", "A safetensors file")
+    importlib.import_module("safetensors.torch")
+    return library
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from .. import parallel_state
 from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
-from .agreement import Ranks, joined_by_rank
+from ..text import listed
+from .agreement import Ranks, error_text, joined_by_rank
 from .flat_range import FlatRange
 from .format import folders
 from .format.index import CheckpointIndex, json_problem
@@ -223,15 +224,13 @@ def _run_dcp(run: Callable[..., Any], state: dict[str, Any], ranks: Ranks, what:
             raise own[0] from failure  # an interrupt stays an interrupt
         messages: list[str | None] = [None] * ranks.size
         for rank, (error, _) in failure.failures.items():
-            messages[rank] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            messages[rank] = error_text(error)
         raise CheckpointError(f"{what}: {joined_by_rank(messages)}") from failure
 
 
 def _refuse(what: str, problems: list[str]) -> None:
     if problems:
-        shown = problems[:_PROBLEMS_SHOWN]
-        more = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
-        raise CheckpointError(f"{what}: {'; '.join(shown + more)}")
+        raise CheckpointError(f"{what}: {listed(problems, _PROBLEMS_SHOWN)}")
 
 
 def _unsavable(state: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,6 @@ __all__ = [
 __getattr__ = absent_names(
     __name__,
     {
-        "ParamAndGradBuffer": "it is in core.distributed.buffers.param_and_grad_buffer",
+        "ParamAndGradBuffer": "it is in core.distributed.param_and_grad_buffer",
     },
 )

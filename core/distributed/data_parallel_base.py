@@ -16,7 +16,6 @@ from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine import Engine
 from .gradient_state import GradientState, Phase
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
@@ -29,6 +28,7 @@ from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
 from .report import describe, model_facts
+from .torch_fully_sharded_data_parallel_config import Engine
 
 
 class _BaseDataParallel(nn.Module, ABC):

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..errors import ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
-from .buffers.bucket_group import BucketGroup
-from .buffers.forward_hooks import wait_before_forwards
-from .buffers.param_and_grad_buffer import ParamAndGradBuffer
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine import Engine
+from .engine.buffer import ParamAndGradBuffer
+from .engine.schedule import wait_before_forwards
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
 from .model.broadcast import broadcast_tensors
 from .model.initial_values import start_equal
 from .model.same_model import reject_different_models
 from .model.unit_transforms import transform_units
+from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
+from .torch_fully_sharded_data_parallel_config import Engine
 
 
-class DistributedDataParallel(_FlatDataParallel):
+class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
     """Replicates the model on every rank, and reduces gradients over the group once a step, in flat buffers.
 
     After `finish_grad_sync` a rank has, by sharding strategy:
@@ -86,78 +86,30 @@ class DistributedDataParallel(_FlatDataParallel):
     ) -> None:
         model = unwrap_model(module)
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        options = {"disable_bucketing": disable_bucketing}
+        options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
         plan = self._make_plan(
             module, model, config, ddp_config, unit_classes, process_group, pg_collection, **options
         )
-        if finish_in_backward and not plan.is_replicated:
-            raise ParallelConfigError(
-                "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
-                f"{plan.strategy!r} leaves a rank its shard; drop one of the two"
-            )
         if full_param_layout is not None and full_param_layout != plan.layout:
             raise ParallelConfigError(
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
-        super().__init__(config, module, ddp_config, plan, finish_in_backward=finish_in_backward)
+        super().__init__(config, module, ddp_config, plan)
         reject_different_models(module, plan)
         transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
-        # Own all memory of gradients, and of parameters if a strategy shards, for the wrapper's lifetime.
-        self._grad_buffers = self._build_buffers(model)
-        self._take_buckets([self._grad_buffers[index].buckets[number] for index, number in plan.reduction_order])
+        named = dict(model.named_parameters())
+        self._take_buffers([ParamAndGradBuffer(plan, buffer, named) for buffer in plan.buffers])
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.
         self._pre_hooks: list[Any] = []
         if plan.overlaps_params:
             self.enable_forward_pre_hook()
 
-    def _build_buffers(self, model: nn.Module) -> list[ParamAndGradBuffer]:
-        named = dict(model.named_parameters())
-        return [
-            ParamAndGradBuffer(
-                [(param.name, named[param.name]) for bucket in buffer.buckets for param in bucket.params],
-                buffer.grad_dtype,
-                [bucket.layout for bucket in buffer.buckets],
-                num_shards=self.plan.num_shards,
-                shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
-                holds_params=buffer.holds_params,
-                releases_grads=buffer.releases_grads,
-                accumulated_in_fp32=buffer.accumulated_in_fp32,
-            )
-            for buffer in self.plan.buffers
-        ]
-
     def settle_parameters(self) -> None:
         self.finish_param_sync()
-
-    # Parameters marked ``allreduce=False`` are in buffers of their own; all are reduced over one group, as long as
-    # experts are cut as dense layers are (`reject_expert_parameters`).
-
-    @property
-    def buffers(self) -> _BufferList:
-        """The flat buffers, in a list, as in Megatron-LM. Calling the list returns torch's ``Module.buffers()``."""
-        dense = [buffer for buffer in self._grad_buffers if not buffer.holds_experts]
-        return _BufferList(dense, lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
-
-    @property
-    def expert_parallel_buffers(self) -> list[ParamAndGradBuffer]:
-        """The flat buffers of parameters that carry Megatron-LM's mark of experts."""
-        return [buffer for buffer in self._grad_buffers if buffer.holds_experts]
-
-    @property
-    def bucket_groups(self) -> list[BucketGroup]:
-        """The buckets of `buffers`, in the order in which they leave."""
-        return [group for group in self._bucket_groups if not group.bucket.buffer.holds_experts]
-
-    @property
-    def expert_parallel_bucket_groups(self) -> list[BucketGroup]:
-        """The buckets of `expert_parallel_buffers`, in the order in which they leave."""
-        return [group for group in self._bucket_groups if group.bucket.buffer.holds_experts]
-
-    # ---- parameters
 
     def publish_update(self) -> None:
         self.start_param_sync()
@@ -171,7 +123,7 @@ class DistributedDataParallel(_FlatDataParallel):
             force_sync: return only when all parameters are gathered.
             force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
-        self._placement.check_gather(unwrap_model(self))
+        self._placement.check_gather()
         for group in reversed(self._bucket_groups):
             group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
 
@@ -181,9 +133,8 @@ class DistributedDataParallel(_FlatDataParallel):
             group.finish_param_sync()
 
     def free_overlap_buffers(self) -> None:
-        """Waits for gathers, by Megatron-LM's name; see `BucketGroup.free_overlap_buffers`."""
-        for group in self._bucket_groups:
-            group.free_overlap_buffers()
+        """Waits for gathers, by Megatron-LM's name; they write into the buffers, so that nothing is freed."""
+        self.finish_param_sync()
 
     def enable_forward_pre_hook(self) -> None:
         """Lets parameters be gathered while forward runs: each module's forward waits for those that it reads."""
@@ -210,12 +161,3 @@ class DistributedDataParallel(_FlatDataParallel):
     def broadcast_params(self) -> None:
         self.finish_param_sync()
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
-
-
-class _BufferList(list[ParamAndGradBuffer]):
-    def __init__(self, items: list[ParamAndGradBuffer], torch_buffers: Callable[..., Iterator[Tensor]]) -> None:
-        super().__init__(items)
-        self._torch_buffers = torch_buffers
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        return self._torch_buffers(*args, **kwargs)

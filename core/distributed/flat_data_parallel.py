@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
@@ -11,15 +12,13 @@ from torch.distributed import ProcessGroup
 
 from ..comm.lane import comm_lane
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
-from .buffers.bucket import Bucket
-from .buffers.bucket_group import BucketGroup, GradientLender
-from .buffers.grad_memory import GradMemory
-from .buffers.param_placement import ParamPlacement
-from .buffers.reduction import BucketReduction
-from .buffers.schedule import ReductionSchedule
-from .buffers.shown_gradients import ShownGradients, shows_main_grad
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .engine.between_steps import ParamPlacement, ShownGradients, shows_main_grad
+from .engine.bucket_group import BucketGroup
+from .engine.buffer import Bucket, ParamAndGradBuffer
+from .engine.reduction import BucketReduction
+from .engine.schedule import ReductionSchedule
 from .gradient_state import Phase
 from .plan import Plan
 from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
@@ -29,11 +28,10 @@ class _FlatDataParallel(_BaseDataParallel):
     """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
 
     The thread that runs a backward calls `_take_gradient`, and at its end `finish_grad_sync` with
-    `finish_in_backward`; the main thread calls everything else, between backwards.
+    `plan.finishes_in_backward`; the main thread calls everything else, between backwards.
 
     Args:
-        plan: of the buffers, whose buckets are given to `_take_buckets` once they exist.
-        finish_in_backward: finish gradients at the end of each backward outside `no_sync`.
+        plan: of the buffers, which are given to `_take_buffers` once they exist.
 
     Attributes:
         intra_instance_group: the ranks that share each gradient after it is reduced, by Megatron-LM's name.
@@ -43,45 +41,34 @@ class _FlatDataParallel(_BaseDataParallel):
     plan: Plan
     checks_placement = True
 
-    def __init__(
-        self,
-        config: Any,
-        module: nn.Module,
-        ddp_config: DistributedDataParallelConfig,
-        plan: Plan,
-        *,
-        finish_in_backward: bool = False,
-    ) -> None:
+    def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__(config, module, ddp_config, plan)
         self._is_sharded = not plan.is_replicated
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
-        self._finishes_in_backward = finish_in_backward
-        if finish_in_backward and plan.is_reproducible:
-            raise ParallelConfigError(
-                "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
-                "micro-batches of a step are added; drop one of the two"
-            )
 
-    def _take_buckets(self, buckets: Sequence[Bucket], group: ProcessGroup | None = None, lane: int = 0) -> None:
-        """Takes over the gradients of these buckets, in the order in which they are sent; a constructor calls it once.
+    def _take_buffers(
+        self, buffers: Sequence[ParamAndGradBuffer], group: ProcessGroup | None = None, lane: int = 0
+    ) -> None:
+        """Takes over the gradients of these buffers, the plan's; a constructor calls it once.
 
         Args:
             group: reduces gradients; None means `intra_instance_group`.
             lane: number of the lane that runs the reductions.
         """
-        # In the order in which they leave. This and the two below are set once: parameters never change buckets.
-        self._bucket_groups = self._build_bucket_groups(buckets, group or self.intra_instance_group, lane)
+        # Own all memory of gradients, and of parameters or their shards if a strategy shards, for the wrapper's
+        # lifetime.
+        self._flat_buffers = buffers
+        # In the order in which they leave. This and the one below are set once: parameters never change buckets.
+        plan, reduction = self.plan, BucketReduction(self.plan, group or self.intra_instance_group)
+        self._bucket_groups = [
+            BucketGroup(bucket, plan, reduction, self._inspect, comm_lane(bucket.buffer.device, lane), self._tree)
+            for bucket in (buffers[index].buckets[number] for index, number in plan.reduction_order)
+        ]
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
-        # ``[start, end)``, in its bucket's shard, of what this rank keeps of each gradient.
-        self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}
-        for (index, number), bucket in zip(self.plan.reduction_order, buckets, strict=True):
-            places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.updated_part)
-            self._place_in_shard.update(zip(bucket.params, places, strict=True))
-        self._placement = ParamPlacement(
-            (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
-        )
-        finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
+        slots = ((slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots)
+        self._placement = ParamPlacement(unwrap_model(self), slots)
+        finish = _weakly(self.finish_grad_sync) if self.plan.finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
@@ -91,45 +78,16 @@ class _FlatDataParallel(_BaseDataParallel):
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(_weakly(self._take_gradient))
             if self.plan.lends_gradients:
-                param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
+                param.lend_gradient_memory = partial(self._group_of[param].lend, param)  # type: ignore[attr-defined]
             if self.plan.layers_add_gradients:
                 self._group_of[param].bucket.slot_of(param).note_written_by_layer()
         self._own_parameters()
 
-    def _build_bucket_groups(self, buckets: Sequence[Bucket], group: ProcessGroup, lane: int) -> list[BucketGroup]:
-        reduction = BucketReduction(
-            group=self.process_group,
-            shard_group=group if self._is_sharded else None,
-            replica_group=self.inter_instance_group,
-            becomes=self.plan.reduction,
-            scatters_over_replicas=self.plan.num_updated_parts > self.plan.num_shards,
-            average_in_collective=self.plan.averages_in_collective,
-            fp32_accumulation=self.plan.adds_in_fp32,
-            order=self.plan.sum_order,
-        )
-        return [
-            BucketGroup(
-                bucket,
-                reduction,
-                self._inspect,
-                comm_lane(bucket.buffer.device, lane),
-                overlaps_grads=self.plan.overlaps_grads,
-                overlaps_params=self.plan.overlaps_params,
-                reduces_every_micro_batch=self.plan.reduces_every_micro_batch,
-                tree=self._tree,
-            )
-            for bucket in buckets
-        ]
-
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
         super().expect_micro_batches(count, divides_by_ranks=divides_by_ranks)
         if self._tree is not None:
-            for memory in self._grad_memories:
-                memory.keep_all(self._tree.sets_whole_gradients_aside)
-
-    @property
-    def _grad_memories(self) -> set[GradMemory]:
-        return {group.bucket.buffer.grad_memory for group in self._bucket_groups}
+            for buffer in self._flat_buffers:
+                buffer.grad_memory.keep_all(self._tree.sets_whole_gradients_aside)
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
@@ -148,7 +106,7 @@ class _FlatDataParallel(_BaseDataParallel):
         Raises:
             ShardstackError: the gradient has a graph.
         """
-        if self._finishes_in_backward and self._schedule.has_lost_a_backward:
+        if self.plan.finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
         gradient = take_added(param.grad) if is_unreadable(param.grad) else param.grad  # type: ignore[arg-type]
         if gradient is None:
@@ -163,7 +121,8 @@ class _FlatDataParallel(_BaseDataParallel):
         if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return
         group, is_added = self._group_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        group.add_gradient(param, None if is_added else gradient)
+        if not group.add_gradient(param, None if is_added else gradient):
+            self.gradient_state.note_late(self._name_of(param))
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         del gradient  # its memory may serve for what the reduction allocates
         self._schedule.note_gradient(group, param, self._syncs_gradients)
@@ -182,7 +141,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 "drop it"
             )
         self.settle_parameters()
-        self._placement.check_reduced(unwrap_model(self))
+        self._placement.check_reduced()
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
@@ -191,7 +150,7 @@ class _FlatDataParallel(_BaseDataParallel):
         try:
             self._shown.show()
         except RuntimeError:  # a parameter of another dtype than its gradient
-            self._placement.check(unwrap_model(self))
+            self._placement.check()
             raise
 
     def _open_reduced_gradients(self) -> bool:
@@ -211,13 +170,12 @@ class _FlatDataParallel(_BaseDataParallel):
         group = self._group_of[parameter]
         if not (group.has_reduced and self._shown.has_gradient(parameter)):
             return None
-        start, end = self._place_in_shard[parameter]
-        return group.bucket.local_grad_shard[start:end]
+        return group.bucket.local_grad(parameter)
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
         try:
-            self._placement.check_step(unwrap_model(self))
+            self._placement.check_step()
         except WrapError as error:
             raise OptimizerError(str(error)) from None
         if (written := self._shown.find_written()) is not None:
@@ -260,10 +218,9 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
         buckets = [group.bucket for group in self._bucket_groups]
-        held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
-        held += [gradient for bucket in buckets for gradient in bucket.extra_main_grads]
+        held = [t for b in buckets for t in (b.grad_data, b.separate_shard, *b.accumulators) if t is not None]
         held += [t for group in self._bucket_groups if group.sums is not None for t in group.sums.tensors]
-        held += [t for memory in self._grad_memories for t in memory.kept]
+        held += [t for buffer in self._flat_buffers for t in buffer.grad_memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
@@ -23,13 +22,11 @@ from ..pending_parameters import set_pending_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine import Engine
+from .engine.buffer import ParamAndGradBuffer
+from .engine.gathering import ParameterGathering
+from .engine.install import build_units, install_call_hooks
+from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
-from .fully_sharded.build import build_units
-from .fully_sharded.calls import install_call_hooks
-from .fully_sharded.gathering import ParameterGathering
-from .fully_sharded.memory import ShardedBuffer
-from .fully_sharded.unit import Unit
 from .groups import Ranks, twin_group
 from .model.broadcast import broadcast_tensors
 from .model.initial_values import InitialValues, cast_buffers
@@ -38,6 +35,7 @@ from .model.unit_transforms import transform_units
 from .plan import Plan
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
+from .torch_fully_sharded_data_parallel_config import Engine
 
 
 class FullyShardedDataParallel(_FlatDataParallel):
@@ -106,11 +104,13 @@ class FullyShardedDataParallel(_FlatDataParallel):
         device = next((param.device for param in named.values()), current_device())
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
         reductions = twin_group(plan.groups.shard) if plan.num_shards > 1 else plan.groups.shard
-        # Own the shards and the memory of gradients, for the wrapper's lifetime.
-        self._buffers_of_shards = self._allocate_shards(named, device, reductions)
+        allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
+        buffers = [ParamAndGradBuffer(plan, buffer, named, allocate_grads) for buffer in plan.buffers]
+        # This rank's shards of the parameters, which the buffers own; fixed.
+        self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
-        self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
+        self.units: list[Unit] = build_units(plan, buffers, allocate_slots)
         for unit in self.units:
             unit.adopt(with_values=True)
         self._note_ranges()
@@ -120,38 +120,17 @@ class FullyShardedDataParallel(_FlatDataParallel):
         # Tracks which units are gathered and the order in which they run. Module hooks call it in forward and backward
         # (`install_call_hooks`). `note_step`, and writes to the shards, invalidate gathered units.
         self._gathering = ParameterGathering(
-            *(plan, self.units, self._buffers_of_shards, comm_lane(device)),
-            note_moved=lambda params: self._placement.note_moved(params),
+            plan, self.units, self._shards, comm_lane(device), lambda params: self._placement.note_moved(params)
         )
         install_call_hooks(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
             set_pending_view(param, partial(whole_view, param))
-        buckets = [self._buffers_of_shards[index].buckets[number] for index, number in plan.reduction_order]
-        self._take_buckets(buckets, reductions, lane=int(plan.num_shards > 1))
+        self._take_buffers(buffers, reductions, lane=int(plan.num_shards > 1))
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
-
-    def _allocate_shards(
-        self, named: dict[str, nn.Parameter], device: torch.device, reductions: ProcessGroup
-    ) -> list[ShardedBuffer]:
-        plan = self.plan
-        allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
-        return [
-            ShardedBuffer(
-                buffer,
-                named,
-                named[buffer.buckets[0].params[0].name].device,
-                num_shards=plan.num_shards,
-                updated_parts=(plan.num_updated_parts, plan.updated_part),
-                offloads=plan.offloads,
-                pins_memory=plan.pins_memory,
-                allocate=allocate_grads,
-            )
-            for buffer in plan.buffers
-        ]
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         kept = kept_range(param)
@@ -178,13 +157,14 @@ class FullyShardedDataParallel(_FlatDataParallel):
         if group is None or not self.plan.shards_update_over_replicas:
             return
         for unit in self.units:
-            for piece in unit.pieces:
-                if any(param.requires_grad for param in piece.params):
-                    shard = piece.shard.to(piece.whole.device)  # from the host, where it is offloaded
+            for bucket in unit.buckets:
+                if any(param.requires_grad for param in bucket.params):
+                    kept = bucket.local_param_shard
+                    shard = kept.to(bucket.buffer.device)  # from the host, where it is offloaded
                     own = shard.chunk(group.size())[group.rank()]
                     all_gather(shard, own, group, what=f"updated parameters of unit {unit.name}")
-                    if shard is not piece.shard:
-                        piece.shard.copy_(shard)
+                    if shard is not kept:
+                        kept.copy_(shard)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -216,7 +196,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
         broadcast_tensors(self.module.buffers(), self.process_group)
         if self.inter_instance_group is not None:
-            broadcast_tensors([buffer.shards for buffer in self._buffers_of_shards], self.inter_instance_group)
+            broadcast_tensors(self._shards, self.inter_instance_group)
         self._gathering.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -240,7 +220,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         Raises:
             WrapError: it would move or convert the parameters, which are views of the wrapper's memory.
         """
-        for buffer in self._buffers_of_shards:
+        for buffer in self._flat_buffers:
             probe = torch.empty(0, dtype=buffer.param_dtype, device=buffer.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
@@ -258,7 +238,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         held = super().held_tensors()
         slots = {unit.slot for unit in self.units if unit.slot is not None}
         return held | {
-            "parameters": [*(buffer.shards for buffer in self._buffers_of_shards), *self.module.buffers()],
+            "parameters": [*self._shards, *self.module.buffers()],
             "gathered parameters": [
                 *(part for slot in slots for part in slot.parts),
                 *(part for unit in self.units for part in unit.part),

@@ -26,7 +26,7 @@ class Phase(Enum):
     """Used: an optimizer has divided them by its loss scale, in place."""
 
     LATE = "late"
-    """Invalid: a backward added to them after they were reduced."""
+    """Invalid: a backward brought a gradient after it could be reduced with the others, which was dropped."""
 
     BROKEN = "broken"
     """Invalid: a backward raised an error."""
@@ -37,7 +37,7 @@ class GradientState:
 
         zeroed -> accumulating -> reduced -> finalized -> unscaled    then zeroed again, from any phase
                        |             |           |           |
-                       |             +---------> late <------+        a backward without zeroing gradients first
+                       +-------------+---------> late <------+        a backward without zeroing gradients first
                        +-> broken                                     a backward that raised
 
     The wrapper reports events; `finish_grad_sync`, `finalize_model_grads` and the optimizer's step check the phase
@@ -48,6 +48,8 @@ class GradientState:
         # Set by the `note_` methods alone: by autograd's thread when a backward begins, else by the training thread.
         # Valid at any time.
         self.phase = Phase.ZEROED
+        # The parameter whose gradient came too late, where it is known; valid only in the phase LATE.
+        self._late_parameter = ""
 
     @property
     def is_reduced(self) -> bool:
@@ -68,7 +70,11 @@ class GradientState:
         if self.phase is Phase.ZEROED or (self.is_reduced and may_add):
             self.phase = Phase.ACCUMULATING
         elif self.is_reduced or self.phase is Phase.UNSCALED:
-            self.phase = Phase.LATE
+            self.note_late()
+
+    def note_late(self, parameter: str = "") -> None:
+        """Records that a backward brought a gradient of `parameter` after the others had been sent."""
+        self.phase, self._late_parameter = Phase.LATE, parameter
 
     def note_unscaled(self) -> None:
         """Records that an optimizer has divided gradients by its loss scale, so that no step may use them again."""
@@ -103,9 +109,10 @@ class GradientState:
             ShardstackError: a backward ran late, or did not end.
         """
         if self.phase is Phase.LATE:
+            first = f", the first of parameter {self._late_parameter}" if self._late_parameter else ""
             raise ShardstackError(
-                "a backward added gradients after those of the step had been reduced; put every backward of a step "
-                "but the last inside no_sync, and call zero_grad_buffer before the next step"
+                f"a backward added gradients after those of the step had been reduced{first}; put every backward of a "
+                "step but the last inside no_sync, and call zero_grad_buffer before the next step"
             )
         if self.phase is Phase.BROKEN:
             raise ShardstackError(

@@ -112,6 +112,11 @@ class GradientTree:
         return self.shape.reduces(self._begun - 1, self._count)
 
     @property
+    def is_last(self) -> bool:
+        """Whether the running backward is the last of the step."""
+        return self._begun == self._count
+
+    @property
     def has_entered(self) -> bool:
         """Whether `enter` was called in the running backward; True if none runs."""
         return current_backward() in (self._backward, NO_BACKWARD)

@@ -20,19 +20,8 @@ from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
 from .data_parallel_base import _BaseDataParallel, reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine import Engine
+from .fsdp2.gradient_sums import GradientSums
 from .fsdp2.sharded_model import ShardedModel
-from .fsdp2.torch_private import (
-    MicroBatchSums,
-    drop_unsharded_gradients,
-    gathered_parameters,
-    gathered_tensors,
-    gradient_tensors,
-    names_of_parameters,
-    reduce_unsharded_gradients,
-    shard_tensors,
-    whole_gradients,
-)
 from .gradient_state import Phase
 from .groups import Ranks
 from .model.broadcast import broadcast_tensors
@@ -40,6 +29,7 @@ from .model.parameter_attributes import parameter_attributes_kept
 from .model.rewrapping import reject_changed
 from .parameter_owner import local_gradient
 from .plan.units import UnitChoice
+from .torch_fully_sharded_data_parallel_config import Engine
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -109,12 +99,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded = ShardedModel(module, plan, initializes=initializes)
         self.units = plan.units[:-1]
         self._replicas = plan.groups.replicate
-        # Partial sums of a step's gradients, with ``reproducible_across_ranks``; else None. Filled when a backward
-        # begins, added up by `finish_grad_sync`, cleared by `zero_grad_buffer`.
-        self._sums: MicroBatchSums | None = None
+        # Sums of a step's gradients, with ``reproducible_across_ranks``; else None. Backwards fill it, the last one of
+        # a step empties it, and `zero_grad_buffer` clears it.
+        self._sums: GradientSums | None = None
         if self._tree is not None:
-            of_shards = plan.reduces_every_micro_batch
-            self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=plan.groups.replicate)
+            self._sums = GradientSums(plan, self._tree, self.sharded.fsdp_modules, self.sharded.state)
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `_finish_grad_sync` sets it, `note_step` and `_zero_gradients` clear it.
         self._shows_gradients = False
@@ -172,6 +161,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 "backward, so that no second backward could go through it; use DistributedDataParallel for losses "
                 "that contain gradients"
             )
+        self.sharded.state.keep_changes()
         self.note_backward()
         if self._tree is not None:
             self._tree.enter()
@@ -181,12 +171,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
-        reject_changed(self.module, names_of_parameters(self.module))
+        reject_changed(self.module, self.sharded.state.names_of_parameters())
 
     def check_may_step_directly(self, optimizer: str) -> None:
         self._look_for_failures()
         is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
-        if is_accumulating and not any(True for _ in whole_gradients(self.module)):
+        if is_accumulating and not any(True for _ in self.sharded.state.whole_gradients()):
             self._share_buffers()
             self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
         super().check_may_step_directly(optimizer)
@@ -197,16 +187,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
+        if self._sums is not None:
+            self._sums.expect_sync(enabled)
         self.sharded.set_gradient_sync(enabled)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce:
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
-        reduce_unsharded_gradients(self.module)
+        self.sharded.state.reduce_unsharded_gradients()
         self.sharded.reshard()
         self._shows_gradients = True
-        if self._sums is not None and not self.gradient_state.is_reduced:
-            self._sums.finish()
+        if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
+            self._scale_gradients(self._tree.factor)
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -226,7 +218,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded.recover()
         if self._sums is not None:
             self._sums.clear()
-        drop_unsharded_gradients(self.module)
+        self.sharded.state.drop_unsharded_gradients()
         self.sharded.reshard()
         self._shows_gradients = False
         for parameter in self.module.parameters():
@@ -266,14 +258,17 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
-            "parameters": [*shard_tensors(self.module), *self.module.buffers()],
-            "gathered parameters": list(gathered_tensors(self.module)),
-            "gradients": [*gradient_tensors(self.module), *(self._sums.tensors if self._sums is not None else ())],
-            "gradients not reduced yet": list(whole_gradients(self.module)),
+            "parameters": [*self.sharded.state.shard_tensors(), *self.module.buffers()],
+            "gathered parameters": [*self.sharded.state.gathered_tensors(), *self.sharded.parts],
+            "gradients": [
+                *self.sharded.state.gradient_tensors(),
+                *(self._sums.tensors if self._sums is not None else ()),
+            ],
+            "gradients not reduced yet": list(self.sharded.state.whole_gradients()),
         }
 
     def gradient_receivers(self) -> list[nn.Parameter]:
-        return list(gathered_parameters(self.module))
+        return list(self.sharded.state.gathered_parameters())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):

@@ -11,11 +11,11 @@ from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine import Engine, engine_of
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .groups import Ranks
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from .torch_fully_sharded_data_parallel_config import Engine, engine_of
 
 
 def wrap_model(

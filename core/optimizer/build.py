@@ -45,17 +45,17 @@ def get_megatron_optimizer(
     Args:
         config: the update rule and its constants.
         model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
-        config_overrides: settings of single parameters, by `ParamKey`; they replace the conditions below and the
-            default of the first, `get_standard_config_overrides`.
-        use_gloo_process_groups: Megatron-LM's; optimizers here use the groups of the wrappers.
-        pg_collection: process groups; its `tp` serves as `tp_group`.
-        dump_param_to_param_group_map: Megatron-LM's; None alone.
+        config_overrides: settings of single parameters, by `ParamKey`. They replace `get_standard_config_overrides`
+            and exclude `no_weight_decay_cond` and `scale_lr_cond`.
+        use_gloo_process_groups: Megatron-LM's argument; not read, because optimizers use the wrappers' groups.
+        pg_collection: process groups, whose `tp` is the default of `tp_group`.
+        dump_param_to_param_group_map: Megatron-LM's argument; must be None.
         no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
             and parameters of at most one dimension.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
-        lr_mult: that factor.
-        tp_group: the ranks that share parameters marked ``tensor_model_parallel``; by default those of
-            :mod:`core.parallel_state`, where it is initialised.
+        lr_mult: factor of the learning rates that `scale_lr_cond` selects.
+        tp_group: ranks that share parameters marked ``tensor_model_parallel``; by default the group of
+            :mod:`core.parallel_state`, if it is initialised.
 
     Raises:
         ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
@@ -89,7 +89,7 @@ def get_megatron_optimizer(
 
 
 def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_FlatDataParallel]:
-    """Returns the chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
+    """Returns the chunks' wrappers if each rank updates its share of their flat buffers, else an empty list."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
     sharding = [wrapper for wrapper in wrappers if shards_buffers(wrapper)]
@@ -98,12 +98,12 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
             f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
             "of them by one strategy"
         )
-    wanted = config.use_distributed_optimizer
-    if wanted is not None and wanted != bool(sharding):
-        found = " and ".join(sorted(strategies)) or "no_shard"
+    is_sharded = config.use_distributed_optimizer
+    if is_sharded is not None and is_sharded != bool(sharding):
+        names = " and ".join(sorted(strategies)) or "no_shard"
         raise ConfigError(
-            f"use_distributed_optimizer is {wanted} in OptimizerConfig, but data_parallel_sharding_strategy is "
-            f"{found} in the config of the model's wrapper, which decides; leave the first at None"
+            f"use_distributed_optimizer is {is_sharded} in OptimizerConfig, but data_parallel_sharding_strategy is "
+            f"{names} in the config of the model's wrapper, which decides; leave the first at None"
         )
     return sharding
 
@@ -127,8 +127,8 @@ def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module],
     for p in params:
         dtype = p.local().dtype
         if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):
-            wanted = "fp16=True" if dtype == torch.float16 else "bf16=True"
+            setting = "fp16=True" if dtype == torch.float16 else "bf16=True"
             raise ConfigError(
                 f"parameter {p.name} is {dtype}, but OptimizerConfig has fp16={config.fp16}, bf16={config.bf16}; "
-                f"set {wanted}, or create the model in the configured precision"
+                f"set {setting}, or create the model in the configured precision"
             )

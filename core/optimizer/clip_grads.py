@@ -32,7 +32,7 @@ from .main_params import MainParam
 
 
 class GradientStatistics:
-    """Computes the norm of the whole model's gradient, and its number of zeros; equal on every rank.
+    """Computes the norm of the whole model's gradient and its number of zeros, equal on every rank.
 
     A parameter is summed over the ranks that share its update, so replicas count once. A parameter that every
     tensor-parallel rank holds counts only on the first of them; a copy marked ``shared`` (tied weights of another
@@ -40,8 +40,9 @@ class GradientStatistics:
     model-parallel ranks; each carries the sums of all its parameters and their number of zeros.
 
     Args:
-        is_exact: the sum does not depend on the number of ranks, by construction. Ranks then agree on the largest
-            magnitude first.
+        params: the parameters that the optimizer updates.
+        tp_group: tensor-parallel ranks; by default the model-parallel group of `core.parallel_state`, if any.
+        is_exact: compute the same bits on any number of ranks. Ranks then agree on the largest magnitude first.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GradientStatistics:
         Every rank has to call it. Waits for no device.
 
         Args:
-            grads: this rank's gradients, in the order of the parameters; None where there is none this step.
+            grads: this rank's gradients, in the order of the parameters; None for a parameter without one.
 
         Returns:
             `[2]` in double, on the device of this process.
@@ -154,7 +155,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies gradients in place by a 0-dim double; where that is known to be one, leaves them alone."""
+    """Multiplies gradients in place by a 0-dim double, unless the host knows that it is one."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -165,7 +166,7 @@ def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
-    """Returns ``[sum of squares, number of zeros]`` in double; converts no tensor to double as a whole."""
+    """Returns ``[sum of squares, number of zeros]`` in double, converting tensors in chunks."""
     squares: list[Tensor] = []
     others: list[Tensor] = []
     numel = 0
@@ -187,7 +188,7 @@ def _sum_in_order(addends: list[Tensor]) -> Tensor:
 
 
 def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device) -> Tensor:
-    """Returns the same for an accelerator's gradients, without waiting for it."""
+    """Returns ``[sum of squares, number of zeros]`` of an accelerator's gradients, without waiting for it."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if grads:  # the multi-tensor norm accumulates in the dtype of its result
         sums[0] = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
@@ -203,12 +204,12 @@ def _count_zeros(grads: Sequence[Tensor]) -> Tensor:
 
 
 def merge_contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Joins tensors that follow each other in memory, so that one kernel reads them; keeps the rest as they are.
+    """Joins tensors that follow each other in memory, so that one kernel reads them.
 
     A wrapper's gradients follow each other: a bucket's in its buffer, those of a unit in what its reduction wrote.
 
     Returns:
-        views of the same elements, `[n]` where they are joined, in the order of their memory.
+        views of the same elements, in the order of their memory. Joined tensors are `[n]`, others keep their shape.
     """
     runs: list[list[Tensor]] = []
     for tensor in sorted(tensors, key=Tensor.data_ptr):

@@ -29,7 +29,7 @@ from .param_groups import collect_main_params
 
 @dataclass(eq=False)
 class MainRange(MainParam):
-    """The run of a parameter's elements that this rank updates, by the plan; may be empty."""
+    """The run of a parameter's elements that the plan gives this rank to update. May be empty."""
 
     wrapper: _FlatDataParallel = field(repr=False)
     """The wrapper whose buffers hold the parameter, and which reduces its gradient."""
@@ -81,7 +81,7 @@ class DistributedOptimizer(MegatronOptimizer):
         data_parallel_world_size: int,
         ddp_config: DistributedDataParallelConfig,
     ) -> FullParamLayout:
-        """Returns the layout of these parameters in the buffers of a wrapper that shards; allocates nothing.
+        """Returns the layout of parameters in the buffers of a wrapper that shards. Allocates nothing.
 
         Args:
             params: the model's trainable parameters, in order.
@@ -106,7 +106,7 @@ def collect_main_ranges(
     Raises:
         OptimizerError: a parameter that is in none of the wrappers' plans, or no longer in their buffers.
     """
-    ranges = {param: found for wrapper in wrappers for param, found in _planned_ranges(wrapper)}
+    ranges = dict(item for wrapper in wrappers for item in _planned_ranges(wrapper))
 
     def make(name: str, param: nn.Parameter, owner: nn.Module, attribute: str) -> MainRange:
         if param not in ranges:

@@ -30,33 +30,33 @@ _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _LOW_BITS = 32
 _LOW = (1 << _LOW_BITS) - 1
 _LEAST_EXPONENT = -1020
-"""Even, and above those of subnormal numbers."""
+"""Smallest exponent of a unit: even, and above the exponents of subnormal numbers."""
 
 _LARGEST_EXPONENT = 1023 - 53 + _BITS
 """Largest result of `_exponent_of_square` for which double holds the anchor of the unit, and squares added to it."""
 
 
 def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the largest absolute value, 0-dim in double on `device`; infinity if any value is not finite."""
+    """Returns the largest absolute value, 0-dim in double on `device`, or infinity if any value is not finite."""
     on_host = [extreme.double() for grad in grads if not grad.is_cuda for extreme in torch.aminmax(grad)]
     on_device = [grad for grad in grads if grad.is_cuda]
-    found = torch.zeros((), dtype=torch.float64, device=device)
+    largest = torch.zeros((), dtype=torch.float64, device=device)
     if on_host:
-        found = torch.stack(on_host).abs().max().to(device)
+        largest = torch.stack(on_host).abs().max().to(device)
     if on_device:
         norms = torch._foreach_norm(on_device, math.inf)
-        found = torch.maximum(found, torch.stack([norm.double() for norm in norms]).max())
-    return torch.where(found < math.inf, found, math.inf)  # NaN is in no order
+        largest = torch.maximum(largest, torch.stack([norm.double() for norm in norms]).max())
+    return torch.where(largest < math.inf, largest, math.inf)  # NaN is in no order
 
 
 def exponent_of_unit(largest: Tensor) -> Tensor:
-    """Returns the unit's exponent, an even 0-dim number, for these magnitudes; meaningless unless `sum_fits`."""
+    """Returns the unit's exponent, an even 0-dim number, for a largest magnitude. Valid only if `sum_fits`."""
     above = _exponent_of_square(largest).clamp(max=_LARGEST_EXPONENT)
     return (above - _BITS).clamp(min=_LEAST_EXPONENT)
 
 
 def sum_fits(largest: Tensor) -> Tensor:
-    """Returns whether double can hold every square; False if a value is not finite."""
+    """Returns whether double can hold every square, which is False if a value is not finite."""
     return largest.isfinite() & (_exponent_of_square(largest) <= _LARGEST_EXPONENT)
 
 
@@ -104,7 +104,7 @@ def _anchor(exponent: Tensor) -> Tensor:
 
 
 def _sum_on_host(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
-    """Returns `sum_of_squares` of CPU tensors; converts them to double in chunks."""
+    """Returns `sum_of_squares` of CPU tensors, converted to double in chunks."""
     sums, sizes = [], []
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64, device="cpu")
     anchor = _anchor(exponent)
@@ -120,20 +120,20 @@ def _sum_on_host(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
 
 
 _TOTAL_BITS = 28
-"""Of each of the two numbers: 2^24 of them add up in the 53 bits of double."""
+"""Bits of each of the two numbers: 2^24 such numbers add up in the 53 bits of double."""
 
 _LARGEST_ADDEND = 900
 """Largest exponent of an addend; addends above it, or below its negative, lose bits."""
 
 
 def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Sums each column over the rows of all ranks, rounded once; the result does not depend on the order of rows.
+    """Sums each column over the rows of all ranks, rounded once, independently of the order of rows.
 
     Exact for fp32 addends of at least 2^-32 of the largest one. Smaller addends lose their last bits, each by itself.
     If an addend is not finite, the sum is not finite.
 
     Args:
-        rows: a row `[n]` for each micro-batch of this rank; every rank has as many.
+        rows: a row `[n]` for each micro-batch of this rank; all ranks have equally many.
 
     Returns:
         `[n]` in double, on the device of the rows.

@@ -18,7 +18,11 @@ class GradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
-        """Adapts the scale, once a step; `found_inf`: a gradient was not finite on some rank, the step was skipped."""
+        """Adapts the scale once a step.
+
+        Args:
+            found_inf: a gradient was not finite on some rank, so that the step was skipped.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +98,7 @@ class DynamicGradScaler(GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from :meth:`state_dict`; an empty one, from a run with a constant scale, changes nothing."""
+        """Continues from :meth:`state_dict`. An empty one, from a run with a constant scale, changes nothing."""
         if state_dict:
             self.scale = float(state_dict["scale"])
             self._finite_steps = int(state_dict["growth_tracker"])

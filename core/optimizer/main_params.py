@@ -53,12 +53,12 @@ class MainParam:
     """False makes `main` a view in low precision too, for callers that only read gradients."""
 
     main: Tensor = field(init=False)
-    """In the shape of `local`; set once. A view shares the parameter's memory, and is valid while the parameter keeps
-    its storage, which `check_storage` checks. A master is memory of the optimizer. Its ``grad`` is set only during the
-    update: `MegatronOptimizer.start_step` sets and clears it."""
+    """The tensor to update, in the shape of `local`. Set once. A view shares the parameter's memory, and is valid
+    while the parameter keeps its storage, which `check_storage` checks. The optimizer owns a master's memory. ``grad``
+    is set only during the update: `MegatronOptimizer._update` sets and clears it."""
 
     _address: int = field(init=False)
-    """Address of this rank's part of the parameter when `main` was made; fixed. `check_storage` compares it."""
+    """Address of this rank's part of the parameter when `main` was created. Fixed; `check_storage` compares it."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():
@@ -84,7 +84,7 @@ class MainParam:
         return local_part(self.param).detach()  # the other order would cost a dispatch
 
     def local_gradient(self) -> Tensor | None:
-        """Returns the gradient of this rank's part, in the same shape; None leaves the parameter out of the step."""
+        """Returns the gradient of this rank's part, in its shape, or None to leave the parameter out of the step."""
         grad = read_gradient(self.param)
         if grad is None:
             return None
@@ -111,7 +111,7 @@ class MainParam:
         return tuple(groups)
 
     def whole(self, state: Tensor) -> Tensor:
-        """Views `state`, in the shape of `main`, as a tensor of the whole model for a checkpoint; no copy."""
+        """Views `state`, in the shape of `main`, as a tensor of the whole model for a checkpoint."""
         return global_view(self.param, state)
 
     def check_storage(self) -> None:
@@ -158,34 +158,34 @@ def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
 
 
 def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
-    """Returns the step's gradients in the dtypes of the main tensors; copies those of another dtype, in one call.
+    """Returns the step's gradients in the dtypes of the main tensors, copying those of other dtypes in one call.
 
     Raises:
-        OptimizerError: as `MainParam.take_gradient`.
+        OptimizerError: see `MainParam.take_gradient`.
     """
     grads = [p.take_gradient() for p in params]
-    cast = [i for i, grad in enumerate(grads) if grad is not None and grad.dtype != params[i].main.dtype]
-    if cast:
-        sources = [grad for i in cast if (grad := grads[i]) is not None]
-        copies = [torch.empty_like(grad, dtype=params[i].main.dtype) for i, grad in zip(cast, sources, strict=True)]
+    to_cast = [i for i, grad in enumerate(grads) if grad is not None and grad.dtype != params[i].main.dtype]
+    if to_cast:
+        sources = [grad for i in to_cast if (grad := grads[i]) is not None]
+        copies = [torch.empty_like(grad, dtype=params[i].main.dtype) for i, grad in zip(to_cast, sources, strict=True)]
         torch._foreach_copy_(copies, sources)
-        for i, copy in zip(cast, copies, strict=True):
+        for i, copy in zip(to_cast, copies, strict=True):
             grads[i] = copy
     return grads
 
 
 def refresh_parameters(params: Sequence[MainParam]) -> None:
     """Writes the masters into their parameters in low precision."""
-    copied = [p for p in params if p.is_low_precision]
-    if copied:
-        torch._foreach_copy_([p.local() for p in copied], [p.main for p in copied])
+    low = [p for p in params if p.is_low_precision]
+    if low:
+        torch._foreach_copy_([p.local() for p in low], [p.main for p in low])
 
 
 def refresh_masters(params: Sequence[MainParam]) -> None:
     """Writes the parameters in low precision into their masters."""
-    copied = [p for p in params if p.is_low_precision]
-    if copied:
-        torch._foreach_copy_([p.main for p in copied], [p.local() for p in copied])
+    low = [p for p in params if p.is_low_precision]
+    if low:
+        torch._foreach_copy_([p.main for p in low], [p.local() for p in low])
 
 
 class WrittenParams:
@@ -208,7 +208,7 @@ class WrittenParams:
         self.note_agreement()
 
     def note_agreement(self) -> None:
-        """Records that masters and parameters agree; called after one was copied into the other."""
+        """Records that masters and parameters agree. Call it after one was copied into the other."""
         self._sums = self._sums_of_runs()
 
     @property
@@ -217,21 +217,25 @@ class WrittenParams:
         return [p.name for p in self._params]
 
     def refresh_masters(self) -> None:
-        """Copies values that other code has written to parameters into the masters; waits for the device once.
+        """Copies values that other code has written to parameters into the masters.
 
-        An element that still equals its rounded master keeps the master's full precision, because a checkpoint's
-        weights may be loaded after its masters.
+        Waits for the device once. An element that still equals its rounded master keeps the master's full precision,
+        because a checkpoint's weights may be loaded after its masters.
         """
-        found = self.find_written()
-        if found is None:
+        written = self.find_written()
+        if written is None:
             return
-        for p, is_written in zip(self._params, HostRead(found).wait(), strict=True):
+        for p, is_written in zip(self._params, HostRead(written).wait(), strict=True):
             if is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
 
     def find_written(self) -> Tensor | None:
-        """Returns which parameters were written since, as bools `[len(names)]` on the device; None without any."""
+        """Returns which parameters were written since the last agreement, or None if none is watched.
+
+        Returns:
+            bools `[len(names)]` on the device.
+        """
         if not self._params:
             return None
         device = self._params[0].main.device
@@ -243,14 +247,14 @@ class WrittenParams:
 
 
 _WORDS_COMPARED = 4096
-"""A tensor of so many 8-byte words at most is compared word by word: its copy is small."""
+"""Largest size, in 8-byte words, of a tensor that is compared word by word, because its copy is small."""
 
 _WORDS_OF_RUN = 125
-"""Words in a run. Odd, so that columns that change places cross the ends of runs; longer ones are hardly faster."""
+"""Words in a run. Odd, so that columns that change places cross the ends of runs. Longer runs are hardly faster."""
 
 
 def _sums_of_runs(tensor: Tensor, row: int) -> Tensor:
-    """Returns the sums of a 16-bit tensor's bits over runs of eight-byte words, and what is left at its ends.
+    """Returns the sums of a 16-bit tensor's bits over runs of eight-byte words, and the remainders at its ends.
 
     Args:
         row: number of elements in a row of the parameter, 1 in a vector; runs are shorter, or single words.

@@ -36,10 +36,10 @@ class StepOutcome:
     """False if a gradient was not finite, so that nothing was updated."""
 
     grad_norm: float
-    """Global norm of the gradient before clipping, without the loss scale; not finite if the step was skipped."""
+    """Global norm of the gradient before clipping, without the loss scale. Not finite if the step was skipped."""
 
     num_zeros: int
-    """Number of zeros in the gradient; 0 if they are not counted."""
+    """Number of zeros in the gradient, or 0 if they are not counted."""
 
     report: tuple[float, ...]
     """The numbers that the caller gave to `MegatronOptimizer.start_step` as `report`."""
@@ -48,7 +48,7 @@ class StepOutcome:
     """Largest learning rate of the update."""
 
     loss_scale: float
-    """The factor that losses were multiplied by."""
+    """Factor that losses were multiplied by."""
 
 
 class PendingOutcome:
@@ -57,17 +57,13 @@ class PendingOutcome:
     Args:
         norm: 0-dim, in double.
         num_zeros: 0-dim, in double.
-        report: `[n]`, the caller's numbers, copied in the same read; None for none.
-        written: for each of `names`, whether code other than the optimizer has written the parameter; None if the
-            masters have taken such values already.
+        report: `[n]`, the caller's numbers, copied in the same read; None if there are none.
+        written: `[len(names)]`, whether code other than the optimizer has written each parameter; None if the masters
+            already have such values.
         names: names of parameters in low precision.
-        stepped: main tensors whose step count was raised in advance.
+        updated: main tensors whose step count was raised in advance.
         lr: largest learning rate of the step.
         loss_scale: the step's loss scale.
-
-    Attributes:
-        stepped: as given. `MegatronOptimizer.start_step` empties it if it makes no update, so that `take_back_step`
-            lowers no step count.
     """
 
     def __init__(
@@ -78,19 +74,22 @@ class PendingOutcome:
         written: Tensor | None,
         names: Sequence[str],
         *,
-        stepped: Sequence[Tensor],
+        updated: Sequence[Tensor],
         lr: float,
         loss_scale: float,
     ) -> None:
         parts = [torch.stack([norm, num_zeros]), *(part for part in (report, written) if part is not None)]
+        # Norm, number of zeros, report and written flags, in one copy that began here on the current stream.
         self._read = HostRead(torch.cat([part.to(norm.device, torch.float64) for part in parts]))
         self._num_reported = 0 if report is None else len(report)
         self._names = names if written is not None else ()
         self._lr, self._loss_scale = lr, loss_scale
-        self.stepped = stepped
+        # Main tensors whose step counts `take_back_step` lowers if the step is skipped. `MegatronOptimizer.start_step`
+        # empties it if it makes no update.
+        self.updated = updated
 
     def wait(self) -> StepOutcome:
-        """Waits for the device, and returns the outcome.
+        """Waits for the device and returns the outcome.
 
         Raises:
             OutOfStepError: not all ranks took part in the step.
@@ -169,7 +168,7 @@ class MegatronOptimizer(OptimizerState):
         self._phases: list[Phase] = []
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Makes one update, or skips it on all ranks; waits until the device has decided.
+        """Makes one update, or skips it on all ranks, and waits until the device has decided.
 
         Returns:
             ``(True, grad_norm, num_zeros_in_grad)`` after an update: the norm before clipping, without the loss scale;
@@ -194,18 +193,19 @@ class MegatronOptimizer(OptimizerState):
     def start_step(
         self, report: Tensor | None = None, *, concluded: Callable[[StepOutcome], None] | None = None
     ) -> None:
-        """Queues one update, which the device skips if a gradient is not finite; does not wait for it.
+        """Queues one update, which the device skips if a gradient is not finite.
 
-        The host learns the outcome in :meth:`finish_step`, which checkpoints call, or else in the next step: before
-        its update, or in :meth:`scale_loss` with a dynamic loss scale. Other code that writes to parameters in low
-        precision between two steps has to call `finish_step` before, or :meth:`reload_model_params` after.
+        Does not wait for it. The host learns the outcome in :meth:`finish_step`, which checkpoints call, or else in
+        the next step: before its update, or in :meth:`scale_loss` with a dynamic loss scale. Other code that writes to
+        parameters in low precision between two steps has to call `finish_step` before, or
+        :meth:`reload_model_params` after.
 
         Args:
             report: `[n]`, numbers on the device, for example a loss, that are copied to the host with the outcome.
             concluded: called once with the outcome, before the next step's update.
 
         Raises:
-            ShardstackError, OptimizerError: as :meth:`step`; of the step before also as :meth:`finish_step`.
+            ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
         self._conclude()
 
@@ -225,15 +225,15 @@ class MegatronOptimizer(OptimizerState):
         norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad).unbind()
         norm = norm / torch.full_like(norm, scale)  # a number in place of the tensor is not divided by on CUDA
         norm = norm if self._is_double else norm.float().double()
-        stepped = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
+        updated = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
         lr = max(group["lr"] for group in self.param_groups)
         self._pending = PendingOutcome(
-            norm, num_zeros, report, written, self._written_params.names, stepped=stepped, lr=lr, loss_scale=scale
+            norm, num_zeros, report, written, self._written_params.names, updated=updated, lr=lr, loss_scale=scale
         )
         self._concluded, self._has_unfinished_step = concluded, True
         is_finite = torch.isfinite(norm)
         if not skips_on_device(self.optimizer) and not self._pending.wait().updated:
-            self._pending.stepped = ()
+            self._pending.updated = ()
             return
 
         # Clip.
@@ -254,10 +254,10 @@ class MegatronOptimizer(OptimizerState):
                 wrapper.gradient_state.note_unscaled()
 
     def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
-        """Runs the update rule on this rank's shards; the device skips it where a gradient is not finite."""
+        """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""
         for p, grad in zip(self._params, grads, strict=True):
             p.main.grad = grad
-        rule: Any = self.optimizer  # apex's takes no note of it
+        rule: Any = self.optimizer  # apex's rules ignore found_inf
         rule.found_inf = is_finite.logical_not().float()
         try:
             rule.step()
@@ -282,7 +282,7 @@ class MegatronOptimizer(OptimizerState):
         self._has_unfinished_step = False
 
     def _conclude(self) -> None:
-        """Waits for the outcome of the last step; updates loss scale and step counts, and calls `_concluded`."""
+        """Waits for the last step's outcome, updates loss scale and step counts, and calls `_concluded`."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -290,7 +290,7 @@ class MegatronOptimizer(OptimizerState):
         if self.grad_scaler is not None:
             self.grad_scaler.update(not outcome.updated)
         if not outcome.updated:
-            take_back_step(self.optimizer, pending.stepped)
+            take_back_step(self.optimizer, pending.updated)
             for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
                 wrapper.gradient_state.note_skipped(phase)
         concluded, self._concluded = self._concluded, None
@@ -303,7 +303,10 @@ class MegatronOptimizer(OptimizerState):
         self._written_params.note_agreement()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Makes every gradient zero or None; for wrapped models as `zero_grad_buffer`, for any `set_to_none`."""
+        """Makes every gradient zero or None.
+
+        A wrapped model's gradients are cleared by `zero_grad_buffer`, whatever `set_to_none` is.
+        """
         for wrapper in self._wrappers:
             wrapper.zero_grad_buffer()
         for p in self._params:
@@ -315,12 +318,12 @@ class MegatronOptimizer(OptimizerState):
                 p.param.grad.zero_()
 
     def get_loss_scale(self) -> Tensor:
-        """Returns the loss scale as a 0-dim fp32 tensor; 1 without loss scaling."""
+        """Returns the loss scale as a 0-dim fp32 tensor, 1 without loss scaling."""
         self.finish_step()
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns `loss` times the loss scale; the step divides the gradients by it again."""
+        """Returns `loss` times the loss scale, by which the step divides the gradients."""
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self._conclude()
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
-from ..ranges import check_range, out_of_choices
+from ..ranges import check_choices, check_range
 
 OPTIMIZERS = ("adam", "sgd")
 
@@ -55,7 +55,7 @@ _FOREIGN = ForeignFields(
 @takes_foreign_fields(_FOREIGN)
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """Settings of :func:`~core.optimizer.get_megatron_optimizer`; field names and defaults are Megatron-LM's.
+    """Settings of :func:`~core.optimizer.get_megatron_optimizer`, with Megatron-LM's field names and defaults.
 
     Raises:
         ConfigError: an unknown optimizer, a number out of its range, or settings that contradict each other.
@@ -65,10 +65,10 @@ class OptimizerConfig:
     """``"adam"``: AdamW, with decoupled weight decay (Loshchilov & Hutter, 2019). ``"sgd"``: SGD with momentum."""
 
     lr: float | None = None
-    """Learning rate; the peak of the schedule where there is one. Has to be set before an optimizer is built."""
+    """Learning rate, or the peak of the schedule. Must be set before an optimizer is built."""
 
     min_lr: float | None = None
-    """Floor of the schedule; None leaves it to the scheduler's own ``min_lr``."""
+    """Floor of the schedule. None means the scheduler's own ``min_lr``."""
 
     weight_decay: float = 0.01
     """Weight decay. Biases and 1-D parameters (norms) have none unless the parameter groups say otherwise."""
@@ -83,16 +83,16 @@ class OptimizerConfig:
     """Added to the denominator of Adam's update."""
 
     sgd_momentum: float = 0.9
-    """Momentum of SGD; 0 keeps no buffer."""
+    """Momentum of SGD. With 0 there is no momentum buffer."""
 
     clip_grad: float = 1.0
-    """Largest global L2 norm of the gradient; 0 turns clipping off. The norm is measured and returned either way."""
+    """Largest global L2 norm of the gradient. 0 turns clipping off; the norm is measured and returned either way."""
 
     fp16: bool = False
     """Scale the loss dynamically, for gradients computed in fp16."""
 
     bf16: bool = False
-    """Gradients are computed in bf16; they need no loss scale."""
+    """Whether gradients are computed in bf16, which needs no loss scale."""
 
     loss_scale: float | None = None
     """A constant loss scale in place of the dynamic one."""
@@ -101,24 +101,23 @@ class OptimizerConfig:
     """First value of the dynamic loss scale."""
 
     min_loss_scale: float = 1.0
-    """The dynamic loss scale never falls below this."""
+    """Minimum of the dynamic loss scale."""
 
     loss_scale_window: int = 1000
     """Steps without overflow after which the dynamic loss scale doubles."""
 
     hysteresis: int = 2
-    """Overflows, since the scale last grew, that are borne before the dynamic loss scale halves."""
+    """Overflows since the scale last grew, after which the dynamic loss scale halves."""
 
     log_num_zeros_in_grad: bool = False
     """Count the gradient's zeros in the pass that measures its norm."""
 
     use_distributed_optimizer: bool | None = None
-    """Whether the state is sharded over flat buffers. The model's wrapper decides; a script may say here what it
-    expects, and gets an error where that differs."""
+    """Whether the script expects state that is sharded over flat buffers. The model's wrapper decides; building the
+    optimizer raises if the wrapper differs. None expects nothing."""
 
     def __post_init__(self) -> None:
-        for problem in out_of_choices(self, optimizer=OPTIMIZERS):
-            raise ConfigError(problem)
+        check_choices(self, optimizer=OPTIMIZERS)
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)

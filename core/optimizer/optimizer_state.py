@@ -24,8 +24,8 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[s
     """Returns the scalars of an optimizer's state as checkpoints hold them.
 
     Args:
-        counts: steps by parameter name; most parameters have the same.
-        grad_scaler: the state of the loss scale; empty if there is none.
+        counts: step counts by parameter name; most are equal.
+        grad_scaler: state of the loss scale, empty if there is none.
     """
     step = Counter(counts.values()).most_common(1)[0][0]
     step_of = {name: count for name, count in counts.items() if count != step}
@@ -65,7 +65,7 @@ class OptimizerState(ABC):
         return self.optimizer.param_groups
 
     def main_tensors(self) -> dict[nn.Parameter, Tensor]:
-        """Returns the tensor that is updated for each trainable parameter of the model; `param_groups` hold these."""
+        """Returns the tensor that is updated for each trainable parameter, as it is in `param_groups`."""
         return {p.param: p.main for p in self._params}
 
     @torch.no_grad()
@@ -75,21 +75,21 @@ class OptimizerState(ABC):
         self._written_params.note_agreement()
 
     def gradient_tensors(self) -> dict[str, Tensor]:
-        """Returns the gradients that the next :meth:`step` reads, by parameter name: zeros where there is none.
+        """Returns the gradients that the next :meth:`step` reads, by parameter name, with zeros for missing ones.
 
-        Each is the tensor of the whole model, as those of :meth:`state_tensors`, and shares this rank's storage.
+        Each is a tensor of the whole model, like those of :meth:`state_tensors`, and shares this rank's storage.
         """
         gradients = {p: p.local_gradient() for p in self._params}
         return {p.name: p.whole(torch.zeros_like(p.main) if g is None else g) for p, g in gradients.items()}
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Returns every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
+        """Returns every tensor of the state under ``<kind>.<parameter name>`` for a checkpoint, creating missing ones.
 
-        Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
-        whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
-        load into it, then call :meth:`load_state_scalars`. Masters contain what something else has written into
-        parameters in low precision since the last step: a checkpoint keeps the master in the parameter's place.
+        Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is a tensor of the whole
+        model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage: load
+        into it, then call :meth:`load_state_scalars`. Masters include values that other code has written to parameters
+        in low precision since the last step, because a checkpoint stores the master in place of the parameter.
         """
         self.finish_step()
         self._written_params.refresh_masters()
@@ -104,15 +104,14 @@ class OptimizerState(ABC):
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
-        """Returns the rest of the state as plain JSON: the step count, parameters that deviate from it, the loss
-        scale."""
+        """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale."""
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
         return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
 
     @torch.no_grad()
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
-        """Continues from :meth:`state_scalars`, once the tensors are loaded: masters are written into the parameters.
+        """Continues from :meth:`state_scalars`, once the tensors are loaded, and writes masters into the parameters.
 
         Raises:
             CheckpointError: step counts for parameters that this model does not have.
@@ -132,7 +131,8 @@ class OptimizerState(ABC):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state in torch's layout, with masters and loss scale, for the same rank and cut."""
+        """Returns this rank's state in torch's layout, with masters and loss scale. Only the same rank and cut can
+        load it."""
         self.finish_step()
         self._written_params.refresh_masters()
         return {
@@ -144,9 +144,9 @@ class OptimizerState(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from :meth:`state_dict`; masters are written into the model's parameters.
+        """Continues from :meth:`state_dict`, and writes masters into the model's parameters.
 
-        Every rank that shares an update calls it.
+        Every rank that shares an update must call it.
 
         Raises:
             CheckpointError: the state of another rank, cut or model, or with fp32 masters of other parameters, on any
@@ -163,7 +163,7 @@ class OptimizerState(ABC):
         self._publish_parameters()
 
     def _cut(self) -> dict[str, Any]:
-        """Returns what is updated of each parameter, and its offsets and shapes in the whole model's tensor."""
+        """Returns by parameter name the kind of the updated tensor, and the offsets and shapes of this rank's part."""
         return {
             p.name: (
                 "fp32 master" if p.is_low_precision else "parameter",

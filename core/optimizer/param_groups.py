@@ -33,7 +33,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A condition on a parameter; two of one name are equal."""
+    """A condition on a parameter. Two conditions with one name are equal."""
 
     name: str
     fn: Callable[[nn.Parameter], bool] = field(compare=False)
@@ -44,7 +44,7 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """A condition on a parameter and its name; two of one name are equal."""
+    """A condition on a parameter and its name. Two conditions with one name are equal."""
 
     name: str
     fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
@@ -58,13 +58,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class ParamKey:
-    """Selects the parameters that meet any of its conditions; each field is one condition or a tuple."""
+    """Selects the parameters that meet any of its conditions. Each field is one condition or a tuple."""
 
     name: str | tuple[str, ...] = ()
-    """Shell patterns of the name in the unwrapped model; one that begins with ``module.``, as in wrappers, serves."""
+    """Shell patterns of the name in the unwrapped model, or of that name after ``module.``, as in wrappers."""
 
     attr: str | tuple[str, ...] = ()
-    """Attributes that are true, as ``sequence_parallel``."""
+    """Names of attributes that are true, such as ``sequence_parallel``."""
 
     predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
@@ -87,7 +87,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     """Returns the default overrides: no weight decay for biases and 1-D parameters.
 
     Args:
-        config: Megatron-LM's argument; none of its fields that are taken here changes the answer.
+        config: Megatron-LM's argument; not read.
     """
     vector = ParamPredicate("at_most_one_dimension", lambda param: param.ndim <= 1)
     return {ParamKey(name=("bias", "*.bias"), predicate=vector): {"wd_mult": 0.0}}
@@ -99,23 +99,23 @@ def override_of(overrides: ConfigOverrides, name: str, param: nn.Parameter) -> P
     Raises:
         ConfigError: two keys that give it different values of one setting.
     """
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for key, override in overrides.items():
         if key.matches(param, name):
             for setting, value in override.items():
-                if found.setdefault(setting, value) != value:
+                if merged.setdefault(setting, value) != value:
                     raise ConfigError(
-                        f"config_overrides gives parameter {name} the {setting} {found[setting]} and, by {key}, "
+                        f"config_overrides gives parameter {name} the {setting} {merged[setting]} and, by {key}, "
                         f"{value}; let one key match it"
                     )
-    return found  # type: ignore[return-value]
+    return merged  # type: ignore[return-value]
 
 
 def check_overrides(overrides: ConfigOverrides) -> None:
-    """Raises for a setting that groups of parameters do not have here.
+    """Checks that the overrides set only what parameter groups have.
 
     Raises:
-        ConfigError: the setting is named.
+        ConfigError: names a setting that they do not have.
     """
     for key, override in overrides.items():
         unknown = sorted(override.keys() - ParamGroupOverride.__annotations__.keys())
@@ -131,7 +131,7 @@ def _as_tuple(value: Item | tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 ParamCondition = Callable[[str, nn.Parameter], bool]
-"""Asked with a parameter's name in the unwrapped model and the parameter, which has its full shape when sharded."""
+"""Takes a parameter's name in the unwrapped model and the parameter, which has its full shape even if sharded."""
 
 
 def collect_main_params(
@@ -142,7 +142,7 @@ def collect_main_params(
     With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``. `make` is called with
     the name, the parameter, the module that holds it, and its name there.
     """
-    found: list[MainParam] = []
+    main_params: list[MainParam] = []
     seen: set[int] = set()
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)
@@ -152,10 +152,10 @@ def collect_main_params(
                 continue
             seen.add(id(param))
             owner, _, attribute = name.rpartition(".")
-            found.append(make(prefix + name, param, model.get_submodule(owner), attribute))
-    if not found:
+            main_params.append(make(prefix + name, param, model.get_submodule(owner), attribute))
+    if not main_params:
         raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
-    return found
+    return main_params
 
 
 def build_param_groups(
@@ -166,12 +166,12 @@ def build_param_groups(
     lr_mult: float = 1.0,
     config_overrides: ConfigOverrides | None = None,
 ) -> list[dict[str, Any]]:
-    """Splits the parameters by weight decay and learning rate, as Megatron-LM does; empty groups do not appear.
+    """Splits the parameters by weight decay and learning rate, as Megatron-LM does, without empty groups.
 
-    `no_weight_decay_cond` says which parameters are spared weight decay; by default biases and parameters of at most
-    one dimension (norms). `scale_lr_cond` says which have their learning rate multiplied by `lr_mult`.
+    `no_weight_decay_cond` selects the parameters without weight decay; by default biases and parameters of at most one
+    dimension (norms). `scale_lr_cond` selects those whose learning rate is multiplied by `lr_mult`.
 
-    With `config_overrides`, which are then all that differs from the config, groups are those of equal overrides.
+    With `config_overrides`, which exclude both conditions, parameters with equal overrides form a group.
 
     A group carries its multipliers ``wd_mult`` and ``lr_mult``, ``max_lr`` and ``min_lr`` for the scheduler, and
     ``default_config``, whether no multiplier of its own makes it differ from the config.
@@ -189,12 +189,12 @@ def build_param_groups(
             "overrides, by ParamKey(with_name_predicate=...)"
         )
     check_overrides(config_overrides or {})
-    spared = no_weight_decay_cond or _is_bias_or_vector
+    has_no_decay = no_weight_decay_cond or _is_bias_or_vector
     groups: dict[tuple[float | None, ...], dict[str, Any]] = {}
     for p in params:
         scale = lr_mult if scale_lr_cond is not None and scale_lr_cond(p.name, p.param) else 1.0
         if config_overrides is None:
-            override: ParamGroupOverride = {"wd_mult": 0.0} if spared(p.name, p.param) else {}
+            override: ParamGroupOverride = {"wd_mult": 0.0} if has_no_decay(p.name, p.param) else {}
         else:
             override = override_of(config_overrides, p.name, p.param)
         wd, max_lr = override.get("wd_mult", 1.0), override.get("max_lr", config.lr)

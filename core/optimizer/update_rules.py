@@ -31,8 +31,8 @@ class _SkippableRule(torch.optim.Optimizer):
     """An update that the device can skip without the host: its kernels write nothing if `found_inf` is 1."""
 
     found_inf: Tensor | None = None
-    """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer.start_step`
-    sets it before `step` and clears it after."""
+    """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer._update` sets
+    it before `step` and clears it after."""
 
 
 class AdamW(_SkippableRule):
@@ -107,13 +107,16 @@ def _sgd(group: dict[str, Any], found_inf: Tensor | None, columns: Columns) -> N
 
 
 def _on(device: torch.device, found_inf: Tensor | None) -> Tensor | None:
-    return None if found_inf is None else found_inf.to(device)  # of offloaded parameters another than found it
+    return None if found_inf is None else found_inf.to(device)  # offloaded parameters are on another device
 
 
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """Builds the update that `config` names, over `groups` of main tensors; on CUDA with apex's kernels if asked."""
+    """Builds the update rule that `config` names, over `groups` of main tensors.
+
+    On CUDA it uses apex's kernels if the environment asks for them.
+    """
     lr, decay = config.lr, config.weight_decay
     apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
     rule: torch.optim.Optimizer
@@ -145,7 +148,7 @@ def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, .
 
 
 def get_step_count(rule: torch.optim.Optimizer, param: Tensor) -> int:
-    """Returns how often `param` was updated; apex counts the steps of a whole group."""
+    """Returns how often `param` was updated. apex counts the steps of a whole group."""
     if isinstance(rule, (AdamW, SGD)):
         return int(rule.state[param].get("step", 0))
     return int(_group_of(rule, param).get("step", 0))
@@ -160,7 +163,7 @@ def set_step_count(rule: torch.optim.Optimizer, param: Tensor, count: int) -> No
 
 
 def skips_on_device(rule: torch.optim.Optimizer) -> bool:
-    """Returns whether `found_inf` makes the rule skip; apex's kernels do not look at it."""
+    """Returns whether `found_inf` makes the rule skip. apex's kernels do not read it."""
     return isinstance(rule, _SkippableRule)
 
 
@@ -205,7 +208,7 @@ def _update(
 def _in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]], elements: int) -> None:
     """Calls `kernel` on the columns of `rows`, with every length a multiple of `elements`.
 
-    What is left at the end of the tensors is packed into one padded row, and copied back afterwards.
+    The remainders at the ends of tensors are packed into one padded row, and copied back afterwards.
     """
     whole: list[list[Tensor]] = []
     ends: list[list[Tensor]] = []
@@ -216,7 +219,7 @@ def _in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]], elements: int) -
                 row[index] = tensor.contiguous()
                 copies.append((tensor, row[index]))
         length = row[0].numel() // elements * elements
-        flat = [tensor.view(-1) for tensor in row]  # of one stride, which the kernel on CUDA asks of a whole row
+        flat = [tensor.view(-1) for tensor in row]  # the kernel on CUDA needs equal strides in a row
         if length == row[0].numel():
             whole.append(flat)
             continue

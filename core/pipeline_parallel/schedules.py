@@ -18,7 +18,7 @@ from ..process_groups_config import ProcessGroupCollection
 from ..utils import get_model_config
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
-"""Called with the data's iterator and the model; returns the model's output, and a function from output to loss."""
+"""Takes the data iterator and the model; returns the model's output, and a function from output to loss."""
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -26,7 +26,7 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
 
     Args:
         pp_size: pipeline stages; default is the size of the group of `core.parallel_state`.
-        vp_size: stages of a rank, when interleaved; only None is allowed.
+        vp_size: number of stages of a rank with interleaving; only None is allowed.
 
     Raises:
         ParallelConfigError: there are several stages.
@@ -64,29 +64,29 @@ def forward_backward_no_pipelining(
 
     Args:
         forward_step_func: called as ``forward_step_func(data_iterator, model)``.
-        data_iterator: its data, or a list of one.
+        data_iterator: iterator passed to `forward_step_func`, or a list of one.
         model: the wrapped model, or a list of one.
-        num_microbatches: micro-batches of this step.
+        num_microbatches: number of micro-batches in this step.
         seq_length, micro_batch_size, decoder_seq_length, first_val_step, adjust_tensor_shapes_fn, p2p_communicator:
-            Megatron-LM's, for messages between pipeline stages; not read.
+            Megatron-LM's arguments for messages between pipeline stages; not read.
         forward_only: run no backward, as in an evaluation.
         collect_non_loss_data: call the loss function with ``non_loss_data=True``, and return its results.
         pg_collection, force_all_reduce: passed to `finalize_model_grads_func`.
 
     Returns:
-        The report of each micro-batch.
+        the report of each micro-batch.
 
     Raises:
         ConfigError: there are several models or iterators, or no micro-batch.
     """
-    chunk = _alone("model", model)
-    data = _alone("data_iterator", data_iterator)
+    chunk = _single("model", model)
+    data = _single("data_iterator", data_iterator)
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches is {num_microbatches}; it takes a positive number")
     config = get_model_config(chunk)
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if (own := getattr(config, "no_sync_func", None) or getattr(chunk, "no_sync", None)) is not None:
-        no_sync = own
+    no_sync: Callable[[], AbstractContextManager[Any]] = (
+        getattr(config, "no_sync_func", None) or getattr(chunk, "no_sync", None) or nullcontext
+    )
     if isinstance(chunk, _BaseDataParallel) and not forward_only:
         chunk.expect_micro_batches(num_microbatches)
     reports: list[Any] = []
@@ -115,7 +115,7 @@ def forward_backward_no_pipelining(
 def _loss(
     outputs: tuple[Any, ...], config: Any, num_microbatches: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Returns the loss whose gradients add up to the step's, the number of tokens if it was given, and the report."""
+    """Returns the loss scaled for the sum over micro-batches, the number of tokens if it was given, and the report."""
     if len(outputs) == 3:
         loss, tokens, report = outputs
         tokens = torch.as_tensor(tokens)
@@ -131,12 +131,13 @@ def _loss(
     return loss * parallel_state.get_context_parallel_world_size() / num_microbatches, None, report
 
 
-def _alone(name: str, given: Any) -> Any:
-    if isinstance(given, (list, tuple)):
-        if len(given) != 1:
-            raise ParallelConfigError(f"{name} is a list of {len(given)}; a rank holds one pipeline stage, give one")
-        return given[0]
-    return given
+def _single(name: str, value: Any) -> Any:
+    """Returns the only item of a list, or `value` if it is no list."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise ParallelConfigError(f"{name} is a list of {len(value)}; a rank holds one pipeline stage, give one")
+        return value[0]
+    return value
 
 
 _ONE_STAGE = "models here have one pipeline stage; get_forward_backward_func"

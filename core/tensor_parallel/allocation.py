@@ -1,4 +1,4 @@
-"""Allocates a model's tensors that are on the meta device; keeps ties and custom attributes."""
+"""Allocates a model's tensors that are on the meta device, keeping ties and custom attributes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def allocate_meta_tensors(
     *,
     parameters_have_memory: bool = True,
 ) -> list[torch.Tensor]:
-    """Replaces parameters and buffers on the meta device by empty ones; returns the new ones.
+    """Replaces parameters and buffers on the meta device by empty ones, and returns these.
 
     A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would also discard existing values,
     untie shared plain parameters, and drop attributes of parameters. `parameter_device`, if given, is the device of
@@ -31,37 +31,37 @@ def allocate_meta_tensors(
                 places[parameter].append((module, name))
     attributes = [dict(vars(parameter)) for parameter in places]
     on_meta = [(module, name) for module in model.modules() for name, b in module._buffers.items() if _is_meta(b)]
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    allocated: dict[torch.Tensor, torch.Tensor] = {}
 
     def storage_for(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta and tensor not in made:
+        if tensor.is_meta and tensor not in allocated:
             is_parameter = tensor in places
             where = parameter_device if parameter_device and is_parameter else device
             if is_parameter and not parameters_have_memory:
-                made[tensor] = tensor.new_empty((1,) * tensor.ndim, device=where).expand(tensor.shape)
+                allocated[tensor] = tensor.new_empty((1,) * tensor.ndim, device=where).expand(tensor.shape)
             else:
-                made[tensor] = torch.empty_like(tensor, device=where)
-        return made.get(tensor, tensor)
+                allocated[tensor] = torch.empty_like(tensor, device=where)
+        return allocated.get(tensor, tensor)
 
     if places or on_meta:
         model._apply(storage_for)
-    for holders, kept in zip(places.values(), attributes, strict=True):
+    for holders, values in zip(places.values(), attributes, strict=True):
         first, name = holders[0]
         parameter = first._parameters[name]
         for module, other in holders[1:]:
             module._parameters[other] = parameter
-        for key, value in kept.items():
+        for key, value in values.items():
             if key not in vars(parameter):
                 setattr(parameter, key, value)
-    filled = itertools.chain(
+    tensors = itertools.chain(
         (holders[0][0]._parameters[holders[0][1]] for holders in places.values()),
         dict.fromkeys(module._buffers[name] for module, name in on_meta),
     )
-    return [tensor for tensor in filled if tensor is not None]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def has_no_memory(parameter: torch.Tensor) -> bool:
-    """Returns whether `allocate_meta_tensors` gave it a shape alone."""
+    """Returns whether `allocate_meta_tensors` gave a parameter only a shape."""
     return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.element_size()
 
 

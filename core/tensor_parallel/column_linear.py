@@ -40,7 +40,7 @@ def column_parallel_linear(
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """Forward: gather the sequence (if it is split), multiply.
+    """Multiplies in forward after gathering the sequence, if it is split.
 
     Backward, in this order: start gathering the sequence again, because it was not saved; compute the input gradient;
     start its sum over ranks; compute the weight and bias gradients; wait for the sum.

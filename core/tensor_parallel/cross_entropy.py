@@ -83,8 +83,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.smoothing, ctx.vocab_size = smoothing, whole
         if not smoothing:
             return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(ignored, 0.0)
-        wanted = (1.0 - smoothing) * everyone[:, 1].sum(0) + (smoothing / whole) * everyone[:, 2].sum(0)
-        return (log_sum_exp - wanted).masked_fill_(ignored, 0.0)
+        expected = (1.0 - smoothing) * everyone[:, 1].sum(0) + (smoothing / whole) * everyone[:, 2].sum(0)
+        return (log_sum_exp - expected).masked_fill_(ignored, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

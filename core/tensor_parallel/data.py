@@ -20,7 +20,7 @@ _MAX_DIMS = 5
 def broadcast_data(
     keys: Sequence[Key], data: Mapping[Key, torch.Tensor], datatype: torch.dtype, tp_group: Group = None
 ) -> dict[Key, torch.Tensor]:
-    """Broadcasts the tensors `data[key]` of the group's first rank; returns them on every rank, on its device.
+    """Broadcasts the tensors `data[key]` of the group's first rank, and returns them on every rank's device.
 
     Two broadcasts: of the shapes, and of all elements together. Other ranks' `data` is not read and may be empty.
 

@@ -26,7 +26,7 @@ from .groups import resolve_group
 from .partition import copy_partition, copy_shard, whole_shape
 
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
-"""torch's names; the second is that of `nn.MultiheadAttention` and `nn.Transformer`."""
+"""torch's names. `nn.MultiheadAttention` and `nn.Transformer` have the second."""
 
 _OVERWRITING = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_"}
 
@@ -36,17 +36,17 @@ class ForeignModule:
     """A module without `initializers`, and its tensors to fill."""
 
     name: str
-    """Its name in the model that owns the seed, with a dot at the end."""
+    """The module's name in the model that owns the seed, with a dot at the end."""
     module: nn.Module
     hook: Callable[..., Any] | None
     """`_init_weights(module)` of the nearest enclosing module that has one, as in Hugging Face's models."""
-    wanted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Its own parameters and buffers by local name."""
+    targets: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The module's own parameters and buffers to fill, by local name."""
 
     def resets(self) -> list[Callable[[], Any]]:
-        """Returns the functions that fill its tensors, in the order of construction."""
-        found = [getattr(self.module, name, None) for name in RESET_METHODS]
-        resets: list[Callable[[], Any]] = [method for method in found if callable(method)][:1]
+        """Returns the functions that fill the module's tensors, in the order of construction."""
+        methods = [getattr(self.module, name, None) for name in RESET_METHODS]
+        resets: list[Callable[[], Any]] = [method for method in methods if callable(method)][:1]
         if self.hook is not None:
             resets.append(functools.partial(self.hook, self.module))
         return resets
@@ -68,16 +68,16 @@ def reset(foreign: ForeignModule, seed: int) -> None:
     whole for a moment, with the same values on all ranks.
 
     Raises:
-        ConfigError: it writes into a slice of a sharded parameter of another module.
+        ConfigError: the module writes into a slice of a sharded parameter of another module.
     """
     resets = foreign.resets()
     attempts = [resets[-1:], resets] if len(resets) > 1 else [resets]  # most hooks need no reset before them
-    filled: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for attempt in attempts:
-        if attempt and (len(filled) < len(foreign.wanted) or not foreign.wanted):
-            filled = _filled_by(foreign, attempt, seed)
-    for name, value in filled.items():
-        target = foreign.wanted[name]
+        if attempt and (len(values) < len(foreign.targets) or not foreign.targets):
+            values = _filled_by(foreign, attempt, seed)
+    for name, value in values.items():
+        target = foreign.targets[name]
         copy_partition(value.detach(), target, resolve_group(None))
 
 
@@ -99,7 +99,7 @@ def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: in
 
 @contextmanager
 def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Gives the module whole, blank tensors on the CPU while it is entered; yields those to fill."""
+    """Gives the module whole, blank tensors on the CPU inside the block, and yields those to fill."""
     module = foreign.module
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     blank: dict[str, torch.Tensor] = {}
@@ -112,19 +112,19 @@ def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor
             vars(whole).update(vars(parameter))
             keep_range(whole, None)
             module._parameters[name] = whole
-            if name in foreign.wanted:
+            if name in foreign.targets:
                 blank[name] = whole
     for name, buffer in buffers.items():
-        if name in foreign.wanted and buffer is not None:
+        if name in foreign.targets and buffer is not None:
             module._buffers[name] = blank[name] = _blank(list(buffer.shape), buffer.dtype)
         elif buffer is not None:
             module._buffers[name] = buffer.detach().clone()
     try:
         yield blank
     finally:
-        for registry, kept in ((module._parameters, parameters), (module._buffers, buffers)):
+        for registry, originals in ((module._parameters, parameters), (module._buffers, buffers)):
             registry.clear()
-            registry.update(kept)  # type: ignore[arg-type]
+            registry.update(originals)  # type: ignore[arg-type]
 
 
 def _blank(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -155,7 +155,7 @@ class _WritesWhole(TorchDispatchMode):
         self._ranges = {parameter.untyped_storage().data_ptr(): parameter for parameter in ranges}
 
     def _range(self, leaf: Any) -> torch.Tensor | None:
-        """Returns the parameter kept as a range that a tensor is."""
+        """Returns the parameter, kept as a range, whose memory a tensor has, or None."""
         return self._ranges.get(leaf.untyped_storage().data_ptr()) if type(leaf) in _PLAIN else None
 
     def _is_sharded(self, leaf: Any) -> bool:
@@ -197,8 +197,8 @@ class _WritesWhole(TorchDispatchMode):
         result = func(*args, **kwargs)
         if target is None:
             return result
-        kept = self._range(target)
-        copy_shard(args[0], target if kept is None else kept)
+        parameter = self._range(target)
+        copy_shard(args[0], target if parameter is None else parameter)
         return target
 
 
@@ -206,7 +206,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns what an operation writes into."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tree_leaves([given.get(name) for name in written])
+    """Returns the arguments that an operation writes into."""
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tree_leaves([values.get(name) for name in names])

@@ -18,19 +18,23 @@ def resolve_group(group: Group) -> Group:
 
 
 def group_size(group: Group) -> int:
-    """Returns the number of ranks in `group`; 1 for None."""
+    """Returns the number of ranks in `group`, 1 for None."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: Group) -> int:
-    """Returns this rank's number in `group`; 0 for None."""
+    """Returns this rank's number in `group`, 0 for None."""
     return 0 if group is None else group.rank()
 
 
 def check_degree(config: ModelParallelConfig, group: Group) -> None:
-    """Raises ParallelConfigError unless the group has as many ranks as the config says."""
-    asked, found = config.tensor_model_parallel_size, group_size(group)
-    if asked == found:
+    """Raises ParallelConfigError unless the group has as many ranks as the config says.
+
+    A config of 1, the default, takes any group, because Megatron-LM's scripts may leave the degree out: layers are
+    split over their group in any case.
+    """
+    degree, num_ranks = config.tensor_model_parallel_size, group_size(group)
+    if degree in (1, num_ranks):
         return
     fix = (
         "call initialize_model_parallel with the same size first, or pass tp_group"
@@ -38,13 +42,16 @@ def check_degree(config: ModelParallelConfig, group: Group) -> None:
         else "make them equal"
     )
     raise ParallelConfigError(
-        f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
+        f"config.tensor_model_parallel_size is {degree}, but the tensor-parallel group has {num_ranks} rank(s); {fix}"
     )
 
 
 def per_rank(size: int, group: Group, what: str) -> int:
-    """Returns a rank's part of `size`; raises ParallelConfigError, which names it `what`, if ranks do not divide
-    it."""
+    """Returns a rank's part of `size`.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide `size`, which the message calls `what`.
+    """
     ranks = group_size(group)
     if size % ranks:
         raise ParallelConfigError(

@@ -65,9 +65,9 @@ class ParameterOwner(nn.Module):
         # By parameter name; `add_parameter` adds an entry to each, and nothing removes it, so that parameters can be
         # filled and marked again after torch has replaced them.
         self.initializers: dict[str, Initializer] = {}
-        # Dtype that the initial values are rounded to.
+        # Dtype that the initial values are rounded to, by parameter name.
         self.initial_dtypes: dict[str, torch.dtype] = {}
-        # Megatron's attributes of the parameter.
+        # Megatron's attributes, by parameter name.
         self.parameter_marks: dict[str, dict[str, Any]] = {}
 
     def add_parameter(
@@ -88,10 +88,10 @@ class ParameterOwner(nn.Module):
         Args:
             shape: shape of this rank's part.
             initializer: fills the whole model's tensor.
-            config: its `params_dtype` is the parameter's dtype.
+            config: config whose `params_dtype` is the parameter's dtype.
             partition_dim: the dim that is split over tensor-parallel ranks; None if it is replicated.
-            sequence_parallel: it is replicated but used on a part of the sequence, so that its gradients are partial
-                sums over the tensor-parallel group.
+            sequence_parallel: the parameter is replicated but used on a part of the sequence, so that its gradients
+                are partial sums over the tensor-parallel group.
         """
         parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.register_parameter(name, parameter)
@@ -181,34 +181,34 @@ def initialize_parameters(
     but differ from direct construction, which draws them one after the other.
 
     Args:
-        seed: from :func:`draw_init_seed`; the same on every rank.
+        seed: seed from :func:`draw_init_seed`, equal on every rank.
         prefix: prefix of `module`'s names in the model that owns the seed, with its dot.
         only: the parameters and buffers to fill; by default all parameters and no buffer.
 
     Raises:
         ConfigError: a parameter is on the meta device, or nothing says how to fill a tensor.
     """
-    wanted = {id(tensor) for tensor in (module.parameters() if only is None else only)}
-    places = _places(module, seed, prefix, wanted)
+    targets = {id(tensor) for tensor in (module.parameters() if only is None else only)}
+    places = _places(module, seed, prefix, targets)
     versions = [_version(tensor) for _, _, tensor in _tensors(places)]
     foreign: list[tuple[ForeignModule, int]] = []
     for place in places:
         initializers = getattr(place.module, "initializers", None)
         if initializers is None:
-            if place.wanted or place.fills_all_below:
-                own = ForeignModule(place.prefix, place.module, place.hook, place.wanted)
-                foreign.append((own, _seed_of(place.seed, place.prefix)))
+            if place.targets or place.fills_all_below:
+                unit = ForeignModule(place.prefix, place.module, place.hook, place.targets)
+                foreign.append((unit, _seed_of(place.seed, place.prefix)))
             continue
         if isinstance(place.module, ParameterOwner):
             place.module.restore_parameter_marks()
         group = place.module.tp_group if isinstance(place.module, ParameterOwner) else resolve_group(None)
         dtypes = getattr(place.module, "initial_dtypes", {})
-        for name, parameter in place.wanted.items():
+        for name, parameter in place.targets.items():
             if name in initializers:
                 dtype = dtypes.get(name, torch.float32)
                 _fill(parameter, initializers[name], _seed_of(place.seed, place.prefix + name), group, dtype)
-    for own, own_seed in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
-        reset(own, own_seed)
+    for unit, unit_seed in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
+        reset(unit, unit_seed)
     for (place, name, tensor), version in zip(_tensors(places), versions, strict=True):
         if _version(tensor) == version:
             raise ConfigError(_nothing_fills(place, name))
@@ -222,15 +222,15 @@ class _Place:
     prefix: str
     seed: int
     hook: Callable[..., Any] | None
-    wanted: dict[str, torch.Tensor]
+    targets: dict[str, torch.Tensor]
     fills_all_below: bool
 
 
-def _places(root: nn.Module, seed: int, prefix: str, wanted: set[int]) -> list[_Place]:
-    """Returns every module before its submodules; a shared tensor belongs to the first one that has it."""
+def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[_Place]:
+    """Returns every module before its submodules. A shared tensor belongs to the first module that holds it."""
     places: list[_Place] = []
     by_path: dict[str, _Place] = {}
-    taken: set[int] = set()
+    placed: set[int] = set()
     for path, module in root.named_modules():
         around = by_path.get(path.rpartition(".")[0])
         own_seed = getattr(module, "init_seed", None)
@@ -241,9 +241,9 @@ def _places(root: nn.Module, seed: int, prefix: str, wanted: set[int]) -> list[_
         else:
             part = path.rpartition(".")[2]
             where, seed_here = around.prefix + ("" if part in _WRAPPER_PARTS else f"{part}."), around.seed
-        held = {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
-        mine = {name: t for name, t in held.items() if id(t) in wanted and id(t) not in taken}
-        taken.update(map(id, mine.values()))
+        tensors = {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
+        mine = {name: t for name, t in tensors.items() if id(t) in targets and id(t) not in placed}
+        placed.update(map(id, mine.values()))
         for name, tensor in mine.items():
             if tensor.is_meta:
                 raise ConfigError(
@@ -257,7 +257,7 @@ def _places(root: nn.Module, seed: int, prefix: str, wanted: set[int]) -> list[_
             seed_here,
             init_weights_hook(module) or (around.hook if around else None),
             mine,
-            bool(below) and all(id(parameter) in wanted for parameter in below),
+            bool(below) and all(id(parameter) in targets for parameter in below),
         )
         places.append(place)
         by_path[path] = place
@@ -265,7 +265,7 @@ def _places(root: nn.Module, seed: int, prefix: str, wanted: set[int]) -> list[_
 
 
 def _tensors(places: list[_Place]) -> list[tuple[_Place, str, torch.Tensor]]:
-    return [(place, name, tensor) for place in places for name, tensor in place.wanted.items()]
+    return [(place, name, tensor) for place in places for name, tensor in place.targets.items()]
 
 
 def _version(tensor: torch.Tensor) -> int:

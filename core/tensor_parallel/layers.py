@@ -47,8 +47,8 @@ class ColumnParallelLinear(ParameterOwner):
         tp_group: default is that of `core.parallel_state`.
         name: a label, which nothing reads.
         stride, keep_master_weight_for_test, embedding_activation_buffer, grad_output_buffer, is_expert,
-            disable_grad_reduce: Megatron-LM's; refused unless at their defaults.
-        tp_comm_buffer_name: Megatron-LM's; ignored.
+            disable_grad_reduce: Megatron-LM's arguments; refused unless at their defaults.
+        tp_comm_buffer_name: Megatron-LM's argument; ignored.
 
     Raises:
         ParallelConfigError: tp does not divide `output_size`, or is not the group's size; or an argument is refused.
@@ -156,7 +156,7 @@ class RowParallelLinear(ParameterOwner):
         skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         tp_group: default is that of `core.parallel_state`.
         name: a label, which nothing reads.
-        stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: as in `ColumnParallelLinear`.
+        stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: see `ColumnParallelLinear`.
 
     Raises:
         ParallelConfigError: tp does not divide `input_size`, or is not the group's size; a whole input is combined

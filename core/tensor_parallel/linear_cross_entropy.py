@@ -28,7 +28,8 @@ from .vocab import check_ids
 from .weight_gradients import borrow_gradient_memory, lender_of
 
 _COMPILED_ON = ["cuda"]
-"""Kinds of devices. On a CPU a part of a matrix stays in the cache between operations, and compiling takes seconds."""
+"""Device types to compile on. On a CPU a part of a matrix stays in the cache between operations, and compiling takes
+seconds."""
 
 
 class Fused:
@@ -49,7 +50,7 @@ class Fused:
         self._cannot_compile = False
 
     def __call__(self, matrix: torch.Tensor, *vectors: torch.Tensor) -> Any:
-        is_traced = torch.compiler.is_compiling()  # the compiler of what is around it takes this too
+        is_traced = torch.compiler.is_compiling()  # the enclosing function's compiler compiles this too
         if is_traced or self._cannot_compile or matrix.device.type not in _COMPILED_ON:
             return self.function(matrix, *vectors)
         if self._compiled is None:
@@ -61,9 +62,9 @@ class Fused:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
             self._cannot_compile = True
-            said, remedy = missing_compiler(error) or (next(iter(str(error).splitlines()), type(error).__name__), "")
+            cause, remedy = missing_compiler(error) or (next(iter(str(error).splitlines()), type(error).__name__), "")
             warn_once(
-                f"torch cannot compile for {matrix.device.type} ({said}): the loss in parts reads and writes its "
+                f"torch cannot compile for {matrix.device.type} ({cause}): the loss in parts reads and writes its "
                 f"logits about ten times as often{'; ' * bool(remedy)}{remedy}"
             )
             return self.function(matrix, *vectors)
@@ -98,10 +99,10 @@ def linear_cross_entropy(
         target: `[s, b]`, tokens or -100, whose loss is zero; the same on every rank.
         low_rank: an update of the projection (LoRA): activations `[s, b, r]`, split as the input is, and a weight
             `[v / tp, r]`; their product is added to the logits.
-        vocab_chunk_size: columns of a part. None: 2^20 elements a part on a CPU, 2^26 on a GPU.
+        vocab_chunk_size: columns of a part. None means 2^20 elements a part on a CPU, 2^26 on a GPU.
 
     Raises:
-        DataError: a target is neither a token nor -100; on a CPU alone, as `vocab_parallel_cross_entropy` checks it.
+        DataError: a target is neither a token nor -100. Checked on a CPU only, as in `vocab_parallel_cross_entropy`.
     """
     group = resolve_group(tp_group)
     check_ids(target, weight.shape[0] * group_size(group), "target", allowed=IGNORE_INDEX)
@@ -125,10 +126,11 @@ def _columns(tokens: int, is_cuda: bool) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward: gather the sequence (if it is split); each part's logits, their log-sum-exp, the targets' logits; merge
-    over parts and ranks.
+    """Computes the loss of each token from parts of the logits.
 
-    Backward: gather again; each part's logits, their gradient, its products; sum the input's gradient over ranks.
+    Forward: gather the sequence if it is split; each part's logits, their log-sum-exp, the targets' logits; merge over
+    parts and ranks. Backward: gather again; each part's logits, their gradient, its products; sum the input's gradient
+    over ranks.
     """
 
     @staticmethod
@@ -152,14 +154,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         pairs = _pairs(input_, low, low_weight, weight, group if sequence_parallel else None)
         vocab, tokens = weight.shape[0], len(target)
         local = target - group_rank(group) * vocab  # [n], this rank's column where it has one
-        of_parts = []
+        part_sums = []  # log-sum-exp [n] of each part
         mine = torch.zeros(1, 2, tokens, dtype=torch.float32, device=input_.device)
         scratch = input_.new_empty(tokens * min(columns, vocab), dtype=weight.dtype)
         for part in _parts(vocab, columns):
-            of_part, of_targets = _log_sum_exp(_logits(pairs, part, scratch), *_column(local, part))
-            mine[0, 1] += of_targets
-            of_parts.append(of_part)
-        mine[0, 0] = torch.logsumexp(torch.stack(of_parts), dim=0)
+            part_sum, target_logits = _log_sum_exp(_logits(pairs, part, scratch), *_column(local, part))
+            mine[0, 1] += target_logits
+            part_sums.append(part_sum)
+        mine[0, 0] = torch.logsumexp(torch.stack(part_sums), dim=0)
         everyone = gather_sums_over_vocabulary(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
         ctx.save_for_backward(input_, low, low_weight, weight, log_sum_exp, target)
@@ -174,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab, dtype = weight.shape[0], weight.dtype
         local = target - group_rank(ctx.group) * vocab
         scale = grad.masked_fill(target == IGNORE_INDEX, 0.0).unsqueeze(1)  # [n, 1]
-        # One each a pair: the gradient that adds up over parts, and the one whose rows each part computes.
+        # For each pair the gradient of the activations, summed over parts, and of the weight, whose rows parts fill.
         sums = [
             torch.zeros_like(whole, dtype=_wide(dtype)) if needs else None
             for (whole, _), needs in zip(pairs, (needs_input, needs_low), strict=False)
@@ -185,19 +187,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ]
         scratch = input_.new_empty(len(target) * min(ctx.columns, vocab), dtype=dtype)
         for part in _parts(vocab, ctx.columns):
-            of_logits = _gradient_of_logits(
+            grad_logits = _gradient_of_logits(
                 _logits(pairs, part, scratch), *_column(local, part), log_sum_exp.unsqueeze(1), scale
             )
             for (whole, matrix), total, gradient in zip(pairs, sums, rows, strict=True):
                 if total is not None:
-                    _add_product(total, of_logits, matrix[part])
+                    _add_product(total, grad_logits, matrix[part])
                 if gradient is not None:
-                    torch.mm(of_logits.t(), whole, out=gradient[part])
-        of_inputs = [
-            None if total is None else _over_ranks(total.to(dtype), given.shape, ctx)
-            for total, given in zip(sums, (input_, low), strict=False)
+                    torch.mm(grad_logits.t(), whole, out=gradient[part])
+        grad_inputs = [
+            None if total is None else _over_ranks(total.to(dtype), activations.shape, ctx)
+            for total, activations in zip(sums, (input_, low), strict=False)
         ]
-        grad_input, grad_low = (*of_inputs, None)[:2]
+        grad_input, grad_low = (*grad_inputs, None)[:2]
         grad_weight, grad_low_weight = (*rows, None)[:2]
         return None, None, None, None, grad_input, grad_low, grad_low_weight, grad_weight
 
@@ -213,14 +215,14 @@ def _pairs(
     weight: torch.Tensor,
     gathers_over: Group,
 ) -> list[Pair]:
-    found = []
+    pairs = []
     for activations, matrix in ((input_, weight), (low, low_weight)):
         if activations is not None and matrix is not None:
             whole = activations
             if gathers_over is not None:
                 whole = gather_first_dim(activations, gathers_over, what="the input of the output layer")[0]
-            found.append((whole.reshape(-1, whole.shape[-1]), matrix))
-    return found
+            pairs.append((whole.reshape(-1, whole.shape[-1]), matrix))
+    return pairs
 
 
 def _parts(vocab: int, columns: int) -> Iterator[slice]:
@@ -229,7 +231,7 @@ def _parts(vocab: int, columns: int) -> Iterator[slice]:
 
 
 def _logits(pairs: list[Pair], part: slice, scratch: torch.Tensor) -> torch.Tensor:
-    """Computes the logits of a part in the scratch, `[n, c]`, rounded as those of layers are."""
+    """Computes the logits of a part in the scratch, `[n, c]`, rounded as a layer rounds them."""
     (whole, matrix), *others = pairs
     tokens, columns = len(whole), part.stop - part.start
     logits = torch.mm(whole, matrix[part].t(), out=scratch[: tokens * columns].view(tokens, columns))
@@ -246,7 +248,7 @@ def _column(local: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tenso
 
 @Fused
 def _log_sum_exp(logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-sum-exp of a part's logits and the logit of each target, 0 where the part has none; `[n]` each.
+    """Returns the log-sum-exp `[n]` of a part's logits, and the logits of targets `[n]`, 0 for targets elsewhere.
 
     May write to the logits, `[n, c]`.
     """
@@ -260,10 +262,11 @@ def _log_sum_exp(logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor)
 def _gradient_of_logits(
     logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor, log_sum_exp: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Returns (softmax - target) * scale of a part, `[n, c]`; may write to the logits.
+    """Returns (softmax - target) * scale of a part, `[n, c]`. May write to the logits.
 
     Args:
-        log_sum_exp, scale: `[n, 1]`, of the whole vocabulary, and the gradient of each token's loss.
+        log_sum_exp: `[n, 1]`, over the whole vocabulary.
+        scale: `[n, 1]`, gradient of each token's loss.
     """
     softmax = logits.to(_wide(logits.dtype)).sub_(log_sum_exp).exp_()
     if torch.compiler.is_compiling():  # a comparison is fused with the rest, and a scatter is not
@@ -290,7 +293,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _over_ranks(grad: torch.Tensor, shape: torch.Size, ctx: Any) -> torch.Tensor:
-    """Sums a gradient `[n, k]` over tensor-parallel ranks; with a split sequence keeps this rank's part."""
+    """Sums a gradient `[n, k]` over tensor-parallel ranks, and keeps this rank's part if the sequence is split."""
     if group_size(ctx.group) == 1:
         return grad.view(shape)
     if not ctx.sequence_parallel:

@@ -76,8 +76,8 @@ def gather_from_sequence_parallel_region(
     Args:
         tensor_parallel_output_grad: the ranks compute different parts with the gathered sequence, so that their
             gradients are partial sums and are added. False if they all compute the same.
-        output_split_sizes: Megatron-LM's, for parts of different lengths; only None is allowed.
-        use_global_buffer: Megatron-LM's; ignored, as no memory is kept between calls.
+        output_split_sizes: Megatron-LM's argument for parts of different lengths; only None is allowed.
+        use_global_buffer: Megatron-LM's argument; ignored, as no memory is kept between calls.
 
     Raises:
         ParallelConfigError: parts of different lengths are requested.

@@ -24,7 +24,7 @@ def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
 
 
 def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
-    """Fills this rank's part from the whole model's tensor, in place; nothing is communicated."""
+    """Fills this rank's part from the whole model's tensor, in place and without communication."""
     if getattr(parameter, "tensor_model_parallel", False):
         whole = whole.chunk(group_size(group), parameter.partition_dim)[group_rank(group)]  # type: ignore[attr-defined]
     copy_shard(whole, parameter)
@@ -36,8 +36,8 @@ def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
         fill_range(parameter, whole)
     elif isinstance(parameter, DTensor):
         # Without a source rank every rank shards its own copy.
-        own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(own.to_local())
+        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(sharded.to_local())
     else:
         parameter.copy_(whole)
 
@@ -68,8 +68,12 @@ def check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
 def gather_first_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Gathers `[n, ...]` of every rank into one `[tp * n, ...]`; with `async_op`, valid once the work is waited
-    for. `what` names the payload in messages."""
+    """Gathers `[n, ...]` of every rank into one `[tp * n, ...]`.
+
+    Args:
+        what: the payload as messages name it.
+        async_op: return work; the result is valid once it is waited for.
+    """
     whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
     return whole, all_gather_by_backend(whole, tensor.contiguous(), group, what=what, async_op=async_op)
 
@@ -77,7 +81,7 @@ def gather_first_dim(
 def reduce_scatter_first_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`; arguments as in :func:`gather_first_dim`.
+    """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`, with the arguments of :func:`gather_first_dim`.
 
     gloo implements reduce-scatter as an all-reduce, which sends twice the bytes. There each rank sends parts to their
     owners, which add them in rank order.
@@ -104,6 +108,7 @@ class _SumOnWait(dist.Work):
 
     def __init__(self, arriving: dist.Work | None, parts: torch.Tensor, total: torch.Tensor) -> None:
         super().__init__()
+        # Work that receives `parts`, None if they are there; and the output, which `wait` fills. Fixed.
         self.arriving, self.parts, self.total = arriving, parts, total
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

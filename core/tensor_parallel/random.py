@@ -58,8 +58,7 @@ class RNGStatesTracker:
         self._states = {}
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Returns the state of every stream by name, as byte tensors on the CPU; drawing later does not change
-        them."""
+        """Returns a snapshot of the state of every stream by name, as byte tensors on the CPU."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
@@ -67,7 +66,7 @@ class RNGStatesTracker:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Starts the stream `name` at `seed`; torch's default stream is not touched.
+        """Starts the stream `name` at `seed`, without touching torch's default stream.
 
         Raises:
             ConfigError: there is a stream of that name.
@@ -80,7 +79,7 @@ class RNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Makes torch's default stream continue the stream `name`; restores it on exit, after exceptions too.
+        """Makes torch's default stream continue the stream `name`, and restores it on exit, after exceptions too.
 
         Does nothing if no stream was added and no other rank has a part of the same activations: the default stream
         then serves all, and a model needs only `torch.manual_seed`.
@@ -121,7 +120,7 @@ def get_rng_tracker() -> RNGStatesTracker:
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> RNGStatesTracker:
-    """Calls :func:`get_rng_tracker`; Megatron-LM's name. Other kinds of trackers are ignored with a warning."""
+    """Calls :func:`get_rng_tracker`, under Megatron-LM's name. Ignores other kinds of trackers with a warning."""
     _ignore_other_trackers("get_cuda_rng_tracker", use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     return _tracker
 
@@ -168,10 +167,10 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
 ) -> None:
-    """Calls :func:`model_parallel_manual_seed`; Megatron-LM's name. Seeds the device of this process.
+    """Calls :func:`model_parallel_manual_seed`, under Megatron-LM's name, for the device of this process.
 
     Args:
-        seed, tp_rank: as there.
+        seed, tp_rank: arguments of :func:`model_parallel_manual_seed`.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: other kinds of trackers, ignored.
         ep_rank, etp_rank: ignored, as models here have no experts.
         force_reset_rng: ignored: streams are always reset.
@@ -194,8 +193,8 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
     Args:
         function: the function to call.
-        distribute_saved_activations: Megatron-LM's, to save a part of the input on each tensor-parallel rank. True is
-            ignored with a warning: every rank saves the whole input, and no number changes.
+        distribute_saved_activations: Megatron-LM's argument, to save a part of the input on each tensor-parallel rank.
+            True is ignored with a warning: every rank saves the whole input, and no number changes.
         args: arguments of the function.
 
     Raises:
@@ -238,7 +237,7 @@ class _TrackedStates:
     """Sets the tracked streams of a forward while backward recomputes it. Each backward through the graph enters."""
 
     def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
-        self._states = states
+        self._states = states  # states when the forward began; fixed
         self._inner = inner
         # Streams to restore, for each nested entry. `__enter__` pushes, `__exit__` pops.
         self._outer: list[dict[str, torch.Tensor]] = []
@@ -323,7 +322,7 @@ class MicroBatchSeeds:
     """The seeds of one step."""
 
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     first: int
     """Index, in the run, of the step's first micro-batch."""
 
@@ -333,7 +332,7 @@ class MicroBatchSeeds:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, the tensor-parallel streams, numpy and Python; the ranks of one model pass the same seed."""
+    """Seeds torch, the tensor-parallel streams, numpy and Python. Ranks of one model must pass the same seed."""
     random.seed(seed)
     np.random.seed(seed % _NUMPY_SEEDS)
     model_parallel_manual_seed(seed)

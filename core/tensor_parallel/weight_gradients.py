@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from .._torch_compat import accumulates_into_leaf
 
 Lender = Callable[[], torch.Tensor | None]
-"""Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored; or None."""
+"""Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored, or None."""
 
 
 def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,8 +56,7 @@ def lender_of(weight: torch.Tensor) -> Lender | None:
 
 
 def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> torch.Tensor | None:
-    """Returns lent memory for the gradient of the weight, the last argument of `ctx`'s function; None if there is
-    none.
+    """Returns lent memory for the gradient of the weight, the last argument of `ctx`'s function, or None.
 
     Keep no reference to it: autograd copies a gradient that has other references.
     """
@@ -92,7 +91,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """torch's linear function; the weight's gradient follows the bias's, as from torch's own."""
+    """torch's linear function, which returns the weight's gradient after the bias's, as torch's own does."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from .. import device, parallel_state
 from ..comm import streams
 from ..datasets.data_samplers import build_pretraining_data_loader
-from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range, parse_shares
+from ..datasets.gpt_dataset import GPTDataset, document_range
+from ..datasets.gpt_dataset_config import GPTDatasetConfig, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
 from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from ..errors import ConfigError, DataError
@@ -65,6 +66,7 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
         eod=tokenizer.eod if tokenizer is not None else None,
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
+        create_attention_mask=False,
         eod_mask_loss=config.data.eod_mask_loss,
         cache_dir=config.data.data_cache_path,
     )

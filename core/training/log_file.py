@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import device
-from ..errors import CheckpointError, MissingExtraError
+from ..errors import CheckpointError, import_extra
 from ..files import BoundsError, parse_json
 
 LOG_FILE = "log.jsonl"
@@ -154,8 +154,4 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
 
 def figure_class(purpose: str) -> Any:
     """Returns matplotlib's class of figures. Raises MissingExtraError, which names `purpose`, if it is not there."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "train", purpose) from None
-    return Figure
+    return import_extra("matplotlib.figure", "train", purpose).Figure

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ..distributed import _BaseDataParallel
-from ..errors import CheckpointError, MissingExtraError
+from ..errors import CheckpointError, import_extra
 from ..files import make_folders, write_durably
 from .config import PretrainConfig
 from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
@@ -204,19 +204,15 @@ class RunLog:
 
 
 def _progress_bar(total: int, initial: int) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise MissingExtraError("tqdm", "train", "The progress bar") from None
+    tqdm = import_extra("tqdm", "train", "The progress bar").tqdm
     interval = _TTY_INTERVAL_S if sys.stderr.isatty() else _PIPE_INTERVAL_S
     return tqdm(total=total, initial=initial, desc="training", unit="step", mininterval=interval, dynamic_ncols=True)
 
 
 def _tensorboard_writer(folder: Path, iteration: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise MissingExtraError("tensorboard", "train", "--tensorboard-dir") from None
+    import_extra("tensorboard", "train", "--tensorboard-dir")
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder), purge_step=iteration + 1)
 
 

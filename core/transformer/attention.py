@@ -9,7 +9,7 @@ import torch
 
 from ..foreign_arguments import ignore
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
-from ..tensor_parallel.groups import group_rank
+from ..tensor_parallel.groups import group_rank, group_size, resolve_group
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
 from ..tensor_parallel.random import recompute
@@ -23,11 +23,11 @@ from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32; channels i and i + r / 2 have one angle."""
+"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32. Channels i and i + r / 2 have one angle."""
 
 
 def apply_rotary_pos_emb(tensor: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`; the others are unchanged.
+    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`, and leaves the others unchanged.
 
     Channel i is rotated together with channel i + r / 2. Angles are in fp32; products are in the tensor's dtype, as in
     Megatron-LM.
@@ -57,7 +57,7 @@ class SelfAttentionSubmodules:
     q_layernorm: ModuleSpec | Builder | None = None
     """Norm of each head's query. None or `IdentityOp` means the config's `qk_layernorm`."""
     k_layernorm: ModuleSpec | Builder | None = None
-    """Norm of each head's key, likewise."""
+    """Norm of each head's key. None or `IdentityOp` means the config's `qk_layernorm`."""
 
 
 class SelfAttention(MegatronModule):
@@ -72,9 +72,9 @@ class SelfAttention(MegatronModule):
         submodules: other classes, constructed as these are.
         layer_number: from 1; given to the core of attention.
         attn_mask_type: None or causal, which are the same.
-        cp_comm_type: Megatron-LM's; ignored.
+        cp_comm_type: Megatron-LM's argument; ignored.
         pg_collection: must be the groups of `core.parallel_state`.
-        pp_layer_offset: Megatron-LM's; ignored, as there is one pipeline stage.
+        pp_layer_offset: Megatron-LM's argument; ignored, as there is one pipeline stage.
         name: a label, which nothing reads.
 
     Raises:
@@ -101,7 +101,9 @@ class SelfAttention(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.ranks_per_group = max(1, config.tensor_model_parallel_size // groups)
+        ranks = group_size(resolve_group(None))
+        config.check_split(ranks)
+        self.ranks_per_group = max(1, ranks // groups)
         self.heads_per_group = heads // groups // self.ranks_per_group  # of this rank
         self.linear_qkv = build_module(
             submodules.linear_qkv,
@@ -112,7 +114,7 @@ class SelfAttention(MegatronModule):
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
         # Each tensor-parallel rank norms its own heads with the whole weight.
-        partial = config.tensor_model_parallel_size > 1
+        partial = ranks > 1
         self.q_layernorm, self.k_layernorm = (
             None if norm is None else build_module(norm, config, channels, partial_gradients=partial)
             for norm in (_norm_of_heads(config, given) for given in (submodules.q_layernorm, submodules.k_layernorm))
@@ -135,10 +137,10 @@ class SelfAttention(MegatronModule):
         rotary_pos_emb: Rotation | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`.
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism.
 
         Args:
-            attention_mask, documents: as in `DotProductAttention`.
+            attention_mask, documents: arguments of `DotProductAttention`.
             rotary_pos_emb: rotates queries and keys.
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
@@ -192,7 +194,7 @@ def packing(documents: PackedDocuments | None) -> dict[str, PackedDocuments]:
     return {} if documents is None else {"documents": documents}
 
 
-def _norm_of_heads(config: TransformerConfig, given: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
-    if given is None or given is IdentityOp:
+def _norm_of_heads(config: TransformerConfig, norm: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
+    if norm is None or norm is IdentityOp:
         return build_norm if config.qk_layernorm else None
-    return given
+    return norm

@@ -82,17 +82,17 @@ def _is_ampere_or_later(index: int | None) -> bool:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
 ) -> PartialAttention:
-    """Computes attention to all keys; with `causal`, to keys up to each query's own, with as many keys as queries."""
+    """Computes attention to all keys or, with `causal` and as many keys as queries, to keys up to each query's own."""
     if not query.is_cuda:
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return PartialAttention(output, logsumexp)
     channels, scale = query.shape[-1], 1.0 / math.sqrt(query.shape[-1])
     query, key, value = (aligned(tensor) for tensor in (query, key, value))
     if query.dtype in LOW_PRECISION:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
+        results = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
         )
-        output, logsumexp, random = found[0], found[1], (found[6], found[7])
+        output, logsumexp, random = results[0], results[1], (results[6], results[7])
     else:
         key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
         output, logsumexp, *random = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -131,7 +131,7 @@ def attend_backward(
     channels, groups, scale = query.shape[-1], key.shape[1], 1.0 / math.sqrt(query.shape[-1])
     grad, query, key, value, output = (aligned(tensor) for tensor in (grad, query, key, value, output))
     if query.dtype in LOW_PRECISION:
-        found: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grads_of_kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, output, logsumexp.contiguous()),
             *(None, None, query.shape[2], key.shape[2], dropout, causal, *random),
             scale=scale,
@@ -139,17 +139,17 @@ def attend_backward(
     else:
         key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
         padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
-        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grads_of_kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, query, key, value, None, output, padded, *random),
             *(dropout, [True, True, True, False], causal),
             scale=scale,
         )
-    grad_query, grad_key, grad_value = (tensor[..., :channels] for tensor in found[:3])
+    grad_query, grad_key, grad_value = (tensor[..., :channels] for tensor in grads_of_kernel[:3])
     return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
 
 
 def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
-    """Combines the attentions of the same queries to two sets of keys; drops `random`."""
+    """Combines the attentions of the same queries to two sets of keys, without `random`."""
     logsumexp = torch.logaddexp(first.logsumexp, second.logsumexp)
     output = torch.zeros_like(first.output, dtype=logsumexp.dtype)
     for part in (first, second):
@@ -158,7 +158,7 @@ def combine(first: PartialAttention, second: PartialAttention) -> PartialAttenti
 
 
 def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the random state that a backward kernel on CUDA takes as an argument; without dropout it is not read."""
+    """Returns a random state for backward kernels on CUDA, which take one but do not read it without dropout."""
     return _zero_state(query.device, query.dtype in LOW_PRECISION)
 
 
@@ -189,8 +189,8 @@ def _summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
-"""Megatron-LM's names: torch's choice; its flash kernel; cuDNN's; products and softmax one after the other; the
-same."""
+"""Megatron-LM's names of kernels: torch's choice, torch's flash kernel, cuDNN's kernel, and, under two names, separate
+products and softmax."""
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -225,7 +225,7 @@ def takes_pieces(backend: str) -> bool:
 
 
 @called_while_compiled
-def why_not_backend(
+def pick_backend(
     backend: str,
     kind: str,
     index: int | None,
@@ -236,14 +236,14 @@ def why_not_backend(
     drops: bool,
     masked: bool,
 ) -> str:
-    """Chooses, at the first call with these arguments; compiled code calls it while it is compiled.
+    """Picks the kernel once for each set of arguments, and returns an error message, or "" if the backend works here.
 
-    Returns why the backend cannot compute this here, and empty text if it can: in code that is being compiled an error
-    of a function that this calls would be the compiler's.
+    It returns the message because compiled code calls it while it is compiled: an exception raised in there would
+    become an error of the compiler.
 
     Args:
-        kind, index: of the device.
-        heads, groups: of queries, and of keys and values as the kernel gets them.
+        kind, index: type and index of the device.
+        heads, groups: number of heads of queries, and of keys and values as the kernel gets them.
         drops: whether attention weights are dropped.
         masked: whether there is an explicit mask.
     """
@@ -252,19 +252,19 @@ def why_not_backend(
 
 
 def only_backend(backend: str) -> AbstractContextManager[Any]:
-    """Returns a context in which torch's attention takes this backend alone; with "auto" torch's choice."""
+    """Returns a context in which torch's attention uses only this backend, or torch's choice with "auto"."""
     return nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
 
 
 @called_while_compiled
 def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype, channels: int) -> None:
-    """Warns once if packed documents or context parallelism use a slow attention path on a GPU; says how to avoid it.
+    """Warns once, with a remedy, if packed documents or context parallelism use a slow attention path on a GPU.
 
     Args:
-        kind: of the device.
+        kind: type of the device.
         packed: whether documents are packed.
-        ranks: that share a sequence.
-        channels: of a head.
+        ranks: number of ranks that share a sequence.
+        channels: channels of a head.
     """
     if kind != "cuda":
         return
@@ -297,38 +297,38 @@ def _choose(
     drops: bool,
     masked: bool,
 ) -> str:
-    asked = f"{device.type}, {dtype_name(dtype)}, heads of {channels} channels"
-    asked += ", dropout" * drops + ", a mask" * masked
-    refusal = f"attention_backend is {backend!r}, which torch does not have here ({asked}%s); write 'auto'"
+    call = f"{device.type}, {dtype_name(dtype)}, heads of {channels} channels"
+    call += ", dropout" * drops + ", a mask" * masked
+    refusal = f"attention_backend is {backend!r}, which torch does not have here ({call}%s); write 'auto'"
     if device.type != "cuda":
         return refusal % "" if backend == "fused" or (backend == "flash" and drops) else ""
     if backend == "auto":
-        _prefer_the_fastest(device, dtype, heads, channels, drops, asked)
+        _prefer_the_fastest(device, dtype, heads, channels, drops, call)
     elif (kernel := _KERNELS[backend]) in _CAN_USE:
         if reason := _why_not(kernel, _probe(device, dtype, heads, channels, drops, masked)):
             return refusal % f": {reason}"
-        _log.info("attention: %s kernel, as asked (%s)", _NAMES[kernel], asked)
+        _log.info("attention: %s kernel, as call (%s)", _NAMES[kernel], call)
     return ""
 
 
 def _prefer_the_fastest(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, asked: str
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, call: str
 ) -> None:
     probe = _probe(device, dtype, heads, channels, drops, masked=False)
     order = _order(device)
     usable = [kernel for kernel in order if not _why_not(kernel, probe)]
     if usable:
         set_attention_order([*order, SDPBackend.MATH])
-        _log.info("attention: %s kernel (%s)", ", else ".join(_NAMES[kernel] for kernel in usable), asked)
+        _log.info("attention: %s kernel (%s)", ", else ".join(_NAMES[kernel] for kernel in usable), call)
         return
     warn_once(
-        f"no fused attention kernel here ({asked}: {_why_not(order[0], probe)}): its memory is quadratic in the "
+        f"no fused attention kernel here ({call}: {_why_not(order[0], probe)}): its memory is quadratic in the "
         f"length of a sequence; use bf16 or fp16, and heads of up to {MOST_CHANNELS} channels"
     )
 
 
 def _order(device: torch.device) -> list[SDPBackend]:
-    """Returns the fused kernels, the fastest on this device first; torch's order, made independent of its version."""
+    """Returns the fused kernels, the fastest on this device first, in torch's order of all supported versions."""
     prefers_cudnn = (
         torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
         and (torch.backends.cudnn.version() or 0) >= _LEAST_CUDNN
@@ -341,7 +341,7 @@ def _order(device: torch.device) -> list[SDPBackend]:
 def _probe(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, masked: bool
 ) -> SDPAParams:
-    """Returns a call in miniature, as torch's questions take it."""
+    """Returns the parameters of a small attention call, to ask torch which kernels can run it."""
     query, key, value = (
         torch.empty(128, 1, n, channels, device=device, dtype=dtype, requires_grad=True).permute(1, 2, 0, 3)
         for n in (heads[0], heads[1], heads[1])
@@ -351,11 +351,11 @@ def _probe(
 
 
 def _why_not(kernel: SDPBackend, probe: SDPAParams) -> str:
-    """Returns torch's reason why a kernel cannot take a call; empty if it can."""
+    """Returns torch's reason why a kernel cannot take a call, or "" if it can."""
     if _CAN_USE[kernel](probe, False):
         return ""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         _CAN_USE[kernel](probe, True)
-    said = [str(reason.message).splitlines()[0].partition(" (Triggered")[0] for reason in reasons]
-    return said[0] if said else "torch gives no reason"
+    messages = [str(reason.message).splitlines()[0].partition(" (Triggered")[0] for reason in reasons]
+    return messages[0] if messages else "torch gives no reason"

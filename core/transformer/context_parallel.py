@@ -44,7 +44,7 @@ def own_positions(length: int, device: torch.device) -> torch.Tensor:
 
 
 def gather_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gathers the chunks `[s / cp, ...]` of all ranks in the order of the sequence, `[s, ...]`; backward
+    """Gathers the chunks `[s / cp, ...]` of all ranks in the order of the sequence, `[s, ...]`. Backward
     reduce-scatters."""
     return tensor if group_size(group) == 1 else _GatherSequence.apply(tensor, group)
 
@@ -66,6 +66,7 @@ class GatheringKeys:
     """Gathers keys and values of all ranks in one collective."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: Group) -> None:
+        # The collective under way; None for a rank alone, whose result is `own`. Fixed after the constructor.
         self.group, self.own, self.work = group, (key, value), None
         if group is not None and group_size(group) > 1:
             # Owns the gathered memory `[ranks x s, 2, ...]` until `wait`, which drops it; there only with `work`.
@@ -87,6 +88,7 @@ class ScatteringGradients:
     """Reduce-scatters gradients of all keys and values, `[s, 2, b, groups, d]`, to the ranks that have these."""
 
     def __init__(self, grad: torch.Tensor, group: Group) -> None:
+        # The result, `[s / cp, 2, b, groups, d]`, valid after `wait`; and its collective, None for a rank alone.
         self.both, self.work = grad, None
         if group is not None and group_size(group) > 1:
             self.both, self.work = reduce_scatter_first_dim(

@@ -16,7 +16,7 @@ from torch import Tensor
 from .attention_backend import aligned, no_random_state
 
 NAMESPACE = "shardstack"
-"""Of the operations, in `torch.ops`."""
+"""Namespace of the operations in `torch.ops`."""
 
 
 def define_attention(
@@ -87,11 +87,11 @@ def attend_within_documents(
     counts: torch.Tensor,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the causal attention of each document to itself, in one call of a kernel; differentiable.
+    """Computes the causal attention of each document to itself, differentiably, in one call of a kernel.
 
     Args:
         query: `[s, b, n, d]`; keys and values may have fewer heads.
-        bounds, counts: as in `PackedDocuments`.
+        bounds, counts: fields of `PackedDocuments`.
         dropout: probability; drawn from torch's default stream.
 
     Returns:
@@ -113,29 +113,29 @@ def _attend(
     counts: torch.Tensor,
     dropout: float,
 ) -> Any:
-    """Runs the kernel; returns its results: the output, `[b * s, n, d]` with padded channels, the log-sum-exp, ..."""
+    """Runs the kernel and returns the output, `[b * s, n, d]` with padded channels, the log-sum-exp, and the rest."""
     flat = [_flattened(tensor) for tensor in (query, key, value)]
     scale = 1.0 / math.sqrt(query.shape[-1])
     return torch.ops.aten._flash_attention_forward(*flat, *_lengths(bounds, counts), dropout, True, False, scale=scale)
 
 
 def _lengths(bounds: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Returns bounds of queries and of keys, and the longest of each, without what fills up `bounds`."""
+    """Returns cumulative lengths and the maximum length, for queries and for keys, without the padding of `bounds`."""
     number, longest = counts.tolist()
-    own = bounds[: number + 1]
-    return own, own, longest, longest
+    cu_seqlens = bounds[: number + 1]
+    return cu_seqlens, cu_seqlens, longest, longest
 
 
 def _flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """`[s, b, n, d]` to `[b * s, n, d]`, with padded channels."""
+    """Reshapes `[s, b, n, d]` to `[b * s, n, d]`, with padded channels."""
     return aligned(tensor.transpose(0, 1).flatten(0, 1))
 
 
 def _unflattened(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Undoes `_flattened`: `[s, b, n, d]`, in memory `[b, s, n, d]`."""
     length, rows, _, channels = like.shape
-    own: torch.Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
-    return own.transpose(0, 1)
+    unpadded: torch.Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
+    return unpadded.transpose(0, 1)
 
 
 # ---- the operation: its kernels, the shapes that the compiler sees, and its derivative
@@ -144,8 +144,8 @@ def _unflattened(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _operation(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = _attend(query, key, value, bounds, counts, 0.0)
-    return _unflattened(found[0], query), found[1]
+    results = _attend(query, key, value, bounds, counts, 0.0)
+    return _unflattened(results[0], query), results[1]
 
 
 def _backward_operation(

@@ -25,22 +25,22 @@ class QueryPiece:
     """Consecutive queries that see all keys of one earlier range, and each other causally."""
 
     rows: slice
-    """Rows of the batch."""
+    """Range of rows of the batch."""
     queries: slice
     """Range in this rank's part of the sequence."""
     before: slice
-    """The earlier keys, as a range of the whole sequence; may be empty."""
+    """Range of the earlier keys in the whole sequence. May be empty."""
 
 
 def chunks_of_rank(rank: int, size: int) -> tuple[int, ...]:
-    """Returns the chunks of the sequence that a context-parallel rank has, in its order; (0,) with one rank."""
+    """Returns the chunks of the sequence that a context-parallel rank has, in order: (0,) if it is the only rank."""
     return (0,) if size == 1 else (rank, 2 * size - 1 - rank)
 
 
 def chunk_places(size: int) -> list[int]:
     """Returns, for each chunk in the order of the sequence, its index among the concatenated chunks of all ranks."""
-    held = [chunk for rank in range(size) for chunk in chunks_of_rank(rank, size)]
-    return sorted(range(len(held)), key=held.__getitem__)
+    chunks = [chunk for rank in range(size) for chunk in chunks_of_rank(rank, size)]
+    return sorted(range(len(chunks)), key=chunks.__getitem__)
 
 
 def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[QueryPiece]:
@@ -53,37 +53,37 @@ def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[QueryPiece]
 
 
 class PackedDocuments:
-    """Where the documents packed into a batch begin, as data for a layer.
+    """The starts of documents packed into a batch, as data for a layer.
 
     Neither a number nor the shape of a tensor depends on the layout, so that a layer is compiled once for all of them.
     Not a tensor or a list, so that what moves a model's inputs to its device (FSDP2) passes it on as it is.
 
     Args:
-        document_starts, rank, size: as in `document_pieces`.
+        document_starts, rank, size: arguments of `document_pieces`.
 
     Raises:
-        DataError: as `document_pieces`.
+        DataError: see `document_pieces`.
     """
 
     starts: torch.Tensor
     """`[b, s / cp]`, on the host: for each token the position in the whole sequence at which its document begins."""
     bounds: torch.Tensor | None
-    """`[b * s + 1]` in int32, on this process's device: where documents begin in the rows of the batch, one behind the
-    other, and last where the last ends; filled up with that. None under context parallelism."""
+    """`[b * s + 1]` in int32, on this process's device: start of each document in the concatenated rows of the batch,
+    then the total length, which also pads it. None under context parallelism."""
     counts: torch.Tensor
     """`[2]`, on the host: number of documents in `bounds`, and tokens of the longest."""
 
     def __init__(self, document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> None:
         self.starts = document_starts.cpu()
-        document_pieces(self.starts, rank, size)  # raises for what cannot be
+        document_pieces(self.starts, rank, size)  # validates
         begins = torch.ones_like(self.starts, dtype=torch.bool)
         begins[:, 1:] = self.starts[:, 1:] != self.starts[:, :-1]
-        found = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")])
-        self.counts = torch.stack([torch.tensor(len(found) - 1, device="cpu"), found.diff().max()])
+        ends = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")])
+        self.counts = torch.stack([torch.tensor(len(ends) - 1, device="cpu"), ends.diff().max()])
         self.bounds = None
         if size == 1:
             bounds = torch.full((begins.numel() + 1,), begins.numel(), dtype=torch.int32, device="cpu")
-            bounds[: len(found)] = found
+            bounds[: len(ends)] = ends
             self.bounds = _on_device(bounds)
 
 
@@ -153,11 +153,11 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:
     """Returns each chunk's range in the rank's part, and its start in the whole sequence."""
-    held = chunks_of_rank(rank, size)
-    if length % len(held):
+    numbers = chunks_of_rank(rank, size)
+    if length % len(numbers):
         raise DataError(
             f"a context-parallel rank holds two equal chunks of a sequence, and {length} tokens are not; take a whole "
             f"sequence of a multiple of {2 * size} tokens and split it with core.transformer.own_chunks"
         )
-    chunk = length // len(held)
-    return [(slice(i * chunk, (i + 1) * chunk), number * chunk) for i, number in enumerate(held)]
+    chunk = length // len(numbers)
+    return [(slice(i * chunk, (i + 1) * chunk), number * chunk) for i, number in enumerate(numbers)]

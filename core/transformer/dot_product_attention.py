@@ -18,9 +18,9 @@ from .attention_backend import (
     has_flash_kernel,
     has_kernel,
     only_backend,
+    pick_backend,
     takes_pieces,
     warn_of_slow_pieces,
-    why_not_backend,
 )
 from .context_parallel import gather_sequence, own_positions
 from .document_attention import attend_within_documents
@@ -42,8 +42,8 @@ class DotProductAttention(MegatronModule):
         attn_mask_type: None or causal, which are the same.
         attention_type: "self".
         attention_dropout: default is the config's.
-        softmax_scale: Megatron-LM's; only None is allowed, for 1 / sqrt(d).
-        cp_comm_type: Megatron-LM's; ignored.
+        softmax_scale: Megatron-LM's argument; only None is allowed, for 1 / sqrt(d).
+        cp_comm_type: Megatron-LM's argument; ignored.
         pg_collection: must be the groups of `core.parallel_state`.
 
     Raises:
@@ -82,7 +82,7 @@ class DotProductAttention(MegatronModule):
         *,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """Computes attention over this rank's heads; any strides with a contiguous last dim.
+        """Computes attention over this rank's heads, for any strides with a contiguous last dim.
 
         With context parallelism s is the length of this rank's chunks, and queries see the keys of all ranks.
 
@@ -129,7 +129,7 @@ class DotProductAttention(MegatronModule):
         if query.is_cuda or backend != "auto":
             heads, groups, channels = query.shape[1], key.shape[1], query.shape[-1]
             drops = dropout > 0.0
-            problem = why_not_backend(
+            problem = pick_backend(
                 backend, device.type, device.index, query.dtype, heads, groups, channels, drops, masked
             )
             if problem:
@@ -170,9 +170,9 @@ class DotProductAttention(MegatronModule):
 
 
 def check_mask_type(caller: str, attn_mask_type: AttnMaskType | None) -> None:
-    """Raises ParallelConfigError for a mask that is not causal; None means causal."""
-    taken = None if attn_mask_type is None else AttnMaskType.causal
-    refuse(caller, attn_mask_type=(attn_mask_type, taken, "a token sees none after it; hide more by attention_mask"))
+    """Raises ParallelConfigError for a mask that is neither causal nor None, which means causal."""
+    allowed = None if attn_mask_type is None else AttnMaskType.causal
+    refuse(caller, attn_mask_type=(attn_mask_type, allowed, "a token sees none after it; hide more by attention_mask"))
 
 
 def _attend(

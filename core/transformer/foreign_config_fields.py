@@ -1,4 +1,4 @@
-"""Fields of Megatron-LM's TransformerConfig that the one here does not have; see `core.foreign_arguments`."""
+"""Fields of Megatron-LM's TransformerConfig that the one here does not have. See `core.foreign_arguments`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "is_hybrid_model": (False, _ONE_KIND),
     "heterogeneous_block_specs": (False, "give GPTModel a transformer_layer_spec"),
     "mrope_section": (None, "use position_embedding_type 'rope'"),
-    "embedding_init_method": (None, "embeddings are filled by init_method"),
-    "embedding_init_method_std": (None, "embeddings are filled by init_method"),
     "init_model_with_meta_device": (False, "build the model under torch.device('meta'), then materialize it"),
     "use_mup": (False, "give init_method, and learning rates by get_megatron_optimizer's scale_lr_cond"),
     "apply_query_key_layer_scaling": (False, "attention here computes its softmax in fp32 in any case"),

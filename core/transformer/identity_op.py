@@ -9,7 +9,7 @@ from torch import nn
 
 
 class IdentityOp(nn.Module):
-    """Takes any constructor's arguments; returns its first input."""
+    """Takes any arguments in its constructor, and returns its first input."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

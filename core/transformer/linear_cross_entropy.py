@@ -13,7 +13,7 @@ from .transformer_config import TransformerConfig
 
 
 class LinearCrossEntropyModule(ColumnParallelLinear):
-    """A `ColumnParallelLinear` whose call returns losses instead of logits on request; Megatron-LM's name.
+    """A `ColumnParallelLinear` that returns losses instead of logits on request, as Megatron-LM's class of this name.
 
     One call is one use of the weight in each direction: a sharded wrapper gathers it as for any other layer.
     """
@@ -35,7 +35,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
         Args:
             output_cross_entropy_loss: return losses.
             labels: `[b, s]`; needed for losses.
-            reduction, ignore_index: Megatron-LM's; refused unless at their defaults.
+            reduction, ignore_index: Megatron-LM's arguments; refused unless at their defaults.
 
         Raises:
             ConfigError: losses are requested without labels or without a weight.

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA; Hu et al., 2021): freezes linear layers and trains a small update next to each.
+"""Low-rank adaptation (LoRA, Hu et al., 2021): freezes linear layers and trains a small update next to each.
 
 A layer `y = x W^T + b` becomes `y = x W^T + b + alpha / rank x (x A^T) B^T`, with `A` `[rank, k]` and `B` `[n, rank]`.
 `B` starts at zero, so that the adapted model first computes the same as the model. The layer keeps its class, its
@@ -48,9 +48,9 @@ class Adapter(nn.Module):
     The layer owns the adapter, as its attribute ``adapter``, from `add_lora` until `merge_into`.
 
     Args:
-        layer: decides the sizes and the layout.
+        layer: linear layer to adapt, whose sizes and layout the adapter has.
         rank: rank of the update.
-        alpha: the update is scaled by `alpha / rank`.
+        alpha: numerator of the update's factor `alpha / rank`.
 
     Attributes:
         hook: handle of the hook that adds the update to the layer's output. `merge_into` removes it.
@@ -157,15 +157,15 @@ def add_lora(
         for name, module in model.named_modules()
         if isinstance(module, _Layer) and module.weight is not None
     }
-    found = {name.rpartition(".")[2] for name in linears}
+    layer_names = {name.rpartition(".")[2] for name in linears}
     if any(isinstance(module, Adapter) for module in model.modules()):
         raise ConfigError("the model has LoRA adapters; merge them first, or train those")
     targets = get_args(LoRATarget) if targets is None else targets
     if not targets:
         raise ConfigError("LoRA adapters are requested without a target; name a layer, or leave targets out")
     for target in targets:
-        if target not in found:
-            has = ", ".join(sorted(found)) or "none"
+        if target not in layer_names:
+            has = ", ".join(sorted(layer_names)) or "none"
             raise ConfigError(f"LoRA target {target!r} names no linear layer of the model, which has {has}")
     model.requires_grad_(False)
     adapted = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in targets}
@@ -200,7 +200,7 @@ def _uniform_by_inputs(tensor: torch.Tensor, generator: torch.Generator) -> None
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Excludes parameters from training, before the model is wrapped; returns their names.
+    """Excludes parameters from training, before the model is wrapped, and returns their names.
 
     Args:
         patterns: shell patterns of parameter names, such as ``decoder.layers.0.*``.

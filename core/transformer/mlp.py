@@ -22,7 +22,7 @@ class MLPSubmodules:
     linear_fc1: ModuleSpec | Builder = ColumnParallelLinear
     linear_fc2: ModuleSpec | Builder = RowParallelLinear
     activation_func: None = None
-    """Megatron-LM's for Transformer Engine; only None is allowed, set `TransformerConfig.activation_func`."""
+    """Megatron-LM's module for Transformer Engine. Must be None; set `TransformerConfig.activation_func` instead."""
 
 
 class MLP(MegatronModule):
@@ -33,7 +33,7 @@ class MLP(MegatronModule):
 
     Args:
         submodules: other linear layers, constructed as these are.
-        is_expert: Megatron-LM's; refused.
+        is_expert: Megatron-LM's argument; refused.
         input_size: width of input and output; default is the config's `hidden_size`.
         ffn_hidden_size: width inside; default is the config's.
         tp_group: default is the tensor-parallel group of `core.parallel_state`.
@@ -85,7 +85,7 @@ class MLP(MegatronModule):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Maps `[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
         if self.gated:
             # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.

@@ -29,7 +29,7 @@ class MegatronModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns the module's `state_dict`; Megatron-LM's name."""
+        """Returns the module's `state_dict`, under Megatron-LM's name."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     sharded_state_dict = sharded_state_dict
@@ -74,7 +74,7 @@ class Float16Module(MegatronModule):
                 parameter.data = parameter.data.to(config.compute_dtype)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """Calls the module with fp32 inputs cast to the compute dtype; casts its outputs to fp32, in containers too.
+        """Calls the module with fp32 inputs cast to the compute dtype, and casts outputs to fp32, in containers too.
 
         Args:
             fp32_output: if False, do not cast the outputs.
@@ -122,12 +122,12 @@ def materialize(model: Model, device: torch.device | str | None = None, *, seed:
     Raises:
         ConfigError: nothing says how to fill a parameter or a buffer.
     """
-    made = allocate_meta_tensors(model, device or current_device())
+    tensors = allocate_meta_tensors(model, device or current_device())
     if not performs_initialization(model):
         buffers = {id(buffer) for buffer in model.buffers()}
-        made = [tensor for tensor in made if id(tensor) in buffers]
-    if made:
-        initialize_parameters(model, root_seed(model) if seed is None else seed, only=made)
+        tensors = [tensor for tensor in tensors if id(tensor) in buffers]
+    if tensors:
+        initialize_parameters(model, root_seed(model) if seed is None else seed, only=tensors)
     return model
 
 

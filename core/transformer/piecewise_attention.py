@@ -90,12 +90,12 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, list[_Random]]:
     """Returns the output, the log-sum-exp `[b, heads, s / cp]`, and the random states of each piece."""
     gathering = GatheringKeys(key, value, group)
-    found = [_attend_to_own(query, key, value, piece, dropout) for piece in pieces]
+    diagonals = [_attend_to_own(query, key, value, piece, dropout) for piece in pieces]
     whole_key, whole_value = gathering.wait()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [s / cp, b, heads, d]
-    logsumexp = found[0].logsumexp.new_empty(query.shape[1], query.shape[2], query.shape[0])  # [b, heads, s / cp]
+    logsumexp = diagonals[0].logsumexp.new_empty(query.shape[1], query.shape[2], query.shape[0])  # [b, heads, s / cp]
     random = []
-    for piece, own in zip(pieces, found, strict=True):
+    for piece, own in zip(pieces, diagonals, strict=True):
         both, before = own, None
         if _sees_before(piece):
             keys, values = (_heads_first(t[piece.before, piece.rows]) for t in (whole_key, whole_value))
@@ -119,7 +119,11 @@ def _backward(
     dropout: float,
     group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gathers, with half of the pieces' own keys meanwhile; then keys before them; reduce-scatters, with the rest."""
+    """Computes the gradients of query, key and value while keys are gathered and their gradients reduce-scattered.
+
+    Half of the pieces attend to their own keys during the gather, then all to the keys before them, and the rest to
+    their own during the reduce-scatter.
+    """
     grad = grad.contiguous()
     grad_query, grad_key, grad_value = (
         torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
@@ -128,12 +132,12 @@ def _backward(
     def add(
         piece: QueryPiece, keys: torch.Tensor, values: torch.Tensor, causal: bool, state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds to the gradient of a piece's queries; returns the gradients of these keys and values."""
-        found = PartialAttention(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
+        """Adds to the gradient of a piece's queries, and returns the gradients of these keys and values."""
+        attended = PartialAttention(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
         views = (_queries(grad, piece), _queries(query, piece), keys, values)
-        of_query, of_keys, of_values = attend_backward(*views, found, causal=causal, dropout=dropout)
-        _queries(grad_query, piece).add_(of_query)
-        return of_keys, of_values
+        grad_queries, grad_keys, grad_values = attend_backward(*views, attended, causal=causal, dropout=dropout)
+        _queries(grad_query, piece).add_(grad_queries)
+        return grad_keys, grad_values
 
     def add_own(first: int, last: int) -> None:
         for piece, (state, _) in zip(pieces[first:last], random[first:last], strict=True):
@@ -235,4 +239,4 @@ OPERATION = define_attention(
     empty_like=lambda like: like.new_empty(like.shape),
     empty_logsumexp=_empty_logsumexp,
 )
-"""Name of the operation in `torch.ops`; a group is the name of a process group, empty for a rank alone."""
+"""Name of the operation in `torch.ops`. It takes a process group by name, "" for a rank alone."""

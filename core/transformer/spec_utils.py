@@ -18,7 +18,7 @@ class ModuleSpec:
     """The class and arguments of a module to build."""
 
     module: Builder | tuple[str, str]
-    """Its class, or the place to import it from: (module, name)."""
+    """The module's class, or the place to import it from: (module, name)."""
 
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the constructor, in addition to those that the enclosing module passes."""
@@ -27,7 +27,7 @@ class ModuleSpec:
     """The constructor's argument `submodules`, if not None."""
 
     metainfo: dict[str, Any] = field(default_factory=dict)
-    """Notes of the script; nothing here reads them."""
+    """Notes of the script, which nothing here reads."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Builds the module, see :func:`build_module`."""
@@ -42,10 +42,10 @@ def import_module(module_path: tuple[str, str]) -> Builder:
     """
     path, name = module_path
     try:
-        found: Builder = getattr(importlib.import_module(path), name)
+        builder: Builder = getattr(importlib.import_module(path), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"a ModuleSpec names {name} of {path}, which cannot be imported: {error}") from error
-    return found
+    return builder
 
 
 def build_module(spec_or_module: ModuleSpec | Builder, *args: Any, **kwargs: Any) -> Any:

@@ -26,10 +26,10 @@ class TransformerBlockSubmodules:
     """The modules of a stack."""
 
     layer_specs: list[ModuleSpec | Builder] | None = None
-    """One for each layer. None means layers of this package."""
+    """Specs of the layers, one for each. None means layers of this package."""
 
     layer_norm: ModuleSpec | Builder | None = None
-    """The norm at the end; None means the config's."""
+    """The norm at the end, or None for the norm that the config names."""
 
 
 class TransformerBlock(MegatronModule):
@@ -43,7 +43,7 @@ class TransformerBlock(MegatronModule):
             stage.
         post_process: this is the last stage; else there is no `final_layernorm`.
         pg_collection: must be the groups of `core.parallel_state`.
-        vp_stage: Megatron-LM's; only None is allowed.
+        vp_stage: Megatron-LM's argument; only None is allowed.
 
     Raises:
         ConfigError: the config leaves a size at 0, or there is not one spec for each layer.
@@ -92,7 +92,7 @@ class TransformerBlock(MegatronModule):
         rotary_pos_emb: Rotation | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         if not self.pre_process:
             hidden_states = self.input_tensor
         if hidden_states is None:

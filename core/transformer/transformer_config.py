@@ -65,12 +65,12 @@ ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh"
 
 
 def name_of_activation(function: ActivationFunction) -> Activation | ActivationFunction:
-    """Returns the name of a known function, which configs and checkpoints can store; else the function."""
+    """Returns the name of a known function, which configs and checkpoints can store, else the function."""
     return next((name for name, known in ACTIVATIONS.items() if known is function), function)
 
 
 def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
-    """Returns the function of a name; returns a function as it is."""
+    """Returns the function that a name stands for, or a function as it is."""
     return activation if callable(activation) else ACTIVATIONS[activation]
 
 
@@ -90,7 +90,7 @@ _CODE = {"is_code": True}
 
 @dataclass(frozen=True)
 class _FromStd(Normal):
-    """The initializer of `init_method_std`; derived again when `dataclasses.replace` changes that."""
+    """The initializer of `init_method_std`, derived again when `dataclasses.replace` changes that."""
 
 
 @takes_foreign_fields(FOREIGN_FIELDS)
@@ -111,20 +111,20 @@ class TransformerConfig(ModelParallelConfig):
     """
 
     num_layers: int = field(default=0, metadata=_REQUIRED_FLAG)
-    """Transformer layers."""
+    """Number of transformer layers."""
 
     hidden_size: int = field(default=0, metadata=_REQUIRED_FLAG)
     """Width of the residual stream."""
 
     num_attention_heads: int = field(default=0, metadata=_REQUIRED_FLAG)
-    """Query heads of a layer."""
+    """Number of query heads of a layer."""
 
     num_query_groups: int = None  # type: ignore[assignment]  # an int once __post_init__ has run, as for those below
     """Key and value heads of a layer, each shared by heads / groups query heads (Ainslie et al., 2023). None: one
     for every query head. Fewer than tensor-parallel ranks is slower: each layer gathers its projection."""
 
     ffn_hidden_size: int = None  # type: ignore[assignment]
-    """Width of the MLP; with `gated_linear_unit`, of gate and up each. None: 4 x hidden_size."""
+    """Width of the MLP, or of gate and up each with `gated_linear_unit`. None means 4 x hidden_size."""
 
     kv_channels: int = None  # type: ignore[assignment]
     """Width of one head. None: hidden_size / num_attention_heads."""
@@ -154,7 +154,7 @@ class TransformerConfig(ModelParallelConfig):
     """Add a bias to the query, key and value projection even without `add_bias_linear`."""
 
     gated_linear_unit: bool = False
-    """The MLP multiplies activation(gate) by an up branch; with "silu" it is SwiGLU (Shazeer, 2020)."""
+    """Whether the MLP multiplies activation(gate) by an up branch. With "silu" it is SwiGLU (Shazeer, 2020)."""
 
     activation_func: Activation | ActivationFunction = "gelu"
     """Activation of the MLP: "gelu" (exact), "gelu_tanh" (its tanh approximation, as in GPT-2) or "silu", or any
@@ -164,31 +164,38 @@ class TransformerConfig(ModelParallelConfig):
     """Norm each head's query and key before the rotation."""
 
     rotary_percent: float = 1.0
-    """Share of a head's channels that rotary embeddings rotate; the rest is unchanged."""
+    """Share of a head's channels that rotary embeddings rotate. The rest is unchanged."""
 
     rotary_base: float = 10000.0
     """Base of the geometric series of rotary wavelengths."""
 
     init_method_std: float = 0.02
-    """Standard deviation of initial weights; the projections that end in the residual stream get it divided by
-    sqrt(2 x num_layers) (Radford et al., 2019)."""
+    """Standard deviation of initial weights. It is divided by sqrt(2 x num_layers) for projections that end in the
+    residual stream (Radford et al., 2019)."""
 
     init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
-    """Fills a weight that reads the residual stream. None: a normal distribution of `init_method_std`."""
+    """Fills a weight that reads the residual stream. None means a normal distribution of `init_method_std`."""
 
     output_layer_init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
-    """Fills a weight that writes to the residual stream. None: the same, divided as `init_method_std` says."""
+    """Fills a weight that writes to the residual stream. None means a normal distribution, divided as
+    `init_method_std` says."""
+
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial embeddings of words and positions. None: `init_method_std`."""
+
+    embedding_init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
+    """Fills the embeddings. None: `init_method`, or a normal distribution of `embedding_init_method_std`."""
 
     recompute_granularity: RecomputeGranularity | None = None
-    """What to recompute in backward instead of saving it: "selective", the core of attention (Korthikanti et al.,
-    2022); "full", whole layers; None, nothing."""
+    """What to recompute in backward instead of saving it: "selective" for the core of attention (Korthikanti et al.,
+    2022), "full" for whole layers, None for nothing."""
 
     recompute_method: RecomputeMethod | None = None
-    """Which layers "full" recomputes: "uniform", all, in chunks of `recompute_num_layers`, whose input alone is kept;
-    "block", the first `recompute_num_layers`, each a chunk of its own."""
+    """Layers that "full" recomputes: "uniform" for all, in chunks of `recompute_num_layers` of which only the input is
+    saved, "block" for the first `recompute_num_layers`, each a chunk of its own."""
 
     recompute_num_layers: int | None = None
-    """Number of layers, see `recompute_method`."""
+    """Number of layers for `recompute_method`."""
 
     def __post_init__(self) -> None:
         violations: list[ConfigError] = []
@@ -215,6 +222,9 @@ class TransformerConfig(ModelParallelConfig):
         if self.output_layer_init_method is None or isinstance(self.output_layer_init_method, _FromStd):
             scaled = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
             self.output_layer_init_method = _FromStd(scaled.sigma)
+        if self.embedding_init_method is None or isinstance(self.embedding_init_method, _FromStd):
+            std = self.embedding_init_method_std
+            self.embedding_init_method = self.init_method if std is None else _FromStd(std)
 
     def check_sizes_given(self, *names: str) -> None:
         """Checks sizes that a module needs.
@@ -229,6 +239,11 @@ class TransformerConfig(ModelParallelConfig):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{name} is 0; it takes a positive number")
 
+    def check_split(self, tensor_parallel_size: int) -> None:
+        """Raises the first ConfigError of sizes that cannot be split over the ranks of a tensor-parallel group."""
+        for violation in self._size_violations(tensor_parallel_size):
+            raise violation
+
     def _violations(self) -> Iterator[ConfigError]:
         negative = [name for name in _SIZES if getattr(self, name) < 0]
         if self.kv_channels is not None and self.kv_channels < 0:
@@ -236,13 +251,13 @@ class TransformerConfig(ModelParallelConfig):
         for name in negative:
             yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
         if not negative and all(getattr(self, name) for name in _SIZES):
-            yield from self._size_violations()
+            yield from self._size_violations(max(1, self.tensor_model_parallel_size))
         chance, share = "a probability from 0 to below 1", "a share above 0 and up to 1"
         problems = [
             *out_of_range(self, "hidden_dropout", "attention_dropout", least=0, below=1, takes=chance),
             *out_of_range(self, "rotary_percent", over=0, most=1, takes=share),
             *out_of_range(self, "layernorm_epsilon", "rotary_base", over=0),
-            *out_of_range(self, "init_method_std", least=0),
+            *out_of_range(self, "init_method_std", "embedding_init_method_std", least=0),
         ]
         named = {} if callable(self.activation_func) else {"activation_func": get_args(Activation)}
         choices = {"normalization": get_args(Normalization), **named, "attention_backend": get_args(AttentionBackend)}
@@ -255,8 +270,8 @@ class TransformerConfig(ModelParallelConfig):
             )
         yield from self._recompute_violations()
 
-    def _size_violations(self) -> Iterator[ConfigError]:
-        heads, groups, tp = self.num_attention_heads, self.num_query_groups, max(1, self.tensor_model_parallel_size)
+    def _size_violations(self, tp: int) -> Iterator[ConfigError]:
+        heads, groups = self.num_attention_heads, self.num_query_groups
         if self.kv_channels is None:
             yield ConfigError(
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "

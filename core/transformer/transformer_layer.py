@@ -26,12 +26,12 @@ _NO_CROSS_ATTENTION = "there is no cross-attention"
 
 @dataclass
 class TransformerLayerSubmodules:
-    """The modules of a layer; those that are left out do nothing, as in Megatron-LM."""
+    """The modules of a layer. Those left out do nothing, as in Megatron-LM."""
 
     input_layernorm: ModuleSpec | Builder = IdentityOp
     self_attention: ModuleSpec | Builder = IdentityOp
     self_attn_bda: None = None
-    """Megatron-LM's addition of a branch; refused, because the layer adds it."""
+    """Megatron-LM's module that adds a branch. Refused, because the layer adds it."""
     pre_cross_attn_layernorm: ModuleSpec | Builder = IdentityOp
     cross_attention: ModuleSpec | Builder = IdentityOp
     cross_attn_bda: None = None
@@ -39,7 +39,7 @@ class TransformerLayerSubmodules:
     mlp: ModuleSpec | Builder = IdentityOp
     mlp_bda: None = None
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
-    """Megatron-LM's names in checkpoints; nothing here reads them."""
+    """Megatron-LM's names in checkpoints, which nothing here reads."""
 
 
 class TransformerLayer(MegatronModule):
@@ -51,8 +51,8 @@ class TransformerLayer(MegatronModule):
         layer_number: from 1, given to the attention.
         hidden_dropout: default is the config's.
         pg_collection: must be the groups of `core.parallel_state`.
-        vp_stage, is_mtp_layer: Megatron-LM's; refused unless at their defaults.
-        add_layer_offset, pp_layer_offset: Megatron-LM's, for earlier stages; ignored, as there is one stage.
+        vp_stage, is_mtp_layer: Megatron-LM's arguments; refused unless at their defaults.
+        add_layer_offset, pp_layer_offset: Megatron-LM's arguments for earlier pipeline stages; ignored.
         name: a label, which nothing reads.
 
     Raises:
@@ -101,7 +101,7 @@ class TransformerLayer(MegatronModule):
         rotary_pos_emb: Rotation | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         normed = self.input_layernorm(hidden_states)
         attended = self.self_attention(
             normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(documents)

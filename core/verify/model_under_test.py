@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
+from ..adapters.bridge.units import CONTAINERS
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ..device import current_device
 from ..dist_checkpointing.flat_range import whole
@@ -220,7 +220,7 @@ class WrappedTraining(Training):
         if instances > 1:
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         model, self._loss = tested.build()
-        items = ITEMS_OF_CONTAINERS if ddp_config.shards_parameters else None
+        items = CONTAINERS if ddp_config.shards_parameters else None
         # No config of the model's: under every wrapper it runs in the precision in which it was built.
         self.model = self._wrapper = wrap_model(
             model,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, save
 from core.distributed import finalize_model_grads, wrap_model
-from core.distributed.fully_sharded.unit import POISONS
+from core.distributed.engine.unit import POISONS
 from core.optimizer import MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
 from core.training.checkpointing import state_tensors
 from core.training.state import TrainingState

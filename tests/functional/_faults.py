@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,15 @@ import torch.distributed as dist
 
 import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.buffers.bucket_group import BucketGroup
-from core.distributed.buffers.reduction import BucketReduction
+from core.distributed.engine.bucket_group import BucketGroup
+from core.distributed.engine.reduction import BucketReduction
+from core.distributed.engine.unit import Unit
 from core.distributed.fsdp2.collectives import (
     DirectAllGather,
     DirectReduceScatter,
     _RecordedAllGather,
     _RecordedReduceScatter,
 )
-from core.distributed.fully_sharded.unit import Unit
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
@@ -107,7 +108,9 @@ def _one_instance_only(reduce: Any, reached: Reached) -> Any:
     def patched(self: BucketReduction, *args: Any) -> None:
         if self.replica_group is not None:
             reached()
-        reduce(replace(self, replica_group=None), *args)
+        of_instance = copy(self)
+        of_instance.replica_group = None
+        reduce(of_instance, *args)
 
     return patched
 
@@ -187,7 +190,7 @@ def _stale_parameter(start: Any, reached: Reached) -> Any:
     def patched(self: BucketGroup, force_sync: bool = False) -> None:
         if self.bucket.offset != 0:
             start(self, force_sync)
-        elif self.bucket.param_data is not None:
+        elif len(self.bucket.param_data):
             reached()
 
     return patched
@@ -207,29 +210,20 @@ def _stale_slot(gather: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (_RecordedAllGather, "__call__"), (DirectAllGather, "gather_each"))
+@_fault(STALE, (_RecordedAllGather, "__call__"), (DirectAllGather, "__call__"))
 def _stale_unit(gather: Any, reached: Reached) -> Any:
     """FSDP2: one unit is gathered as it was when it was first used, not from its current shards."""
-    first: dict[str, list[torch.Tensor]] = {}
+    first: dict[str, torch.Tensor] = {}
 
-    def at_first(unit: str, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def patched(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         if not first:
-            first[unit] = [shard.clone() for shard in shards]
-        if unit not in first or all(map(torch.equal, first[unit], shards)):
-            return shards
-        reached()
-        return first[unit]
+            first[self.unit] = input_tensor.clone()
+        old = first.get(self.unit, input_tensor)
+        if not torch.equal(old, input_tensor):
+            reached()
+        return gather(self, output_tensor=output_tensor, input_tensor=old, **options)
 
-    def gather_flat(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        (shard,) = at_first(self.unit, [input_tensor])
-        return gather(self, output_tensor=output_tensor, input_tensor=shard, **options)
-
-    def gather_each(
-        self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> Any:
-        return gather(self, outputs, at_first(self.unit, inputs), group)
-
-    return gather_each if gather.__name__ == "gather_each" else gather_flat
+    return patched
 
 
 # ---- what only some trainings or wrappers have

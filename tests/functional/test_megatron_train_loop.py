@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from core import dist_checkpointing, parallel_state
+from core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from core.datasets.utils import compile_helpers
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -25,6 +28,7 @@ from core.models.gpt.gpt_model import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel.schedules import get_forward_backward_func
 from core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from core.tokenizers import MegatronTokenizer
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import full
@@ -38,7 +42,6 @@ def build(seed: int) -> GPTModel:
         num_layers=2,
         hidden_size=12,
         num_attention_heads=4,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
     )
@@ -129,3 +132,50 @@ def test_offsets_of_parts_are_refused():
     parallel_state.destroy_model_parallel()
     with pytest.raises(Exception, match="was given sharded_offsets"):
         run_distributed(_with_offsets, 1)
+
+
+def mock_batches() -> Iterator[dict[str, Tensor]]:
+    compile_helpers()
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=LENGTH,
+        tokenizer=MegatronTokenizer.from_pretrained(metdata_path={"library": "null-text"}, vocab_size=VOCAB - 1),
+    )
+    datasets = BlendedMegatronDatasetBuilder(MockGPTDataset, [500, None, None], lambda: True, config).build()
+    return iter(torch.utils.data.DataLoader(datasets[0], batch_size=BATCH))
+
+
+def masked_step(data: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(data)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(mean_loss, batch["loss_mask"].view(-1))
+
+
+def _learns_mock_data(folder: str) -> list[float]:
+    parallel_state.initialize_model_parallel(2, 1)
+    inner = build(123)
+    model = DistributedDataParallel(config=inner.config, ddp_config=DistributedDataParallelConfig(), module=inner)
+    optimizer, data, losses = torch.optim.Adam(model.parameters(), 1e-2), mock_batches(), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        (loss,) = get_forward_backward_func()(
+            forward_step_func=masked_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=1,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+        )
+        finalize_model_grads([model])
+        optimizer.step()
+        losses.append(float(loss["lm loss"]))
+    dist_checkpointing.save(sharded_state_dict=model.module.sharded_state_dict(), checkpoint_dir=folder)
+    state = dist_checkpointing.load(sharded_state_dict=model.module.sharded_state_dict(), checkpoint_dir=folder)
+    model.module.load_state_dict(state)
+    return losses
+
+
+def test_mock_data_loop_learns_and_saves(tmp_path):
+    (first, second) = run_distributed(_learns_mock_data, 2, str(tmp_path))
+    assert first == second
+    assert sum(first[-5:]) / 5 < first[0] - 0.2

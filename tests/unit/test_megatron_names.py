@@ -214,3 +214,18 @@ def test_a_collection_lists_stand_ins_of_groups_too():
 def test_parallel_state_too_early_is_megatrons_assertion():
     with pytest.raises(AssertionError, match="initialize_model_parallel"):
         parallel_state.get_tensor_model_parallel_group()
+
+
+def test_absent_functions_import_and_raise_when_called():
+    from core.utils import make_tp_sharded_tensor_for_checkpoint
+
+    with pytest.raises(NotImplementedError, match=r"core.utils has no make_tp_sharded.*: use core.dist_checkpointing"):
+        make_tp_sharded_tensor_for_checkpoint(None, "weight")
+
+
+def test_the_root_has_what_megatrons_has():
+    import core
+    from core import DistributedDataParallel, ModelParallelConfig
+    from core.distributed import DistributedDataParallel as Wrapper
+
+    assert ModelParallelConfig is core.model_parallel_config.ModelParallelConfig and DistributedDataParallel is Wrapper

@@ -1,6 +1,6 @@
 """Runs transformers' Trainer and accelerate's loops on this library's wrappers; `use_shardstack` is the only call."""
 
-from ..bridge.versions import check_version
+from ..bridge.translation import check_version
 
 check_version("accelerate", __name__)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
-from ..bridge.gradients import GradientNorm, StepGradients
-from .checkpoints import checkpoint_folder, load_checkpoint, save_checkpoint, whole_state_dict
+from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
+from ..bridge.trained import Trained, wrapper_of
 from .optimizer import PreparedOptimizer, prepare_optimizer
 from .plugin import ShardstackPlugin
 
@@ -62,7 +63,7 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             WrapError: the model is wrapped already, or cannot be.
         """
-        if StepGradients.of(model) is not None:
+        if Trained.of(model) is not None:
             if not any(known is model for known in self._models):
                 self._models.append(model)
             return model
@@ -71,7 +72,7 @@ class ShardstackAccelerator(Accelerator):
             return placed
         self._models = [known for known in self._models if known is not placed]
         wrapper = self.plugin.wrap(placed)
-        StepGradients(wrapper)
+        Trained(wrapper)
         self._models.append(wrapper)
         return wrapper
 
@@ -99,14 +100,14 @@ class ShardstackAccelerator(Accelerator):
         owners = {owner_of(replaced.get(param, param)) for param in params}
         if owners == {None} and not self._prepared():
             return arg
-        gradients = StepGradients.of(owners.pop()) if len(owners) == 1 else None
-        if gradients is None:
+        trained = Trained.of(owners.pop()) if len(owners) == 1 else None
+        if trained is None:
             raise OptimizerError(
                 f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
                 "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from the prepared "
                 "model's parameters"
             )
-        return prepare_optimizer(arg, gradients, replaced)
+        return prepare_optimizer(arg, trained, replaced)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the model as it was before `prepare`; its parameters stay where the wrapper has them."""
@@ -116,15 +117,9 @@ class ShardstackAccelerator(Accelerator):
 
     # ---- a step
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Lets a backward inside it accumulate on this rank alone."""
-        if isinstance(model, _BaseDataParallel):
-            with model.no_sync():
-                yield
-            return
-        with super().no_sync(model):
-            yield
+        return model.no_sync() if isinstance(model, _BaseDataParallel) else super().no_sync(model)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
@@ -135,70 +130,59 @@ class ShardstackAccelerator(Accelerator):
             ConfigError: another norm, or a part of the model's parameters.
         """
         given = _listed(parameters)
-        gradients = self._gradients_of(given)
-        if gradients is None:
+        trained = self._trained_by(given)
+        if trained is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(
                 f"norm_type is {norm_type}; gradients over several ranks are clipped by their L2 norm, 2"
             )
-        gradients.finish()
-        return GradientNorm.of(gradients.wrapper).clip(max_norm)
+        trained.finish_sums()
+        return trained.norm.clip(max_norm)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
         given = _listed(parameters)
-        gradients = self._gradients_of(given)
-        if gradients is None:
+        trained = self._trained_by(given)
+        if trained is None:
             super().clip_grad_value_(given, clip_value)
         else:
-            gradients.finish()
-            GradientNorm.of(gradients.wrapper).clamp(clip_value)
+            trained.finish_sums()
+            trained.norm.clamp(clip_value)
 
-    def _gradients_of(self, parameters: list[nn.Parameter]) -> StepGradients | None:
-        """Returns the gradients that all these parameters have in common; None if no prepared model has them."""
+    def _trained_by(self, parameters: list[nn.Parameter]) -> Trained | None:
+        """Returns the prepared model that all these parameters are of; None if they are of none."""
         owners = {owner_of(parameter) for parameter in parameters}
         if owners == {None}:
             # Copies that FSDP2 has gathered know no wrapper.
             prepared = [model for model in self._models if isinstance(model, _BaseDataParallel)]
             copies = {id(p) for model in prepared for p in model.gradient_receivers()}
             shown = any(id(parameter) in copies for parameter in parameters)
-            return StepGradients.of(prepared[0]) if shown and len(prepared) == 1 else None
+            return Trained.of(prepared[0]) if shown and len(prepared) == 1 else None
         if len(owners) > 1:
             raise ConfigError("gradients of several models were given to one call that clips; call it for each")
-        gradients = StepGradients.of(owners.pop())
-        if gradients is not None:
-            gradients.check_complete(parameters)
-        return gradients
+        trained = Trained.of(owners.pop())
+        if trained is not None:
+            trained.check_complete(parameters)
+        return trained
 
     # ---- checkpoints
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the whole model's tensors on the first rank of each machine, else an empty dict; all ranks call
         it."""
-        wrapper = self._wrapper_of(model)
-        if wrapper is None:
+        wrapper = wrapper_of(model)
+        if wrapper is None or model not in (wrapper, wrapper.module):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(wrapper, keep=self.is_local_main_process)
-
-    def _wrapper_of(self, model: nn.Module) -> _BaseDataParallel | None:
-        if isinstance(model, _BaseDataParallel):
-            return model
-        found = {owner_of(parameter) for parameter in model.parameters()} - {None}
-        wrappers = [owner for owner in found if isinstance(owner, _BaseDataParallel)]
-        return wrappers[0] if len(wrappers) == 1 and wrappers[0].module is model else None
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Saves as accelerate's, the whole weights included; wrapped models and optimizers with hashes, in folders
         ``shardstack``, which `load_state` reads."""
-        optimizers = self._optimizers
-        self._optimizers = [known for known in optimizers if not _is_ours(known)]
-        try:
+        with self._without_own_optimizers():
             location = super().save_state(output_dir, *args, **kwargs)
-        finally:
-            self._optimizers = optimizers
-        for index, gradients in enumerate(self._prepared()):
-            save_checkpoint(checkpoint_folder(location, index), gradients)
+        for index, trained in enumerate(self._prepared()):
+            save_trained(checkpoint_folder(location, index), trained, saved_tensors(trained))
         return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -221,22 +205,32 @@ class ShardstackAccelerator(Accelerator):
 
         def take_own(models: list[nn.Module], folder: str) -> None:
             left.extend(models)
-            models[:] = [model for model in models if StepGradients.of(model) is None]
+            models[:] = [model for model in models if Trained.of(model) is None]
 
         handle = self.register_load_state_pre_hook(take_own)
-        optimizers = self._optimizers
-        self._optimizers = [known for known in optimizers if not _is_ours(known)]
         try:
-            super().load_state(input_dir, *args, **kwargs)
+            with self._without_own_optimizers():
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+        for index, trained in enumerate(prepared):
+            if any(model is trained.wrapper for model in left):
+                load_trained(checkpoint_folder(folder, index), trained, saved_tensors(trained))
+
+    @contextmanager
+    def _without_own_optimizers(self) -> Iterator[None]:
+        """Hides inside it the optimizers that this library updates, whose state is in its own checkpoint."""
+        optimizers = self._optimizers
+        self._optimizers = [
+            known for known in optimizers if not (isinstance(known, PreparedOptimizer) and known.megatron is not None)
+        ]
+        try:
+            yield
         finally:
             self._optimizers = optimizers
-            handle.remove()
-        for index, gradients in enumerate(prepared):
-            if any(model is gradients.wrapper for model in left):
-                load_checkpoint(checkpoint_folder(folder, index), gradients)
 
-    def _prepared(self) -> list[StepGradients]:
-        return [found for model in self._models if (found := StepGradients.of(model)) is not None]
+    def _prepared(self) -> list[Trained]:
+        return [trained for model in self._models if (trained := Trained.of(model)) is not None]
 
     def _folder_to_load(self, input_dir: str | None) -> Path:
         if input_dir is not None:
@@ -255,5 +249,16 @@ def _number_of(folder: Path) -> int:
     return int(folder.name.rpartition("_")[2])
 
 
-def _is_ours(optimizer: Any) -> bool:
-    return isinstance(optimizer, PreparedOptimizer) and optimizer.megatron is not None
+def checkpoint_folder(root: str | os.PathLike[str], index: int = 0) -> Path:
+    """Returns where the checkpoint of a model is in a trainer's folder: ``shardstack``, of further ones with a number
+    after it."""
+    return Path(root) / (f"shardstack_{index}" if index else "shardstack")
+
+
+def saved_tensors(trained: Trained) -> dict[str, Tensor]:
+    """Returns the tensors of a model that its checkpoint holds: of one with adapters (`peft`) not the frozen ones."""
+    model, tensors = unwrap_model(trained.wrapper), trained.model_tensors()
+    if not hasattr(model, "peft_config"):
+        return tensors
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in tensors.items() if name not in frozen}

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...errors import OptimizerError
 from ...optimizer import MegatronOptimizer
-from ..bridge.gradients import StepGradients
-from ..bridge.optimizers import build_update, unlike_ours
+from ..bridge.optimizers import build_update, share_groups, unlike_ours
+from ..bridge.trained import Trained
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -24,27 +24,21 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     Args:
         optimizer: the user's optimizer.
-        gradients: the gradients of its model. `gradients.optimizer` makes the updates; if it is None, the user's does.
+        trained: its model. `trained.updates` makes the updates; if it is None, the user's does.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, gradients: StepGradients) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self.gradients = gradients
+        self.trained = trained
+        trained.optimizer = optimizer
         self._is_accelerate_prepared = True  # accelerate then keeps it as it is
-        self._share()
         optimizer.register_step_pre_hook(self._before_step)
 
     @property
     def megatron(self) -> MegatronOptimizer | None:
         """The optimizer that updates; None if it is the user's own."""
-        return self.gradients.optimizer
-
-    def _share(self) -> None:
-        # The user's optimizer gets the same list and dict as the update's, not copies. `load_state_dict` replaces the
-        # update's, so it calls this again.
-        if self.megatron is not None:
-            self.optimizer.param_groups = self.megatron.param_groups
-            self.optimizer.state = self.megatron.optimizer.state
+        updates = self.trained.updates
+        return updates if isinstance(updates, MegatronOptimizer) else None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates the weights in the last micro-batch of a step; does nothing in the others.
@@ -62,7 +56,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             raise OptimizerError(
                 "step was given a closure, which would run between reduction and update; leave it out"
             )
-        self.gradients.finish()
+        self.trained.finish_sums()
         if self.megatron is not None:
             # Accelerate's attribute, which `step_was_skipped` returns. Valid until the next step.
             self._is_overflow = not self.megatron.step()[0]
@@ -70,7 +64,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Zeroes the gradients after the last micro-batch of a step; does nothing in the others."""
         if self.gradient_state.sync_gradients:
-            self.gradients.wrapper.zero_grad_buffer()
+            self.trained.wrapper.zero_grad_buffer()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, for `load_state_dict` on the same layout; `save_state` saves for any layout."""
@@ -79,11 +73,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from this rank's own `state_dict`."""
         (self.optimizer if self.megatron is None else self.megatron).load_state_dict(state_dict)
-        self._share()
+        if self.megatron is not None:
+            share_groups(self.optimizer, self.megatron)
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, gradients: StepGradients, replaced: Mapping[nn.Parameter, nn.Parameter]
+    optimizer: torch.optim.Optimizer, trained: Trained, replaced: Mapping[nn.Parameter, nn.Parameter]
 ) -> PreparedOptimizer:
     """Makes a torch optimizer, built over the plain or the wrapped model, update the wrapped model.
 
@@ -100,10 +95,10 @@ def prepare_optimizer(
         {**group, "params": [replaced.get(param, param) for param in group["params"]]}
         for group in optimizer.param_groups
     ]
-    if unlike_ours(optimizer) and gradients.wrapper.plan.is_replicated:
+    if unlike_ours(optimizer) and trained.wrapper.plan.is_replicated:
         for group, taken in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = taken["params"]
-        return PreparedOptimizer(optimizer, gradients)
+        return PreparedOptimizer(optimizer, trained)
     if optimizer.state and not unlike_ours(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__name__} has stepped before its model was prepared, and its state would be lost; "
@@ -111,5 +106,5 @@ def prepare_optimizer(
         )
     # fp32 masters of bf16 weights, if there are any, as the update has.
     advice = "ShardstackPlugin('no_shard')"
-    gradients.optimizer = build_update(optimizer, gradients.wrapper, groups, advice, bf16=True)
-    return PreparedOptimizer(optimizer, gradients)
+    trained.updates = build_update(optimizer, trained.wrapper, groups, advice, bf16=True)
+    return PreparedOptimizer(optimizer, trained)

@@ -14,9 +14,9 @@ from transformers.trainer import SCHEDULER_NAME
 from ...dist_checkpointing.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
 from ...errors import CheckpointError
-from ..bridge.gradients import StepGradients
-from .accelerator import ShardstackAccelerator
-from .checkpoints import checkpoint_folder, load_checkpoint, load_whole_state_dict, save_checkpoint
+from ..bridge.checkpoints import load_trained, load_whole_state_dict, save_trained
+from ..bridge.trained import Trained
+from .accelerator import ShardstackAccelerator, checkpoint_folder, saved_tensors
 
 
 class ShardstackTrainer(Trainer):
@@ -42,8 +42,8 @@ class ShardstackTrainer(Trainer):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._is_in_step = False
-        if (gradients := self._gradients) is not None:
-            gradients.loss_is_global = self._leaves_out_ranks
+        if (trained := self._trained) is not None:
+            trained.loss_is_global = self._leaves_out_ranks
         return loss * self.accelerator.num_processes if self._leaves_out_ranks else loss
 
     def get_tp_size(self) -> int:
@@ -52,7 +52,7 @@ class ShardstackTrainer(Trainer):
         In a step with this library's gradients that is the number of ranks, so that the factor is 1: gradients are
         summed over ranks, not averaged. Elsewhere it is 1, the number of ranks that share a batch.
         """
-        if not (self._is_in_step and self._gradients is not None):
+        if not (self._is_in_step and self._trained is not None):
             return 1
         self._leaves_out_ranks = True
         return int(self.accelerator.num_processes)
@@ -68,8 +68,8 @@ class ShardstackTrainer(Trainer):
         return self.model_wrapped if isinstance(self.model_wrapped, _BaseDataParallel) else None
 
     @property
-    def _gradients(self) -> StepGradients | None:
-        return StepGradients.of(self._wrapper)
+    def _trained(self) -> Trained | None:
+        return Trained.of(self._wrapper)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._wrapper is not None:  # evaluation during or after training
@@ -84,11 +84,11 @@ class ShardstackTrainer(Trainer):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        gradients = self._gradients
-        if gradients is None or gradients.optimizer is None:
+        trained = self._trained
+        if trained is None or trained.updates is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_checkpoint(checkpoint_folder(output_dir), gradients)
+        save_trained(checkpoint_folder(output_dir), trained, saved_tensors(trained))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
@@ -101,19 +101,19 @@ class ShardstackTrainer(Trainer):
             load_whole_state_dict(self._wrapper, _saved_weights(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        gradients = self._gradients
-        if checkpoint is None or gradients is None:
+        trained = self._trained
+        if checkpoint is None or trained is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, of_scheduler = checkpoint_folder(checkpoint), Path(checkpoint) / SCHEDULER_NAME
-        if gradients.optimizer is None:
+        if trained.updates is None:
             if folder.is_dir():
                 raise CheckpointError(
                     f"{folder} has the state of this library's AdamW or SGD; resume with the optimizer that saved it"
                 )
             super()._load_optimizer_and_scheduler(checkpoint)
         elif folder.is_dir():
-            load_checkpoint(folder, gradients)
+            load_trained(folder, trained, saved_tensors(trained))
             self.lr_scheduler.load_state_dict(torch.load(of_scheduler, weights_only=True))
         elif of_scheduler.is_file():  # else it is one of `save_only_model`
             raise CheckpointError(
@@ -123,12 +123,12 @@ class ShardstackTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if (gradients := self._gradients) is None or best is None:
+        if (trained := self._trained) is None or best is None:
             super()._load_best_model()
         elif checkpoint_folder(best).is_dir():
-            load_checkpoint(checkpoint_folder(best), gradients, weights_alone=True)
+            load_trained(checkpoint_folder(best), trained, saved_tensors(trained), with_optimizer=False)
         else:
-            load_whole_state_dict(gradients.wrapper, _saved_weights(best))
+            load_whole_state_dict(trained.wrapper, _saved_weights(best))
 
 
 def _saved_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from accelerate.utils import parse_flag_from_env
 from ...distributed import _BaseDataParallel
 from ...distributed.model.rewrapping import reject_wrapped
 from ...errors import ConfigError
-from ..bridge.versions import check_version
+from ..bridge.translation import check_version
 from .accelerator import ShardstackAccelerator
 from .plugin import ShardstackPlugin
 

@@ -20,6 +20,7 @@ CONTEXT_AXES = ("context_parallel", "cp")
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXES_OF_HYBRID = ("dp_shard_cp", "dp_shard")
 SHARD_AXES = ("dp_cp", "data_parallel", "dp_shard_cp", "dp_shard", "dp")
+_HYBRID = ("dp_replicate", "dp_shard")
 _WITH_CONTEXT = ("dp_cp", "dp_shard_cp")
 """Axes that have context parallelism in them already."""
 
@@ -114,11 +115,11 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
     elif device_mesh is not None:
         data = mesh_axes(device_mesh).data
     elif hybrid:
-        return _by_machines()
+        return _hybrid(dist.get_world_size() // _local_world_size(dist.get_world_size()))
     else:
-        return init_device_mesh(device.device_type(), (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        return world_mesh(1)
     if hybrid and data.ndim == 1:
-        return _by_machines_within(data)
+        return _of_two_axes(data, _local_world_size(data.size()))
     return data._flatten() if data.ndim == 2 and not hybrid else data
 
 
@@ -127,16 +128,26 @@ def fully_replicated(mesh: DeviceMesh) -> DeviceMesh:
     return _of_two_axes(mesh, 1)
 
 
-def _by_machines() -> DeviceMesh:
-    world = dist.get_world_size()
-    local = _local_world_size(world)
-    names = ("dp_replicate", "dp_shard")
-    return init_device_mesh(device.device_type(), (world // local, local), mesh_dim_names=names)
+def world_mesh(num_replicas: int) -> DeviceMesh:
+    """Returns the mesh of all ranks: one axis; with several replicas two, ``(dp_replicate, dp_shard)``.
+
+    Raises:
+        ParallelConfigError: a number that does not divide the ranks.
+    """
+    ranks = dist.get_world_size()
+    if num_replicas == 1:
+        return init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
+    if ranks % num_replicas:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {num_replicas}, which does not divide {ranks} ranks; choose a "
+            "divisor"
+        )
+    return _hybrid(num_replicas)
 
 
-def _by_machines_within(mesh: DeviceMesh) -> DeviceMesh:
-    """Splits one axis in two where its ranks are those of whole machines."""
-    return _of_two_axes(mesh, _local_world_size(mesh.size()))
+def _hybrid(num_replicas: int) -> DeviceMesh:
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    return init_device_mesh(device.device_type(), shape, mesh_dim_names=_HYBRID)
 
 
 def _of_two_axes(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
@@ -146,7 +157,7 @@ def _of_two_axes(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
             "dp_replicate and dp_shard, for a hybrid or for replicas in mixed precision"
         )
     ranks = mesh.mesh.reshape(-1, shard_size)
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=_HYBRID)
 
 
 def _local_world_size(world: int) -> int:

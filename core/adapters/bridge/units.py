@@ -13,7 +13,8 @@ from torch import nn
 from ...errors import WrapError
 from ...text import choices
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
+"""As classes of units they make every item of such a container a unit; `find_units` looks into nested ones."""
 _KEPT_WHOLE = (nn.MultiheadAttention,)
 
 
@@ -34,7 +35,7 @@ def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
     if total < least or isinstance(module, _KEPT_WHOLE):
         return 0
     inside = sum(_choose(child, least, chosen) for child in module.children())
-    if total - inside < least or isinstance(module, _CONTAINERS):
+    if total - inside < least or isinstance(module, CONTAINERS):
         return inside
     chosen.append(module)
     return total
@@ -87,8 +88,8 @@ def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
 
 def _items(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
-        if isinstance(module, _CONTAINERS):
-            yield from (item for item in module.children() if not isinstance(item, _CONTAINERS))
+        if isinstance(module, CONTAINERS):
+            yield from (item for item in module.children() if not isinstance(item, CONTAINERS))
 
 
 def import_classes_from_paths(class_paths: Iterable[str | type[nn.Module]]) -> list[type[nn.Module]]:

@@ -1,4 +1,8 @@
-"""The wrapper for a trainer's settings: names of strategies, tables of translations, replicas as torch's DDP."""
+"""Builds the wrapper for a trainer's settings: one that is called, one whose model is called, or replicas as torch's.
+
+Each adapter has a table of translations for its settings (`translation`), and gives the config that it makes to
+`wrap_for_trainer`.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,20 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
     _BaseDataParallel,
-    engine,
     wrap_model,
 )
-from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from ...distributed.gradient_state import Phase
-from ...distributed.groups import Ranks
+from ...distributed.groups import Ranks, whole_group
 from ...distributed.plan.units import UnitChoice
-
-FSDP2 = "fsdp2"
-STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
-"""Those of ``data_parallel_sharding_strategy``, on flat buffers, and torch's FSDP2."""
-
-
-def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
-    """Returns the class of the config of a strategy's wrapper."""
-    return engine.config_class(strategy == FSDP2, strategy)
-
-
-def config_of(strategy: str, **settings: Any) -> DistributedDataParallelConfig:
-    """Returns the config of a strategy's wrapper; `settings` are its other fields.
-
-    Raises:
-        ParallelConfigError: settings that contradict each other.
-    """
-    kind = config_class(strategy)
-    if kind is DistributedDataParallelConfig:
-        return kind(data_parallel_sharding_strategy=strategy, **settings)
-    return kind(**settings)
 
 
 class Replicas(DistributedDataParallel):
@@ -50,25 +31,27 @@ class Replicas(DistributedDataParallel):
 
     Args:
         module: the model.
-        process_group: the ranks that hold replicas, or a mesh of them.
+        ranks: those that hold replicas, a group or a mesh.
     """
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        group = whole_group(ranks) if isinstance(ranks, DeviceMesh) else ranks
         config = SimpleNamespace(gradient_accumulation_fusion=False)
         settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
-        super().__init__(config, settings, module, process_group=process_group, finish_in_backward=True)
+        super().__init__(config, settings, module, process_group=group, finish_in_backward=True)
 
 
 class ShardedInPlace(TorchFullyShardedDataParallel):
     """The wrapper of a model that a trainer goes on calling by itself, and that no call finishes after a backward.
 
     The last backward of a step leaves gradients as any optimizer may read them, means and sums alike: what a trainer
-    divides, it divides in its loss. `TorchFullyShardedDataParallel.let_module_be_called` returns the model.
+    divides, it divides in its loss.
     """
 
-    def let_module_be_called(self) -> nn.Module:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.module.register_forward_pre_hook(self._forget_failure, prepend=True)
-        return super().let_module_be_called()
+        self.let_module_be_called()
 
     @property
     def _adds_exactly(self) -> bool:
@@ -87,7 +70,10 @@ def wrap_for_trainer(
     ranks: Ranks | None,
     units: Iterable[UnitChoice] = (),
     *,
+    in_place: bool = False,
     disable_bucketing: bool = False,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    initializes: bool = True,
     **model_settings: Any,
 ) -> _BaseDataParallel:
     """Wraps a model whose ``.module`` may be called too, as for Hugging Face's ``generate``.
@@ -95,15 +81,16 @@ def wrap_for_trainer(
     Args:
         ranks: a group, or a mesh of one axis or of ``(replicate, shard)``.
         units: classes or modules.
+        in_place: the trainer calls the model alone, under FSDP2; see `ShardedInPlace`.
+        mp_policy, initializes: as of `TorchFullyShardedDataParallel`, with `in_place`.
         model_settings: what the model's config says: ``fp16``, ``calculate_per_token_loss``.
     """
+    config = SimpleNamespace(gradient_accumulation_fusion=False, **model_settings)
+    if in_place:
+        options = {"process_group": ranks, "mp_policy": mp_policy, "initializes": initializes}
+        return ShardedInPlace(config, ddp_config, model, units, **options)
     wrapped = wrap_model(
-        model,
-        SimpleNamespace(gradient_accumulation_fusion=False, **model_settings),
-        ddp_config,
-        process_group=ranks,
-        sub_modules_to_wrap=units,
-        disable_bucketing=disable_bucketing,
+        model, config, ddp_config, process_group=ranks, sub_modules_to_wrap=units, disable_bucketing=disable_bucketing
     )
     if isinstance(wrapped, TorchFullyShardedDataParallel):
         wrapped.let_module_be_called()

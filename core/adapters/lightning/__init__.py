@@ -3,14 +3,14 @@
 Importing it registers them under the name ``shardstack``, and ``shardstack_...`` for each sharding.
 """
 
-from ..bridge.versions import check_version
+from ..bridge.translation import check_version
 
 check_version("lightning", __name__)
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
-from ..bridge.wrapping import FSDP2, STRATEGIES  # noqa: E402
+from ..bridge.translation import FSDP2, STRATEGIES  # noqa: E402
 from .fabric_strategy import ShardstackFabricStrategy  # noqa: E402
 from .optimizers import ShardstackOptimizer  # noqa: E402
 from .trainer_strategy import ShardstackStrategy  # noqa: E402

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.fabric.strategies import ParallelStrategy
-from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,16 +18,35 @@ from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, fin
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
-from ..bridge.gradients import GradientNorm
-from ..bridge.wrapping import FSDP2
-from .checkpoint import Trained, load_folder, save_folder
-from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
-from .precision import unsupported
-from .processes import Processes
-from .sharding import NoSync, wrap, wrapper_of
+from ..bridge.trained import Trained
+from ..bridge.translation import FSDP2
+from .checkpoint import load_folder, save_folder
+from .optimizers import ShardstackOptimizer, updates_of, zero_through_wrapper
+from .processes import Processes, trained_of, unsupported, wrap
 
 
-class ShardstackFabricStrategy(Processes, ParallelStrategy):
+class NoSync(_BackwardSyncControl):
+    """Fabric's ``no_backward_sync``: `no_sync` of the wrapper, noted so that `backward` finishes no gradients."""
+
+    def __init__(self) -> None:
+        # Wrappers whose micro-batches accumulate at the moment; set and cleared by `no_backward_sync`.
+        self.accumulating: set[nn.Module] = set()
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Lets gradients accumulate on this rank where `enabled`."""
+        return self._entered(module) if enabled else nullcontext()
+
+    @contextmanager
+    def _entered(self, module: nn.Module) -> Iterator[None]:
+        self.accumulating.add(module)
+        try:
+            with trained_of(module).wrapper.no_sync():
+                yield
+        finally:
+            self.accumulating.discard(module)
+
+
+class ShardstackFabricStrategy(Processes, DDPStrategy):
     """Trains modules under any wrapper of `core.distributed`, in a loop of the user's.
 
     `fabric.backward` reduces gradients, once a step where the others run in `fabric.no_backward_sync`; the optimizer's
@@ -35,20 +54,17 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     Args:
         sharding: as in `ShardstackStrategy`.
-        **arguments: ``units``, ``process_group_backend`` and ``timeout``, as there; and Lightning's.
+        **arguments: ``units``, and Lightning's, as there.
 
     Raises:
         ConfigError: an unknown sharding.
     """
 
-    launcher_class = _SubprocessScriptLauncher
-
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
         self._backward_sync_control = self._no_sync = NoSync()
-        # For each optimizer of the user, its wrapper and the optimizer that updates the wrapper's parameters. Added
-        # when an optimizer is set up; never cleared.
-        self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
+        # For each optimizer of the user, its model. Added when an optimizer is set up; never cleared.
+        self._trained: dict[Optimizer, Trained] = {}
 
     @property
     def precision(self) -> Precision:
@@ -71,13 +87,9 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         stack.enter_context(self.precision.module_init_context())
         return stack
 
-    def module_to_device(self, module: nn.Module) -> None:
-        """Moves a module, unless it is on the meta device, from which wrapping takes it."""
-        self.move(module)
-
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
         """Wraps a module."""
-        return wrap(module, self.settings, self.units)
+        return wrap(module, self.settings, self.units).wrapper
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -119,12 +131,14 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
                 f"{type(optimizer).__name__} was built before its model was wrapped; give both to fabric.setup, or "
                 "build it after fabric.setup_module"
             )
-        if any(owner is wrapper for owner, _ in self._updates.values()):
+        if any(known.wrapper is wrapper for known in self._trained.values()):
             raise OptimizerError(
                 f"{type(optimizer).__name__} is a second optimizer of one model; a step of the first zeroes the "
                 "gradients of all: use one, with a group of parameters for each setting"
             )
-        self._updates[optimizer] = (wrapper, updates_of(optimizer, wrapper))
+        trained = trained_of(wrapper)
+        trained.optimizer, trained.updates = optimizer, updates_of(optimizer, wrapper)
+        self._trained[optimizer] = trained
         zero_through_wrapper(optimizer, wrapper)
         return optimizer
 
@@ -133,8 +147,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Runs backward, and finishes the gradients of the models that it reached and that do not accumulate."""
         super().backward(tensor, module, *args, **kwargs)
-        for wrapper in dict.fromkeys(wrapper for wrapper, _ in self._updates.values()):  # in one order on all ranks
-            is_accumulating = wrapper in self._no_sync.accumulating
+        for trained in self._trained.values():  # in one order on all ranks
+            wrapper, is_accumulating = trained.wrapper, trained.wrapper in self._no_sync.accumulating
             if wrapper.gradient_state.phase is Phase.ACCUMULATING and not is_accumulating:
                 finalize_model_grads([wrapper])
 
@@ -146,10 +160,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         """
         if kwargs.get("closure") is not None:
             raise ConfigError("optimizer.step was given a closure; run it before, and call step() without")
-        wrapper, updates = self._updates[optimizer]
-        updates.step()
-        optimizer._opt_called = True  # torch's schedulers look whether `step` was called
-        wrapper.zero_grad_buffer()
+        self._trained[optimizer].step()
 
     def clip_gradients_norm(
         self,
@@ -167,7 +178,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         """
         if float(norm_type) != 2.0:
             raise ConfigError(f"norm_type is {norm_type}; gradients are clipped by their L2 norm, 2.0")
-        norm = GradientNorm.of(wrapper_of(module)).clip(float(max_norm))
+        norm = trained_of(module).norm.clip(float(max_norm))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise OptimizerError(
                 f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or "
@@ -177,13 +188,13 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamps each element of the gradient."""
-        GradientNorm.of(wrapper_of(module)).clamp(float(clip_val))
+        trained_of(module).norm.clamp(float(clip_val))
 
     # ---- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the tensors of the whole model, each rank with its part of their values."""
-        return Trained(wrapper_of(module)).model_tensors()
+        return trained_of(module).model_tensors()
 
     def save_checkpoint(
         self,
@@ -197,7 +208,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         Raises:
             CheckpointError: several models or optimizers, or values that no checkpoint holds.
         """
-        trained, values = self._split(state)
+        trained, values, has_optimizer = self._split(state)
         values = {name: _state_of(value) for name, value in values.items()}
         model = self.get_module_state_dict(trained.wrapper)
         unknown = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
@@ -205,7 +216,6 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             raise CheckpointError(f"filter names {', '.join(unknown)}; only the model's tensors can be filtered")
         for keeps in (filter or {}).values():
             model = {name: tensor for name, tensor in model.items() if keeps(name, tensor)}
-        has_optimizer = trained.updates is not None
         save_folder(Path(self.broadcast(path)), trained, model, values, with_optimizer=has_optimizer)
 
     def load_checkpoint(
@@ -222,8 +232,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         given = {"model": state} if isinstance(state, nn.Module) else state
         if not isinstance(given, dict):
             raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
-        trained, values = self._split(given)
-        has_optimizer = trained.updates is not None
+        trained, values, has_optimizer = self._split(given)
         folder = Path(self.broadcast(path))
         found: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
         missing = [name for name in values if name not in found]
@@ -240,8 +249,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     # ---- inside
 
-    def _split(self, state: Mapping[str, Any]) -> tuple[Trained, dict[str, Any]]:
-        """Returns the model with its optimizer, and the other values.
+    def _split(self, state: Mapping[str, Any]) -> tuple[Trained, dict[str, Any], bool]:
+        """Returns the model, the values that are neither model nor optimizer, and whether there is an optimizer.
 
         Raises:
             CheckpointError: several models or optimizers, or an optimizer that was not set up.
@@ -253,16 +262,15 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
                 f"a checkpoint was asked for with {len(models)} models and {len(optimizers)} optimizers; a folder "
                 "holds one model and at most one optimizer: use a folder for each"
             )
-        wrapper = wrapper_of(models[0])
+        trained = trained_of(models[0])
         optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
-        if optimizer is not None and optimizer not in self._updates:
+        if optimizer is not None and optimizer not in self._trained:
             raise CheckpointError(
                 f"{type(optimizer).__name__} was not set up; give the one that fabric.setup or "
                 "fabric.setup_optimizers returned"
             )
-        updates = self._updates[optimizer][1] if optimizer is not None else None
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
-        return Trained(wrapper, optimizer, updates), others
+        return trained, others, optimizer is not None
 
 
 def _state_of(value: Any) -> Any:

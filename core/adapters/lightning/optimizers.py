@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ...dist_checkpointing import global_view
 from ...distributed import _BaseDataParallel
 from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
-from ...errors import CheckpointError, OptimizerError
-from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from ...optimizer.optimizer_state import scalars_of
-from ..bridge.optimizers import build_update
+from ...errors import OptimizerError
+from ...optimizer import OptimizerConfig, get_megatron_optimizer
+from ..bridge.optimizers import TorchOptimizer, Updates, build_update
 
 
 class ShardstackOptimizer(Optimizer):
@@ -66,114 +64,6 @@ class ShardstackOptimizer(Optimizer):
         self.megatron.load_state_dict(state_dict)
 
 
-class TranslatedOptimizer:
-    """Carries out a torch optimizer's update on a wrapper's shards.
-
-    Schedulers set the settings in the groups of the user's optimizer, and each step reads them there.
-
-    Raises:
-        OptimizerError: shards of flat buffers do not support the optimizer's update.
-    """
-
-    def __init__(self, optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
-        self._groups = optimizer.param_groups
-        advice = "ShardstackOptimizer, or the sharding 'fsdp2' or 'no_shard'"
-        self.megatron = build_update(optimizer, wrapper, self._groups, advice)
-
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Makes a step, as `MegatronOptimizer.step`."""
-        for group, updated in zip(self._groups, self.megatron.param_groups, strict=True):
-            updated["lr"] = float(group["lr"])
-            for name in ("weight_decay", "betas", "eps", "momentum"):
-                if name in group:
-                    updated[name] = group[name]
-        return self.megatron.step()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the state as `MegatronOptimizer.state_tensors`."""
-        return self.megatron.state_tensors()
-
-    def state_scalars(self) -> dict[str, Any]:
-        """Returns the rest as `MegatronOptimizer.state_scalars`."""
-        return self.megatron.state_scalars()
-
-    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
-        """Continues as `MegatronOptimizer.load_state_scalars`."""
-        self.megatron.load_state_scalars(scalars)
-
-
-class TorchOptimizer:
-    """Steps a torch optimizer over whole parameters or DTensors, and names its state by parameter.
-
-    Moments are tensors ``<kind>.<parameter>``, as those of `MegatronOptimizer`, so that another sharding and another
-    number of ranks continue from them.
-    """
-
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self.optimizer = optimizer
-        names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
-        # Trained parameters by name; fixed.
-        self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Updates the parameters; returns what `MegatronOptimizer.step` does, without a norm."""
-        self.optimizer.step()
-        return True, None, None
-
-    def create(self, kinds: Iterable[str]) -> None:
-        """Creates moments of these kinds, as zeros, where there are none yet, for a checkpoint to fill."""
-        for parameter in self._named.values():
-            for kind in kinds:
-                if kind not in self.optimizer.state[parameter]:
-                    self.optimizer.state[parameter][kind] = torch.zeros_like(parameter)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Returns the moments that exist, as tensors of the whole model, which share this rank's storage.
-
-        Raises:
-            CheckpointError: a state in another shape than its parameter's.
-        """
-        found: dict[str, Tensor] = {}
-        for name, parameter in self._named.items():
-            for kind, value in self.optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor) or _is_count(kind, value, parameter):
-                    continue
-                if value.shape != parameter.shape:
-                    raise CheckpointError(
-                        f"{type(self.optimizer).__name__} keeps {kind} of parameter {name} in the shape "
-                        f"{list(value.shape)}, and checkpoints hold state in the parameter's, "
-                        f"{list(parameter.shape)}; use an optimizer that keeps it so, as AdamW does"
-                    )
-                found[f"{kind}.{name}"] = global_view(parameter, value)
-        return found
-
-    def state_scalars(self) -> dict[str, Any]:
-        """Returns the step count, and the parameters that deviate from it, as JSON."""
-        return scalars_of({name: self._count(parameter) for name, parameter in self._named.items()}, {})
-
-    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
-        """Sets the step counts, once the moments are loaded."""
-        if isinstance(self.optimizer, torch.optim.SGD):  # counts nothing
-            return
-        on_device = any(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
-        for name, parameter in self._named.items():
-            state = self.optimizer.state.get(parameter)
-            if state:
-                count = float(scalars["step_of"].get(name, scalars["step"]))
-                state["step"] = torch.tensor(count, device=parameter.device if on_device else "cpu")
-
-    def _count(self, parameter: nn.Parameter) -> int:
-        return int(self.optimizer.state.get(parameter, {}).get("step", 0))
-
-
-def _is_count(kind: str, value: Tensor, parameter: nn.Parameter) -> bool:
-    return kind == "step" and value.numel() == 1
-
-
-Updates = MegatronOptimizer | TranslatedOptimizer | TorchOptimizer
-"""Any of the optimizers that a strategy can step, save and load."""
-
-
 def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
     """Returns what updates the parameters of a wrapped model for an optimizer.
 
@@ -194,7 +84,8 @@ def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
             "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
         )
     if shards_buffers(wrapper):
-        return TranslatedOptimizer(optimizer, wrapper)
+        advice = "ShardstackOptimizer, or the sharding 'fsdp2' or 'no_shard'"
+        return build_update(optimizer, wrapper, optimizer.param_groups, advice)
     return TorchOptimizer(optimizer, wrapper.module)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,15 +18,68 @@ from torch.optim import Optimizer
 from ...distributed import _BaseDataParallel, finalize_model_grads
 from ...errors import CheckpointError, ConfigError
 from ...optimizer import MegatronOptimizer
-from ..bridge.gradients import GradientNorm
-from .checkpoint import Trained, load_folder, save_folder
-from .optimizers import Updates, updates_of
-from .precision import of_strategy
-from .processes import Processes
-from .sharding import wrap
+from ..bridge.trained import Trained
+from .checkpoint import load_folder, save_folder
+from .optimizers import updates_of
+from .processes import Processes, unsupported, wrap
 
 
-class ShardstackStrategy(Processes, ParallelStrategy):
+class _StepsThroughStrategy(Precision):
+    """Clips and steps through the strategy; mixed in before one of Lightning's plugins."""
+
+    strategy: ShardstackStrategy
+    """The `ShardstackStrategy`. Set by `of_strategy`, once, before Lightning gets the plugin."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
+        result = self._wrap_closure(model, optimizer, closure)
+        if result is not None:
+            self.strategy.make_step(optimizer)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips the gradient of the model by its global norm."""
+        self.strategy.clip_by_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamps every element of the gradient."""
+        self.strategy.clip_by_value(float(clip_val))
+
+
+class FullPrecision(_StepsThroughStrategy, Precision):
+    """``32-true``."""
+
+
+class BFloat16Autocast(_StepsThroughStrategy, MixedPrecision):
+    """``bf16-mixed``: fp32 parameters, and `torch.autocast` around forward."""
+
+
+class BFloat16(_StepsThroughStrategy, HalfPrecision):
+    """``bf16-true``: bf16 parameters."""
+
+
+def of_strategy(plugin: Precision | None, strategy: ShardstackStrategy) -> Precision:
+    """Returns the counterpart of one of Lightning's plugins.
+
+    Raises:
+        ConfigError: a precision without a counterpart.
+    """
+    made: _StepsThroughStrategy
+    if plugin is None or type(plugin) is Precision:
+        made = FullPrecision()
+    elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
+        made = BFloat16Autocast("bf16-mixed", plugin.device)
+    elif type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
+        made = BFloat16("bf16-true")
+    else:
+        raise unsupported(plugin)
+    made.strategy = strategy
+    return made
+
+
+class ShardstackStrategy(Processes, DDPStrategy):
     """Trains a LightningModule under any wrapper of `core.distributed`.
 
     A step: micro-batches accumulate on their rank; the last one's backward reduces gradients, once; they are clipped
@@ -38,16 +90,14 @@ class ShardstackStrategy(Processes, ParallelStrategy):
             wrapper, a config of `core.distributed`.
         units: classes, or their names, whose modules are gathered and freed together; by default those of the layers
             that the model repeats.
-        process_group_backend: by default gloo on CPU, NCCL on CUDA.
-        timeout: of collectives.
-        **lightning: arguments of Lightning's `ParallelStrategy`, for a Trainer's parts that are given here.
+        **lightning: arguments of Lightning's `DDPStrategy` that are not torch's: ``process_group_backend``, by default
+            gloo on CPU and NCCL on CUDA; ``timeout`` of collectives; and a Trainer's parts that are given here.
 
     Raises:
         ConfigError: an unknown sharding.
     """
 
     strategy_name = "shardstack"
-    launcher_class = _SubprocessScriptLauncher
     _precision_plugin: Precision | None
     """Lightning's. Its constructor and the setter of `precision_plugin` set it; always from `of_strategy` or None."""
 
@@ -107,7 +157,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            self._trained = Trained(wrap(module, self.settings, self.units))
+            self._trained = wrap(module, self.settings, self.units)
         self.model = self._trained.wrapper  # Lightning's attribute: the model that it runs, from here on
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -115,7 +165,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves the model, unless it is on the meta device, from which wrapping takes it."""
-        self.move(self._connected_module())
+        self.module_to_device(self._connected_module())
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Calls ``configure_optimizers``.
@@ -131,7 +181,8 @@ class ShardstackStrategy(Processes, ParallelStrategy):
             raise ConfigError(
                 f"configure_optimizers gave {names or 'nothing'}; this strategy takes one torch optimizer"
             )
-        self._trained = Trained(self.wrapper, self.optimizers[0], updates_of(self.optimizers[0], self.wrapper))
+        trained = self._trained_model()
+        trained.optimizer, trained.updates = self.optimizers[0], updates_of(self.optimizers[0], self.wrapper)
 
     # ---- a step
 
@@ -156,7 +207,8 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         Raises:
             ConfigError: the optimizer clips too, by another norm.
         """
-        updates = self._updates()
+        trained = self._trained_model()
+        updates = trained.updates
         own = updates.config.clip_grad if isinstance(updates, MegatronOptimizer) else 0.0
         if own and own != max_norm:
             raise ConfigError(
@@ -164,19 +216,17 @@ class ShardstackStrategy(Processes, ParallelStrategy):
                 "alone (clip_grad=0.0 turns the optimizer's off)"
             )
         if not own:
-            self._clipped_norm = GradientNorm.of(self.wrapper).clip(max_norm)
+            self._clipped_norm = trained.norm.clip(max_norm)
 
     def clip_by_value(self, limit: float) -> None:
         """Clamps each element of the gradient."""
-        GradientNorm.of(self.wrapper).clamp(limit)
+        self._trained_model().norm.clamp(limit)
 
     def make_step(self, optimizer: Optimizer) -> None:
-        """Updates the parameters, and zeroes gradients, which have to be gone before the next forward."""
-        _, measured, _ = self._updates().step()
+        """Updates the parameters, and zeroes gradients."""
+        measured = self._trained_model().step()
         norm, self._clipped_norm = self._clipped_norm, None
         self.grad_norm = torch.tensor(measured) if norm is None and measured is not None else norm
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look whether `step` was called
-        self.wrapper.zero_grad_buffer()
 
     # ---- checkpoints
 
@@ -262,12 +312,6 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         if self._trained is None:
             raise ConfigError("the model is wrapped when fit, validate, test or predict begins; ask for it after that")
         return self._trained
-
-    def _updates(self) -> Updates:
-        updates = self._trained_model().updates
-        if updates is None:
-            raise ConfigError("the optimizer is set up when fit begins; step and clip after that")
-        return updates
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule) -> None:

@@ -7,12 +7,11 @@ without the flag, for what Megatron-LM's check of the flag refuses, as tied embe
 settings that have no flag.
 """
 
-from ..bridge.versions import check_version
+from ..bridge.translation import check_version
 
 check_version("megatron-core", __name__)
 
-from .registration import register, with_fsdp2  # noqa: E402
-from .wrapper import TorchFullyShardedDataParallel  # noqa: E402
+from .wrapper import TorchFullyShardedDataParallel, register, with_fsdp2  # noqa: E402
 
 register()
 

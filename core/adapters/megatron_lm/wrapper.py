@@ -1,12 +1,20 @@
-"""The FSDP2 wrapper of this library as Megatron-LM constructs, calls and saves its own."""
+"""Megatron-LM's FSDP2 wrapper becomes this library's: registered in its place, constructed, called and saved as it is.
+
+Fields of Megatron-LM's settings that differ from their defaults become fields of ours; tables say what is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
+from types import ModuleType
 from typing import Any
 
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_module
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -18,7 +26,9 @@ from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.groups import Ranks
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.plan.units import UnitChoice
-from ...errors import ParallelConfigError
+from ...errors import ParallelConfigError, ShardstackError
+from ...text import choices
+from ..bridge.translation import refused, translate
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -27,6 +37,47 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     tensor_parallel.ColumnParallelLinear,
 )
 """Megatron-LM's layers that become units, as in its own wrapper; only outermost instances count."""
+
+
+def _is_several(value: Any) -> bool:
+    return value is True or (value or 1) > 1
+
+
+_UNSUPPORTED = (
+    refused(
+        "pipeline_model_parallel_size",
+        "units are gathered for one micro-batch at a time, and stages have several under way; use pipeline size 1",
+        _is_several,
+    ),
+    refused(
+        "expert_model_parallel_size",
+        "one group shards every parameter, and experts have a group of their own; use expert size 1",
+        _is_several,
+    ),
+    refused(
+        "gradient_accumulation_fusion",
+        "its kernel adds to main_grad, a buffer that FSDP2 does not have; pass --no-gradient-accumulation-fusion",
+        _is_several,
+    ),
+)
+_REFUSED_FLAGS = (
+    refused("--use-torch-fsdp2", "with_fsdp2 takes the place of --use-torch-fsdp2; drop the flag"),
+    refused("--use-distributed-optimizer", "FSDP2 shards the optimizer's state already; drop the flag"),
+    refused("--use-megatron-fsdp", "one wrapper shards a model; drop the flag"),
+    refused(
+        "--ckpt-format",
+        "other formats store each rank's tensors as they are, without their place in the whole; use torch_dist",
+        lambda name: name not in (None, "torch_dist", "torch_dcp"),
+    ),
+    refused(
+        "--optimizer",
+        "others need whole matrices, and a rank has rows of them; use adam or sgd",
+        lambda name: name not in (None, "adam", "sgd"),
+    ),
+)
+_STOCK = stock_module.TorchFullyShardedDataParallel
+_CHOSEN = "_shardstack_chose_fsdp2"
+"""An attribute of Megatron-LM's arguments: `with_fsdp2` has set ``use_torch_fsdp2``, not a flag."""
 
 registered_settings: dict[str, Any] = {}
 """Fields of `TorchFullyShardedDataParallelConfig` for every wrapper that is constructed from now on. `register` sets
@@ -125,20 +176,8 @@ def _reject_unsupported(config: Any) -> None:
         raise ParallelConfigError(
             f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own no_sync; leave it None"
         )
-    for name, reason in _UNSUPPORTED.items():
-        value = getattr(config, name, None)
-        if value is True or (value or 1) > 1:
-            raise ParallelConfigError(f"{name} is {value!r} with --use-torch-fsdp2: {reason}")
-
-
-_UNSUPPORTED = {
-    "pipeline_model_parallel_size": "units are gathered for one micro-batch at a time, and stages have several under "
-    "way; use pipeline size 1",
-    "expert_model_parallel_size": "one group shards every parameter, and experts have a group of their own; use "
-    "expert size 1",
-    "gradient_accumulation_fusion": "its kernel adds to main_grad, a buffer that FSDP2 does not have; pass "
-    "--no-gradient-accumulation-fusion",
-}
+    settings = {row.name: getattr(config, row.name, None) for row in _UNSUPPORTED}
+    translate(settings, _UNSUPPORTED, where=" with --use-torch-fsdp2")
 
 
 def _mark_embeddings(module: nn.Module) -> None:
@@ -153,3 +192,64 @@ def _mark_embeddings(module: nn.Module) -> None:
             submodule.shared_embedding_or_output_weight().shared_embedding = True
         if isinstance(submodule, LanguageModelEmbedding):
             submodule.weights_used_in_backward = False
+
+
+def register(**settings: Any) -> None:
+    """Makes ``--use-torch-fsdp2`` select this library's wrapper; importing `core.adapters.megatron_lm` calls it.
+
+    The class is replaced in every module of Megatron-LM that has it, also in those that were imported before.
+
+    Args:
+        settings: fields of `core.distributed.TorchFullyShardedDataParallelConfig` for every wrapper from now on, as
+            ``grad_reduce_in_fp32=True``: Megatron-LM gives its FSDP2 wrapper ``reshard_after_forward`` alone.
+
+    Raises:
+        ParallelConfigError: an unknown setting, or one that contradicts another.
+        ShardstackError: a module outside of Megatron-LM, as a training script, imported Megatron-LM's class before.
+    """
+    known = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
+    for name in settings.keys() - known:
+        raise ParallelConfigError(f"register was given {name}, which is no setting of FSDP2; {choices(name, known)}")
+    TorchFullyShardedDataParallelConfig(**settings)
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    holders = [module for module in modules if module.__name__ != __name__ and _names_of_stock(module)]
+    for module in holders:
+        if not module.__name__.startswith("megatron."):
+            raise ShardstackError(
+                f"{module.__name__} imported Megatron-LM's TorchFullyShardedDataParallel before "
+                "core.adapters.megatron_lm, and would go on using it; import core.adapters.megatron_lm first"
+            )
+    for module in holders:
+        for name in _names_of_stock(module):
+            setattr(module, name, TorchFullyShardedDataParallel)
+    registered_settings.clear()
+    registered_settings.update(settings)
+
+
+def _names_of_stock(module: ModuleType) -> list[str]:
+    return [name for name, value in list(vars(module).items()) if value is _STOCK]
+
+
+def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Returns a model provider for ``pretrain`` that selects the FSDP2 wrapper when it builds the model.
+
+    Megatron-LM checks its flags before that: without ``--use-torch-fsdp2`` it demands neither untied embeddings nor
+    another precision than fp16, nor a value of ``CUDA_DEVICE_MAX_CONNECTIONS``. What cannot work is refused here.
+
+    Raises:
+        ParallelConfigError: by the provider, for an argument that FSDP2 cannot honour.
+    """
+
+    @functools.wraps(model_provider)
+    def provide(*args: Any, **kwargs: Any) -> nn.Module:
+        # Imported here: `core.adapters.megatron_lm` is imported before `megatron.training`.
+        arguments = importlib.import_module("megatron.training.global_vars").get_args()
+        if not getattr(arguments, _CHOSEN, False):
+            flags = {row.name: row.name.removeprefix("--").replace("-", "_") for row in _REFUSED_FLAGS}
+            given = {flag: getattr(arguments, name, None) for flag, name in flags.items()}
+            translate(given, _REFUSED_FLAGS, where=" with with_fsdp2")
+        arguments.use_torch_fsdp2 = True
+        setattr(arguments, _CHOSEN, True)
+        return model_provider(*args, **kwargs)
+
+    return provide

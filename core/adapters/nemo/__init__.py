@@ -1,11 +1,14 @@
 """Runs any model on this library's engines, under the names of NeMo Automodel's module of this name."""
 
 from ..bridge.units import import_classes_from_paths
-from .fsdp2 import fsdp2_strategy_parallelize
-from .nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
-from .runtime import _destroy_dist_connection, to_cpu
-from .styles import translate_to_torch_parallel_style
-from .tensor_parallel_plan import get_hf_tp_shard_plan
+from .parallelize import (
+    HAVE_NVFSDP,
+    _destroy_dist_connection,
+    fsdp2_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+    to_cpu,
+)
+from .tensor_parallel_plan import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
 __all__ = [
     "HAVE_NVFSDP",

@@ -6,7 +6,7 @@ In a config function of your own, `with_fsdp2` does the same to any ``Trainer.Co
 ``parallelize_fn`` by `parallelize`.
 """
 
-from ..bridge.versions import check_version
+from ..bridge.translation import check_version
 
 check_version("torchtitan", __name__)
 

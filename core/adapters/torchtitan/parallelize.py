@@ -1,9 +1,8 @@
-"""`parallelize`, which replaces the ``parallelize_fn`` of a torchtitan model."""
+"""`parallelize`, which replaces the ``parallelize_fn`` of a torchtitan model: its sections become FSDP2's settings."""
 
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +12,44 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.compile import apply_compile
 
 from ... import device
-from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.parameter_owner import own_parameters
 from ...distributed.plan.units import UnitChoice
-from ...errors import ParallelConfigError
-from ..bridge.wrapping import ShardedInPlace
+from ..bridge.translation import FSDP2, config_of, honoured, refused, translate
+from ..bridge.units import CONTAINERS
+from ..bridge.wrapping import wrap_for_trainer
+
+_SIZES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
+_UNSUPPORTED_SIZES = tuple(
+    refused(
+        f"{name}_parallel_degree",
+        "core.adapters.torchtitan shards over data-parallel ranks alone; set it to 1, or keep the model's own "
+        "parallelize_fn",
+        lambda size: size > 1,
+    )
+    for name in _SIZES.values()
+)
+_SETTINGS = (
+    refused(
+        "spmd_backend",
+        "it makes parameters DTensors before they are sharded; set --parallelism.spmd_backend to spmd_types or "
+        "partial_dtensor",
+        lambda backend: backend == "full_dtensor",
+    ),
+    refused(
+        "enable_fsdp_symm_mem",
+        "symmetric memory is not supported here; drop the flag, or keep the model's own parallelize_fn",
+    ),
+    refused(
+        "disable_cuda_graphs",
+        "a graph replays one micro-batch's collectives in all of them, and here the last one alone reduces; pass "
+        "--training.disable_cuda_graphs",
+        lambda disabled: not disabled and device.device_type() == "cuda",
+    ),
+    honoured("fsdp_reshard_after_forward", "reshard_after_forward", lambda when: when != "never"),
+    honoured("fsdp_reshard_after_forward", "reshard_overrides", lambda when: ("lm_head=True",) * (when == "always")),
+    honoured("enable_cpu_offload", "cpu_offload"),
+)
 
 
 def parallelize(
@@ -54,36 +85,36 @@ def parallelize(
         ParallelConfigError: tensor, context, pipeline or expert parallelism, or a setting that cannot be honoured.
         WrapError: a model that is sharded already.
     """
-    _reject_unsupported(parallel_dims, training, parallelism)
+    translate(
+        {f"{name}_parallel_degree": getattr(parallel_dims, axis) for axis, name in _SIZES.items()}, _UNSUPPORTED_SIZES
+    )
+    config = config_of(
+        FSDP2,
+        dataclasses.asdict(parallelism) | dataclasses.asdict(training),
+        _SETTINGS,
+        pin_memory=device.device_type() != "cpu",
+        sync_module_states=False,
+    )
     reject_wrapped(model)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    mesh = _mesh(parallel_dims, parallelism)
-    settings = TorchFullyShardedDataParallelConfig(
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
-        reshard_overrides=("lm_head=True",) if parallelism.fsdp_reshard_after_forward == "always" else (),
-        cpu_offload=training.enable_cpu_offload,
-        pin_memory=device.device_type() != "cpu",
-        sync_module_states=False,
-    )
-    wrapper = ShardedInPlace(
-        SimpleNamespace(calculate_per_token_loss=True),  # gradients are summed
-        settings,
+    wrapper = wrap_for_trainer(
         model,
+        config,
+        _mesh(parallel_dims, parallelism),
         _units(model),
-        process_group=mesh,
+        in_place=True,
         mp_policy=MixedPrecisionPolicy(
             TORCH_DTYPE_MAP[training.mixed_precision_param],
             TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
         initializes=False,
+        calculate_per_token_loss=True,  # gradients are summed
     )
-    wrapper.let_module_be_called()
-    ranks = wrapper.process_group.size()
-    per_step = training.local_batch_size * ranks
+    per_step = training.local_batch_size * wrapper.process_group.size()
     asked = training.global_batch_size
     _LastReduces(wrapper, 1 if asked < 0 else asked // per_step)
     return model
@@ -114,7 +145,7 @@ class _LastReduces:
         num_micro_batches: micro-batches in a step.
     """
 
-    def __init__(self, wrapper: ShardedInPlace, num_micro_batches: int) -> None:
+    def __init__(self, wrapper: Any, num_micro_batches: int) -> None:
         self._wrapper = wrapper
         sharded = wrapper.sharded
         self._num_micro_batches = num_micro_batches
@@ -174,34 +205,10 @@ def _units(model: nn.Module) -> list[UnitChoice]:
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         # Never cleared; `plan.units` reads it once, when it plans.
         embedding.weights_used_in_backward = False
-    return [nn.ModuleList, nn.ModuleDict, *(module for module in (embedding, head) if module is not None)]
+    return [*CONTAINERS, *(module for module in (embedding, head) if module is not None)]
 
 
 def _mesh(parallel_dims: Any, parallelism: Any) -> Any:
     """Returns the mesh of one axis, or of ``(replicate, shard)``; its shard axis has a name of the SPMD backend."""
     shard = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
     return parallel_dims.get_mesh(["dp_replicate", shard] if parallel_dims.dp_replicate_enabled else shard)
-
-
-def _reject_unsupported(parallel_dims: Any, training: Any, parallelism: Any) -> None:
-    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
-        if getattr(parallel_dims, axis) > 1:
-            raise ParallelConfigError(
-                f"{name}_parallel_degree is {getattr(parallel_dims, axis)}, and core.adapters.torchtitan shards over "
-                "data-parallel ranks alone; set it to 1, or keep the model's own parallelize_fn"
-            )
-    if parallelism.spmd_backend == "full_dtensor":
-        raise ParallelConfigError(
-            "spmd_backend is 'full_dtensor', which makes parameters DTensors before they are sharded; set "
-            "--parallelism.spmd_backend to spmd_types or partial_dtensor"
-        )
-    if parallelism.enable_fsdp_symm_mem:
-        raise ParallelConfigError(
-            "enable_fsdp_symm_mem is set, and symmetric memory is not supported here; drop the flag, or keep the "
-            "model's own parallelize_fn"
-        )
-    if not training.disable_cuda_graphs and device.device_type() == "cuda":
-        raise ParallelConfigError(
-            "disable_cuda_graphs is False: a graph replays one micro-batch's collectives in all of them, and here the "
-            "last one alone reduces; pass --training.disable_cuda_graphs"
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...text import readable_bytes
+from ...text import listed, readable_bytes
 from ..agreement import Ranks
 from ..flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
@@ -73,7 +73,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     files: dict[str, list[str]] = {}
     for name, piece in (damaged_piece for of_rank in ranks.all_gather(bad) for damaged_piece in of_rank):
         files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
-    return [f"{folder / file} is damaged in {_listed(places)}" for file, places in sorted(files.items())]
+    return [f"{folder / file} is damaged in {listed(places, 5, ', ')}" for file, places in sorted(files.items())]
 
 
 def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds: float) -> str:
@@ -149,8 +149,3 @@ def _box_hashes(tensor: Tensor) -> list[BoxHash]:
         for offsets, values in held_boxes(tensor)
         if values.numel()
     ]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -1,12 +1,14 @@
 """Collectives of FSDP2's units, recorded under the names of the units; under gloo, direct exchanges between ranks.
 
 `comm.gloo` implements the exchange, and torch's `set_custom_all_gather` and `set_custom_reduce_scatter` take it. Other
-collectives, torch's or the user's, are wrapped in recorders.
+collectives, torch's or the user's, are wrapped in recorders. A unit that a part of the ranks keeps whole between
+forward and backward (``reshard_after_forward`` as a number) is freed by torch as any other; its all-gather keeps the
+part of this rank, and gathers the parts in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,45 +17,103 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm import collectives, gloo
+from ..._torch_compat import NO_BACKWARD, current_backward
+from ...comm import collectives, gloo, streams
 from ...comm.record import recorded
+from ..groups import subgroup
 from ..plan import Plan, UnitPlan
-from .torch_private import PendingReductions, as_fsdp, communication_of, exchange_directly
+from .torch_private import as_fsdp, communication_of
 
 
 def set_direct_collectives(plan: Plan, *, gathers: bool) -> None:
     """Makes every unit reduce by `comm.collectives`, in the plan's order of ranks.
 
     Args:
-        gathers: units gather by direct exchange too, without torch's copies, and reduce while backward computes.
+        gathers: units gather by direct exchange too.
     """
-    reductions = PendingReductions()
-    for unit, module in _units(plan):
+    for unit, module in units_of(plan):
         if gathers:
-            module.set_custom_all_gather(DirectAllGather(_name(unit)))
-            exchange_directly(module, reductions)
-        module.set_custom_reduce_scatter(DirectReduceScatter(_name(unit), reductions, plan))
+            module.set_custom_all_gather(DirectAllGather(unit_text(unit)))
+        module.set_custom_reduce_scatter(DirectReduceScatter(unit_text(unit), plan))
 
 
-def record_collectives(plan: Plan) -> None:
-    """Wraps each unit's collectives in recorders. Call it again after the user has replaced one."""
-    for unit, module in _units(plan):
+def record_collectives(plan: Plan, parts: Mapping[str, KeptPart]) -> None:
+    """Wraps each unit's collectives in recorders. Call it again after the user has replaced one.
+
+    Args:
+        parts: of the units that a part of the ranks keeps whole, from `kept_parts`.
+    """
+    for unit, module in units_of(plan):
         communication = communication_of(module)
         if communication is None:
             continue  # it has no parameters of its own
         gather, reduce = communication
         if not isinstance(gather, _RecordsItself):
-            module.set_custom_all_gather(_recorder(_RecordedAllGather, gather, _name(unit)))
+            gather = _recorder(_RecordedAllGather, gather, unit_text(unit))
+        if (part := parts.get(unit.names[0])) is not None and not isinstance(gather, _PartAllGather):
+            gather = _recorder(_PartAllGather, gather, unit_text(unit))
+            gather.part = part
+        module.set_custom_all_gather(gather)
         if not isinstance(reduce, _RecordsItself):
-            module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, _name(unit)))
+            module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, unit_text(unit)))
 
 
-def _units(plan: Plan) -> Sequence[tuple[UnitPlan, FSDPModule]]:
+class KeptPart:
+    """This rank's part of one unit, which `ranks` keep whole together between its forward and backward.
+
+    Args:
+        ranks: neighbours in the unit's group of shards; each keeps an equal part.
+        outlasts_backward: keep the part for the next micro-batch, which finds the unit gathered.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup, *, outlasts_backward: bool) -> None:
+        self.ranks, self._outlasts_backward = ranks, outlasts_backward
+        # Memory of our own, on the stream that gathers. `keep` sets it when a forward has gathered the unit; `take`
+        # clears it in backward, or `drop`, when shards may have changed.
+        self.tensor: torch.Tensor | None = None
+        # Behind the copy into `tensor`, which another stream may read; None on a CPU. Set with `tensor`.
+        self._is_written: Any = None
+
+    def keep(self, whole: torch.Tensor) -> None:
+        """Keeps this rank's part of a unit that has been gathered."""
+        self.tensor = whole.chunk(self.ranks.size())[self.ranks.rank()].clone()
+        self._is_written = streams.record_event() if streams.is_asynchronous(whole.device) else None
+
+    def take(self) -> torch.Tensor | None:
+        """Returns the part, for a gather on the current stream; None if there is none."""
+        part = self.tensor
+        if part is not None and self._is_written is not None:
+            streams.current_stream().wait_event(self._is_written)
+            streams.used_on(part, streams.current_stream())
+        if current_backward() != NO_BACKWARD and not self._outlasts_backward:
+            self.tensor = None
+        return part
+
+    def drop(self) -> None:
+        """Frees the part, because no backward follows or the shards have changed."""
+        self.tensor = None
+
+
+def kept_parts(plan: Plan) -> dict[str, KeptPart]:
+    """Makes a `KeptPart` for each unit that is kept among a part of the ranks, by its name; every rank calls it."""
+    group, neighbours = plan.groups.shard, dict[int, dist.ProcessGroup]()
+    parts: dict[str, KeptPart] = {}
+    for unit in plan.units:
+        if (size := unit.kept_among) is not None:
+            if size not in neighbours:
+                first = group.rank() // size * size
+                neighbours[size] = subgroup(group, range(first, first + size))
+            parts[unit.names[0]] = KeptPart(neighbours[size], outlasts_backward=unit.is_kept)
+    return parts
+
+
+def units_of(plan: Plan) -> Sequence[tuple[UnitPlan, FSDPModule]]:
     """Returns each unit and the first of its modules, which all share one state of FSDP2."""
     return [(unit, as_fsdp(unit.modules[0])) for unit in plan.units]
 
 
-def _name(unit: UnitPlan) -> str:
+def unit_text(unit: UnitPlan) -> str:
+    """Returns the name of a unit in messages."""
     return f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
 
 
@@ -70,7 +130,7 @@ class _Direct(_RecordsItself):
 
 
 class DirectAllGather(_Direct, AllGather):
-    """`gloo.start_all_gathers`, without waiting for it where FSDP2 asks for that."""
+    """`gloo.start_all_gather`, without waiting for it where FSDP2 asks for that."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
@@ -82,31 +142,20 @@ class DirectAllGather(_Direct, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        work = self.gather_each([output_tensor], [input_tensor], group)
+        call = recorded("all-gather", f"the parameters of {self.unit}", output_tensor, group)
+        gather = partial(gloo.start_all_gather, output_tensor, input_tensor, group)
+        work = cast(dist.Work, call.run(gather))
         if async_op:
             return work
         work.wait()
         return None
 
-    def gather_each(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
-    ) -> dist.Work:
-        """Starts to gather several tensors, each into an output of its own."""
-        num_bytes = sum(output.nbytes for output in outputs)
-        call = recorded("all-gather", f"the parameters of {self.unit}", num_bytes, group)
-        return cast(dist.Work, call.run(lambda: gloo.start_all_gathers(outputs, inputs, group)))
-
 
 class DirectReduceScatter(_Direct, ReduceScatter):
-    """`comm.collectives.reduce_scatter`. Its output is valid when it returns, or after ``reductions.finish()``.
+    """`comm.collectives.reduce_scatter`, in the order of ranks of the plan."""
 
-    Args:
-        reductions: shared by all units of a model.
-        plan: says how ranks are added.
-    """
-
-    def __init__(self, unit: str, reductions: PendingReductions, plan: Plan) -> None:
-        self.unit, self._reductions, self._order = unit, reductions, plan.sum_order
+    def __init__(self, unit: str, plan: Plan) -> None:
+        self.unit, self._order = unit, plan.sum_order
 
     def __call__(
         self,
@@ -116,16 +165,8 @@ class DirectReduceScatter(_Direct, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        # The reduction enters the record itself, on this thread or on the lane's, and may end after this returns.
-        call = recorded("reduce-scatter", f"the gradients of {self.unit}", input_tensor, group)
-        reduce = partial(
-            collectives.reduce_scatter, output_tensor, input_tensor, group, what=call, op=op, order=self._order
-        )
-        try:
-            self._reductions.run(reduce, input_tensor.device)
-        except BaseException as error:  # its own, or that of a reduction before it
-            call.explain(error)
-            raise
+        what = f"the gradients of {self.unit}"
+        collectives.reduce_scatter(output_tensor, input_tensor, group, what=what, op=op, order=self._order)
         return None
 
 
@@ -162,6 +203,27 @@ class _RecordedAllGather(_Recorder, AllGather):
         call = recorded("all-gather", f"the parameters of {self.unit}", output_tensor, group)
         tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor}
         return call.run(partial(self.inner, **tensors, group=group, async_op=async_op))
+
+
+class _PartAllGather(_Recorder, AllGather):
+    part: KeptPart
+    """This rank's part of the unit; fixed. `inner` gathers the unit where it is empty."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if (part := self.part.take()) is not None:
+            tensors = {"output_tensor": output_tensor, "input_tensor": part}
+            work: dist.Work | None = self.inner(**tensors, group=self.part.ranks, async_op=async_op)
+            return work
+        self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=False)
+        if current_backward() == NO_BACKWARD:
+            self.part.keep(output_tensor)
+        return None
 
 
 class _RecordedReduceScatter(_Recorder, ReduceScatter):

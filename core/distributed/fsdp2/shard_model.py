@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -16,24 +17,25 @@ from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import GradientReduction, Plan
 from .collectives import set_direct_collectives
-from .torch_private import PartialReshard, allow_ungathered_units, as_fsdp, keep_changes_of_parameters
+from .torch_private import as_fsdp
 
 
 def shard_model(plan: Plan) -> None:
     """Shards a model in place, unit by unit and then the root.
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
-    with the custom attributes that they had. A parameter that no backward reached has a zero gradient, as under
-    replication. Parameters on the meta device stay there, sharded; others have to be equal on all ranks already
-    (`InitialValues`).
+    with the custom attributes that they had; ``reproducible_across_ranks`` leaves out the first axis. A parameter
+    that no backward reached has a zero gradient, as under replication. Parameters on the meta device stay there,
+    sharded; others have to be equal on all ranks already (`InitialValues`).
 
     Raises:
         WrapError: the model is sharded already, or has a parameter that cannot be cut.
     """
     module, mesh = plan.root.modules[0], plan.groups.mesh
+    if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
+        mesh = DeviceMesh.from_group(plan.groups.shard, mesh.device_type, mesh_dim_names=("dp_cp",))
     _reject_what_cannot_be_sharded(module)
     offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.offloads else OffloadPolicy()
-    partial: dict[int, PartialReshard] = {}
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in plan.units:
             fully_shard(
@@ -43,13 +45,7 @@ def shard_model(plan: Plan) -> None:
                 mp_policy=unit.precision,
                 offload_policy=offload_policy,
             )
-            if (size := unit.kept_among) is not None:
-                if size not in partial:
-                    partial[size] = PartialReshard(plan.groups.shard, size, mesh.device_type)
-                partial[size].apply_to(unit.modules[0])
     note_sharded(fsdp_modules(module))
-    allow_ungathered_units(module)
-    keep_changes_of_parameters(module)
     for unit in plan.units[:-1]:
         if not unit.is_needed_in_backward:
             for member in unit.modules:

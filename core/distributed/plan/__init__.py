@@ -20,8 +20,8 @@ from typing import Any
 from torch import nn
 
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from ..engine import Engine, engine_of
 from ..groups import DataParallelGroups
+from ..torch_fully_sharded_data_parallel_config import Engine, engine_of
 from .make_flat_plan import plan_fully_sharded, plan_whole
 from .make_fsdp2_plan import plan_fsdp2
 from .parts import BufferPlan, ParamPlan, PiecePlan, UnitPlan

@@ -57,12 +57,14 @@ def plan_whole(
     *,
     caller: str,
     disable_bucketing: bool = False,
+    finish_in_backward: bool = False,
 ) -> Plan:
     """Plans a model for `DistributedDataParallel`; see `plan_model`. Each bucket is a unit that is always whole.
 
     Args:
         unit_classes: of modules that are recomputed or compiled, where that is asked for.
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
+        finish_in_backward: as of `DistributedDataParallel`.
     """
     strategy = ddp_config.sharding_strategy
     if ddp_config.shards_parameters:
@@ -72,6 +74,16 @@ def plan_whole(
         )
     check_precision(config, module)
     is_sharded = strategy != "no_shard"
+    if finish_in_backward and is_sharded:
+        raise ParallelConfigError(
+            "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
+            f"{strategy!r} leaves a rank its shard; drop one of the two"
+        )
+    if finish_in_backward and ddp_config.reproducible_across_ranks:
+        raise ParallelConfigError(
+            "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
+            "micro-batches of a step are added; drop one of the two"
+        )
     num_shards = groups.shard.size() if is_sharded else 1
     overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
     overlaps_params = _overlaps(ddp_config.overlap_param_gather, by_default=is_sharded)
@@ -105,8 +117,9 @@ def plan_whole(
     )
     # Gradients travel by bucket, so that modules are looked for only where something is done to them.
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(ddp_config) else []
+    given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
     return Plan(
-        **_common(config, ddp_config, groups, caller, num_shards, given={"disable_bucketing": disable_bucketing}),
+        **_common(config, ddp_config, groups, caller, num_shards, given=given),
         transforms=plan_transforms(units, ddp_config),
         units=(*buckets, UnitPlan(modules=(module,), names=("",), pieces=_frozen_pieces(names, kinds))),
         buffers=buffers,
@@ -114,6 +127,7 @@ def plan_whole(
         reduces_during_backward=reduces_during_backward,
         overlaps_grads=overlaps_grads,
         overlaps_params=overlaps_params,
+        finishes_in_backward=finish_in_backward,
     )
 
 

@@ -18,9 +18,9 @@ from ...errors import ParallelConfigError, warn_once
 from ...micro_batch_tree import odd_part
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from ..engine import engine_of
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups
+from ..torch_fully_sharded_data_parallel_config import engine_of
 from .values import GradientReduction
 
 _MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})

@@ -16,8 +16,8 @@ import torch
 
 from ...micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import shards_parameters
-from ..engine import Engine
 from ..groups import DataParallelGroups
+from ..torch_fully_sharded_data_parallel_config import Engine
 from .layout import FullParamLayout
 from .parts import BufferPlan, Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 
@@ -95,6 +95,8 @@ class Plan:
     """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
     adds_in_fp32: bool = False
     """Gradients are sent in their own dtype and added in fp32."""
+    finishes_in_backward: bool = False
+    """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
     shards_update_over_replicas: bool = False
     """Each optimizer instance updates a part of the shards, and gathers the other parts."""
 

@@ -38,6 +38,5 @@ class LanguageModule(MegatronModule):
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Transposes `[s, b, ...]` to `[b, s, ...]`; always a contiguous copy, because FSDP2 warns of outputs that are
-    views."""
+    """Transposes `[s, b, ...]` to `[b, s, ...]` by a contiguous copy: FSDP2 warns of outputs that are views."""
     return tensor.transpose(0, 1).clone(memory_format=torch.contiguous_format)

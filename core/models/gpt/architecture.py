@@ -35,7 +35,7 @@ class Architecture:
     transformer: Mapping[str, Any]
     """Values of the :data:`TRANSFORMER_FIELDS`, by name."""
     vocab_size: int
-    """Rows of the embedding; a model may have more, for padding."""
+    """Rows of the embedding without padding, which a model may add."""
     max_sequence_length: int
     tied: bool
     """Whether the output projection uses the embedding's weight."""
@@ -45,8 +45,11 @@ class Architecture:
         return self.transformer[name]
 
     def build(self, *, vocab_size: int | None = None, **fields: Any) -> GPTModel:
-        """Builds a model of this architecture; `fields` add to its config (parallel degrees, dropout,
-        initialisation)."""
+        """Builds a model of this architecture.
+
+        Args:
+            fields: further fields of its config, such as parallel degrees, dropout and initialisation.
+        """
         config = TransformerConfig(**{**self.transformer, **fields})
         return GPTModel(
             config,
@@ -57,7 +60,7 @@ class Architecture:
         )
 
     def differences(self, other: Architecture) -> list[str]:
-        """Lists the differences to `other`, "field this and that"; sizes of tables are compared by their shapes."""
+        """Lists the differences to `other`, each as "field this and that", except sizes of tables."""
         rotary = () if self.position_embedding_type == "rope" else ("rotary_percent", "rotary_base")
         names = [name for name in TRANSFORMER_FIELDS if name not in rotary]
         differing = [f"{name} {self[name]!r} and {other[name]!r}" for name in names if self[name] != other[name]]
@@ -74,17 +77,17 @@ def gpt_of(model: nn.Module) -> GPTModel:
     Raises:
         CheckpointError: there is none.
     """
-    found = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
-    if found is None:
+    gpt = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
+    if gpt is None:
         raise CheckpointError(f"{type(model).__name__} holds no GPTModel, and only GPTs are translated; give one")
-    return found
+    return gpt
 
 
 def architecture_of(model: GPTModel) -> Architecture:
     """Returns the architecture of a model.
 
     Raises:
-        CheckpointError: its layers come from a spec and are not those that its config describes.
+        CheckpointError: the model's layers come from a spec and differ from the layers that its config describes.
     """
     _check_layers(model)
     described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}

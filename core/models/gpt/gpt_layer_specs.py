@@ -33,8 +33,8 @@ def get_gpt_layer_local_spec(
     Args:
         qk_layernorm: norm queries and keys, as the config's `qk_layernorm` does.
         normalization: "LayerNorm" or "RMSNorm"; None means the config's.
-        num_experts, multi_latent_attention, fp8, qk_l2_norm, use_kitchen: Megatron-LM's; refused unless at their
-            defaults, together with the arguments that depend on them.
+        num_experts, multi_latent_attention, fp8, qk_l2_norm, use_kitchen: Megatron-LM's arguments; refused unless at
+            their defaults, together with the arguments that depend on them.
 
     Raises:
         ParallelConfigError: a refused argument, or another norm.

@@ -36,23 +36,24 @@ class GPTModel(LanguageModule):
     model keeps that draw (`init_seed`) for :func:`core.transformer.materialize`.
 
     Args:
-        transformer_layer_spec: the classes of its layers; None means `get_gpt_layer_local_spec()`.
-        vocab_size: rows of the embedding; a multiple of the tensor-parallel size, see
+        transformer_layer_spec: classes of the model's layers; None means `get_gpt_layer_local_spec()`.
+        vocab_size: rows of the embedding, a multiple of the tensor-parallel size; see
             :func:`core.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest sequence; rows of the position table for "learned_absolute".
         pre_process: whether the model embeds tokens; else its forward starts from `decoder_input`, or from what
             `set_input_tensor` was given.
-        post_process: whether it ends with the final norm and the projection to the vocabulary; else its forward
+        post_process: whether the model ends with the final norm and the projection to the vocabulary; else its forward
             returns hidden states `[s, b, h]`.
         parallel_output: logits stay split over the vocabulary by tensor-parallel rank; False gathers them.
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
             `output_layer.weight` then, and the embedding's carries `shared_embedding`: it is read outside its module.
         position_embedding_type: "rope" (rotary) or "learned_absolute".
-        rotary_percent, rotary_base: None takes the config's, whose defaults are Megatron-LM's.
-        rope_scaling_factor: read with `rope_scaling` alone.
+        rotary_percent, rotary_base: None means the config's fields, whose defaults are Megatron-LM's.
+        rope_scaling_factor: read only with `rope_scaling`.
         pg_collection: the groups of `core.parallel_state`.
         fp16_lm_cross_entropy, logit_dtype, rope_scaling, scatter_embedding_sequence_parallel,
-            seq_len_interpolation_factor, mtp_block_spec, vp_stage: Megatron-LM's; refused unless at their defaults.
+            seq_len_interpolation_factor, mtp_block_spec, vp_stage: Megatron-LM's arguments; refused unless at
+                their defaults.
 
     Raises:
         ParallelConfigError: pipeline or expert parallelism, which models here do not have; a context-parallel size
@@ -186,7 +187,7 @@ class GPTModel(LanguageModule):
         document_starts: torch.Tensor | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """Returns the loss of each token, `[b, s]` in fp32, with labels; without labels the logits.
+        """Returns the loss of each token, `[b, s]` in fp32, or the logits if there are no labels.
 
         With context parallelism s is the length of this rank's part: split all tensors by
         :func:`core.transformer.own_chunks` before the call.
@@ -205,9 +206,9 @@ class GPTModel(LanguageModule):
             document_starts: `[b, s]`, for each token the position in the whole sequence at which its document begins;
                 no token sees another document. Needs no mask. Read on the host: give a CPU tensor, or under FSDP2,
                 which moves it to the GPU, `documents` in its place.
-            documents: the same as :class:`core.transformer.document_masks.PackedDocuments`.
-            inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's;
-                only None is allowed.
+            documents: `document_starts` as :class:`core.transformer.document_masks.PackedDocuments`.
+            inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's
+                arguments; only None is allowed.
 
         Returns:
             Losses `[b, s]`, or logits `[b, s, v / tp]` (`[b, s, v]` without `parallel_output`); without
@@ -279,17 +280,17 @@ def _check_degrees(config: TransformerConfig) -> None:
     Raises:
         ParallelConfigError: names the degree.
     """
-    asked, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
-    if asked != cp:
+    degree, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
+    if degree != cp:
         raise ParallelConfigError(
-            f"config.context_parallel_size is {asked}, but core.parallel_state has context-parallel groups of {cp}; "
+            f"config.context_parallel_size is {degree}, but core.parallel_state has context-parallel groups of {cp}; "
             "call initialize_model_parallel with the same size first"
         )
-    found = {
+    group_sizes = {
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
-    for name, group_size in found.items():
+    for name, group_size in group_sizes.items():
         degree = getattr(config, name)
         if degree > 1:
             raise ParallelConfigError(f"{name} is {degree}, but GPTModel supports only 1; set it to 1")
@@ -337,8 +338,8 @@ def _check_batch(
             f"a sequence of {whole} tokens is longer than the model's max_sequence_length of "
             f"{max_sequence_length}; cut it, or build the model for longer ones"
         )
-    given = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
-    for name, tensor in given.items():
+    inputs = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
+    for name, tensor in inputs.items():
         if tensor is not None and tensor.shape != input_ids.shape:
             raise DataError(f"{name} has shape {list(tensor.shape)}, but input_ids {[batch, length]}; they must agree")
     if attention_mask is None:

@@ -52,8 +52,8 @@ def choose_layout(architecture: Architecture) -> Layout:
         if not problems:
             return layout
         reasons[layout] = ", ".join(problems)
-    found = "; ".join(f"{layout} cannot express {problems}" for layout, problems in reasons.items())
-    raise CheckpointError(f"no layout of Hugging Face's fits this model: {found}")
+    text = "; ".join(f"{layout} cannot express {problems}" for layout, problems in reasons.items())
+    raise CheckpointError(f"no layout of Hugging Face's fits this model: {text}")
 
 
 def check_layout(layout: Layout, architecture: Architecture) -> None:
@@ -199,45 +199,45 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     Raises:
         CheckpointError: the kind is unknown.
     """
-    said = config.get("model_type")
-    found: list[Layout] = [layout for layout in _CLASSES if layout == said]
-    if not found:
-        raise CheckpointError(f"model_type is {brief(said)}; {', '.join(_CLASSES)} are known here")
-    return found[0]
+    model_type = config.get("model_type")
+    layouts: list[Layout] = [layout for layout in _CLASSES if layout == model_type]
+    if not layouts:
+        raise CheckpointError(f"model_type is {brief(model_type)}; {', '.join(_CLASSES)} are known here")
+    return layouts[0]
 
 
 def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
     if callable(a["activation_func"]):
         yield f"activation_func {a['activation_func']}, a function without a name"
-    wanted: dict[str, Any] = {"rotary_percent": 1.0}
+    required: dict[str, Any] = {"rotary_percent": 1.0}
     if layout == "gpt2":
-        wanted = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
-        wanted |= {"qk_layernorm": False}
+        required = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
+        required |= {"qk_layernorm": False}
         positions = "learned_absolute"
         if a["num_query_groups"] != a["num_attention_heads"]:
             yield f"num_query_groups {a['num_query_groups']} of {a['num_attention_heads']} heads"
         if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
             yield f"kv_channels {a['kv_channels']}"
     else:
-        wanted |= {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": layout == "qwen3"}
+        required |= {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": layout == "qwen3"}
         if layout != "llama":
-            wanted |= {"add_bias_linear": False}
+            required |= {"add_bias_linear": False}
         if layout == "qwen2":
-            wanted |= {"add_qkv_bias": True}
+            required |= {"add_qkv_bias": True}
             if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
                 yield f"kv_channels {a['kv_channels']}"
         elif not a["add_bias_linear"]:
-            wanted |= {"add_qkv_bias": False}
+            required |= {"add_qkv_bias": False}
         if layout == "llama" and a["hidden_size"] % a["num_attention_heads"]:
             yield f"hidden_size {a['hidden_size']}, which {a['num_attention_heads']} heads do not divide"
         positions = "rope"
-    yield from (f"{name} {a[name]!r}" for name, value in wanted.items() if a[name] != value)
+    yield from (f"{name} {a[name]!r}" for name, value in required.items() if a[name] != value)
     if a.position_embedding_type != positions:
         yield f"position_embedding_type {a.position_embedding_type!r}"
 
 
 class _Reader:
-    """Looks up a value of a config; returns a default if it is missing or null."""
+    """Looks up a value of a config, or returns a default if it is missing or null."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -270,9 +270,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
         raise CheckpointError(f"config.json has {brief(tables)} for rope_scaling and rope_parameters, and no tables")
     kinds = {brief(table.get("rope_type", table.get("type", "default"))) for table in tables}
     problems = [f"rotary embeddings of type {kind}" for kind in sorted(kinds - {brief("default")})]
-    said = tables[0] | tables[1]
-    share = said.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rope = tables[0] | tables[1]
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor {brief(share)}")
-    base = said.get("rope_theta", config.get("rope_theta"))
+    base = rope.get("rope_theta", config.get("rope_theta"))
     return _Reader({"rope_theta": base}).number("rope_theta", 10000.0), problems

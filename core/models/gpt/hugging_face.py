@@ -130,7 +130,7 @@ def _plain(name: str, source: str, rows: int, *, padded: bool = False) -> Recipe
 
 
 def _qkv_runs(a: Architecture, sources: list[tuple[str, int]], *, transposed: bool) -> tuple[Run, ...]:
-    """Returns the runs of our rows, query group by query group; theirs are all queries, all keys, all values."""
+    """Returns the runs of rows of a fused qkv tensor, by query group, from queries, keys and values stored apart."""
     channels, groups = a["kv_channels"], a["num_query_groups"]
     queries = a["num_attention_heads"] // groups * channels
     runs = []
@@ -156,7 +156,7 @@ def save_hugging_face(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Writes a GPT as sharded safetensors with ``config.json``; the folder appears atomically.
+    """Writes a GPT as sharded safetensors with ``config.json``, in a folder that appears atomically.
 
     Collective over `process_group`. Its first rank writes, with the tensors of one file at a time in host memory;
     other ranks hold one whole parameter.
@@ -237,7 +237,7 @@ def load_hugging_face(
 
     Raises:
         CheckpointError: on all ranks, before anything is written: it is another model, or files are damaged.
-        MissingExtraError: as :func:`save_hugging_face` does.
+        MissingExtraError: see :func:`save_hugging_face`.
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     config = ranks.on_all(lambda: read_hf_config(folder))
@@ -284,10 +284,10 @@ def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
-    """Returns the architecture of the model in a folder of Hugging Face's; checks that it is no larger than the files.
+    """Returns the architecture of a model in Hugging Face's format, once it is checked to be no larger than its files.
 
     Raises:
-        CheckpointError: as :func:`load_hugging_face`, for a model that no model here can express.
+        CheckpointError: no model here can express the one in the folder.
     """
     try:
         architecture = architecture_from_hf(read_hf_config(folder))
@@ -299,17 +299,17 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Gathers this library's tensors whole, and caches the last one: several foreign tensors are made from one."""
+    """Gathers the model's tensors whole, and caches the last one, because several foreign tensors come from one."""
 
-    def __init__(self, ours: Mapping[str, torch.Tensor]) -> None:
-        self.ours = ours
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
         # Name and whole tensor of the last call; owns its memory. A call for another name drops it before it gathers.
         self.last: tuple[str, torch.Tensor] | None = None
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:
         if self.last is None or self.last[0] != recipe.name:
             self.last = None
-            tensor = self.ours[recipe.name]
+            tensor = self.tensors[recipe.name]
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             self.last = recipe.name, whole.detach()
         return self.last[1]

@@ -34,15 +34,14 @@ _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 
 
 def find_megatron(folder: Path) -> Path | None:
-    """Returns the checkpoint in a folder of Megatron-LM's, or the folder itself if it is one; None if it is
-    neither."""
+    """Returns the checkpoint in a folder of Megatron-LM's, or the folder itself if it is one, else None."""
     pointer = folder / POINTER_FILE
     if pointer.is_file():
-        said = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        folder = folder / (f"iter_{int(said):07d}" if said.isdecimal() else said)
-        if said != Path(said).name or not (folder / TORCH_INDEX_FILE).is_file():
+        target = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        folder = folder / (f"iter_{int(target):07d}" if target.isdecimal() else target)
+        if target != Path(target).name or not (folder / TORCH_INDEX_FILE).is_file():
             raise CheckpointError(
-                f"{pointer} names {said!r}, and {folder} is no torch_dist checkpoint; save one with "
+                f"{pointer} names {target!r}, and {folder} is no torch_dist checkpoint; save one with "
                 "--ckpt-format torch_dist"
             )
         return folder
@@ -57,35 +56,35 @@ def load_megatron(
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fills a GPT in place with the weights of a checkpoint of Megatron-LM's; arguments as in `load_hugging_face`.
+    """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments are those of `load_hugging_face`.
 
     Raises:
         CheckpointError: on all ranks, before anything is written: there is no such checkpoint, it is of another model
             or one with experts, or its index has entries that no description of tensors needs.
     """
     gpt, ranks = gpt_of(model), Ranks(process_group)
-    found = ranks.on_all(lambda: find_megatron(Path(folder)))
-    if found is None:
+    checkpoint = ranks.on_all(lambda: find_megatron(Path(folder)))
+    if checkpoint is None:
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint of Megatron-LM's")
-    index = ranks.on_all(lambda: read_index(found))
-    prefix = _prefix(index, found)
+    index = ranks.on_all(lambda: read_index(checkpoint))
+    prefix = _prefix(index, checkpoint)
     recipes = [*_recipes(architecture_of(gpt), index, prefix)]
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
     load_foreign(
         targets if targets is not None else base_state_dict(gpt),
         recipes,
         index,
-        found,
+        checkpoint,
         ignored=others,
         process_group=process_group,
     )
 
 
 def _prefix(index: CheckpointIndex, folder: Path) -> str:
-    found = sorted((name for name in index.tensors if name.endswith(_WORDS)), key=len)  # before those of an optimizer
-    if not found:
+    names = sorted((name for name in index.tensors if name.endswith(_WORDS)), key=len)  # before those of an optimizer
+    if not names:
         raise CheckpointError(f"{folder} has no {_WORDS}: it holds no GPT of Megatron-LM's")
-    return found[0].removesuffix(_WORDS)
+    return names[0].removesuffix(_WORDS)
 
 
 def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[Recipe]:
@@ -100,20 +99,20 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
         name = "embedding.position_embeddings.weight"
         yield Recipe(name, (Run(prefix + name, a.max_sequence_length),))
     for layer in range(a["num_layers"]):
-        found = _Layer(layer, index, prefix)
+        source = _Layer(layer, index, prefix)
         for kind in norm:
-            yield found.plain(f"input_layernorm.{kind}", hidden, f"self_attention.linear_qkv.layer_norm_{kind}")
-            yield found.plain(f"pre_mlp_layernorm.{kind}", hidden, f"mlp.linear_fc1.layer_norm_{kind}")
+            yield source.plain(f"input_layernorm.{kind}", hidden, f"self_attention.linear_qkv.layer_norm_{kind}")
+            yield source.plain(f"pre_mlp_layernorm.{kind}", hidden, f"mlp.linear_fc1.layer_norm_{kind}")
             if a["qk_layernorm"]:
-                yield found.plain(f"self_attention.q_layernorm.{kind}", channels)
-                yield found.plain(f"self_attention.k_layernorm.{kind}", channels)
+                yield source.plain(f"self_attention.q_layernorm.{kind}", channels)
+                yield source.plain(f"self_attention.k_layernorm.{kind}", channels)
         for kind in qkv:
-            yield found.plain(f"self_attention.linear_qkv.{kind}", rows_of_qkv)
+            yield source.plain(f"self_attention.linear_qkv.{kind}", rows_of_qkv)
         for kind in linear:
-            yield found.plain(f"self_attention.linear_proj.{kind}", hidden)
-            yield found.plain(f"mlp.linear_fc2.{kind}", hidden)
+            yield source.plain(f"self_attention.linear_proj.{kind}", hidden)
+            yield source.plain(f"mlp.linear_fc2.{kind}", hidden)
             name = f"mlp.linear_fc1.{kind}"
-            yield found.gated(name, ffn) if a["gated_linear_unit"] else found.plain(name, ffn)
+            yield source.gated(name, ffn) if a["gated_linear_unit"] else source.plain(name, ffn)
     for kind in norm:
         name = f"decoder.final_layernorm.{kind}"
         yield Recipe(name, (Run(prefix + name, hidden),))
@@ -134,7 +133,7 @@ class _Layer:
         self.number, self.index, self.prefix = number, index, prefix
 
     def plain(self, name: str, rows: int, *others: str) -> Recipe:
-        """Returns the recipe of our tensor `name` of this layer; theirs has the same name or one of `others`."""
+        """Returns the recipe of this layer's tensor `name`, which Megatron-LM stores as `name` or one of `others`."""
         source, layer = self._find(*others, name)
         return Recipe(f"decoder.layers.{self.number}.{name}", (Run(source, rows, layer=layer),))
 

@@ -8,7 +8,6 @@ cyclopts parses flags and prints help.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -17,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import torch
 
-from ...errors import ConfigError, MissingExtraError
+from ...errors import ConfigError, import_extra
 from ..launch.environment import environment_rank
 from .build import (
     ALTERNATIVES,
@@ -34,6 +33,7 @@ from .build import (
 from .pretrain_config import PretrainConfig, section_types
 
 Result = TypeVar("Result")
+_library = functools.partial(import_extra, extra="train", purpose="Reading command-line flags")
 
 
 def parse_arguments(
@@ -167,13 +167,6 @@ def _integer(_: Any, tokens: Sequence[Any]) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f'"{text}" is not an integer.') from None
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MissingExtraError(name, "train", "Reading command-line flags") from None
 
 
 def _flag_type(hint: Any) -> Any:

@@ -18,7 +18,7 @@ from ...datasets.data_samplers import num_microbatches
 from ...distributed import (
     DistributedDataParallelConfig,
 )
-from ...distributed.engine import Engine, config_class, engine_of
+from ...distributed.torch_fully_sharded_data_parallel_config import Engine, config_class, engine_of
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...files import brief

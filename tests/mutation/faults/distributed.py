@@ -13,8 +13,8 @@ from tests.mutation.suites import (
     STREAMS,
 )
 
-_BUCKETS = "tests/unit/distributed/buffers/test_buckets.py"
-_SLOTS = "tests/unit/distributed/fully_sharded/test_gathering.py"
+_BUCKETS = "tests/unit/distributed/engine/test_buckets.py"
+_SLOTS = "tests/unit/distributed/engine/test_gathering.py"
 _SAVED = ("tests/unit/distributed/test_saved_weights.py",)
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
@@ -105,88 +105,88 @@ MUTATIONS = (
         "broadcast_tensors(self._equalized[1:]",
         (_STARTS, CONTRACT),
     ),
-    # ---- buffers
+    # ---- the flat engine
     Mutation(
         "the sum of a global batch over ranks is not made a mean",
-        "core.distributed.buffers.bucket_sums.BucketSums.finish",
+        "core.distributed.engine.reduction.BucketSums.finish",
         r"shard\.mul_\(.*\)",
         "pass",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
     Mutation(
         "parameters that are being gathered are read at once",
-        "core.distributed.buffers.bucket_group.BucketGroup.start_param_sync",
+        "core.distributed.engine.bucket_group.BucketGroup.start_param_sync",
         r"make_pending\(.*\)",
         "pass",
         (f"{OUTSIDE_THE_LOOP}[an_average_of_weights_is_kept_by_references-zero2_overlap]",),
     ),
     Mutation(
         "a frozen parameter is updated with zeros",
-        "core.distributed.buffers.grad_slot.GradSlot.has_gradient",
+        "core.distributed.engine.grad_slot.GradSlot.has_gradient",
         "return .*",
         "return True",
         (f"{OUTSIDE_THE_LOOP}[frozen_parameters_do_not_decay-zero2_overlap]",),
     ),
     Mutation(
         "gradients are summed and not averaged",
-        "core.distributed.buffers.reduction.BucketReduction.reduce",
+        "core.distributed.engine.reduction.BucketReduction.reduce",
         r"scale = 1\.0 / self\.group\.size\(\)",
         "scale = 1.0",
         (DDP,),
     ),
     Mutation(
         "the first bucket is not reduced",
-        "core.distributed.buffers.bucket_group.BucketGroup.start_grad_sync",
+        "core.distributed.engine.bucket_group.BucketGroup.start_grad_sync",
         r"else:(\s+self\._lane\.run)",
         r"elif self.bucket.offset:\1",
         (DDP, CONTRACT),
     ),
     Mutation(
         "only the first bucket's parameters are gathered",
-        "core.distributed.buffers.bucket_group.BucketGroup.start_param_sync",
+        "core.distributed.engine.bucket_group.BucketGroup.start_param_sync",
         r"else:(\s+self\._lane\.run)",
         r"elif not bucket.offset:\1",
         (_BUCKETS, SHARDED_STATE[0], _EQUALITY),
     ),
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
-        "core.distributed.buffers.reduction.BucketReduction.reduce",
+        "core.distributed.engine.reduction.BucketReduction.reduce",
         r"reduce\(part, self\.replica_group",
         "reduce(part, self.shard_group",
         (DDP, CONTRACT, _EQUALITY),
     ),
     Mutation(
         "gradients of the step before are not cleared",
-        "core.distributed.buffers.grad_slot.GradSlot.clear",
-        r"self\.content = self\.content\.cleared\(\)",
-        "self.content = self.content.cleared() if self.is_written_by_layer else self.content",
+        "core.distributed.engine.grad_slot.GradSlot.clear",
+        r"self\.content = Content\.STALE",
+        "self.content = Content.STALE if self.is_written_by_layer else self.content",
         (DDP, CONTRACT),
     ),
     Mutation(
         "a gradient that has not arrived is not zero",
-        "core.distributed.buffers.grad_slot.GradSlot.complete",
+        "core.distributed.engine.grad_slot.GradSlot.complete",
         r"\.zero_\(\)",
         ".add_(1)",
         (DDP, CONTRACT),
     ),
-    # ---- fully_sharded
+    # ---- units
     Mutation(
         "what was gathered before a step is used after it",
-        "core.distributed.fully_sharded.gathering.ParameterGathering.forget",
+        "core.distributed.engine.gathering.ParameterGathering.forget",
         r"unit\.slot\.owner = None",
         "pass",
         (f"{_EQUALITY}::test_wrappers_are_equal_bitwise_on_two_ranks[adamw-zero3-2]",),
     ),
     Mutation(
         "a backward reads the parameters that another unit was gathered into the slot",
-        "core.distributed.fully_sharded.gathering.ParameterGathering._watch",
+        "core.distributed.engine.gathering.ParameterGathering._watch",
         r"tensor\.register_hook\(.*\)",
         "pass",
         _SAVED,
     ),
     Mutation(
         "a weight that autograd has saved is read from another unit's slot",
-        "core.distributed.fully_sharded.gathering.ParameterGathering._gather_saved",
+        "core.distributed.engine.gathering.ParameterGathering._gather_saved",
         r"not unit\.is_ready or unit\.used_in != current_backward\(\)",
         "False",
         _SAVED,
@@ -200,7 +200,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a parent reads a weight in a slot that another unit takes",
-        "core.distributed.fully_sharded.gathering.ParameterGathering._on_use",
+        "core.distributed.engine.gathering.ParameterGathering._on_use",
         r"and unit\.takes_turns",
         "and False",
         _SAVED,
@@ -214,14 +214,14 @@ MUTATIONS = (
     ),
     Mutation(
         "two units that run at once share a slot",
-        "core.distributed.fully_sharded.gathering.ParameterGathering._reject_running",
+        "core.distributed.engine.gathering.ParameterGathering._reject_running",
         r"if owner is not None and owner\.running:",
         "if False:",
         (_SLOTS,),
     ),
     Mutation(
         "a write to a gathered parameter is lost",
-        "core.distributed.fully_sharded.unit.Unit.hide",
+        "core.distributed.engine.unit.Unit.hide",
         r"if before != self\._versions:",
         "if False:",
         (_SLOTS,),
@@ -229,9 +229,9 @@ MUTATIONS = (
     # ---- fsdp2
     Mutation(
         "FSDP2 forgets what was set aside of a global batch",
-        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._complete",
-        r"if not self\.sums\.tensors:",
-        "if True:",
+        "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
+        r"\(total,\) = self\._sums\.added_to\(\[self\._current\]\)",
+        "total = self._current",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
     Mutation(
@@ -258,43 +258,43 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "streams: a unit is used before it is gathered",
-        "core.distributed.fully_sharded.unit.Unit.finish_gather",
+        "core.distributed.engine.unit.Unit.finish_gather",
         r"handle\.wait\(\)",
         "pass",
         (STREAMS,),
     ),
     Mutation(
         "streams: gradients are used before they are reduced",
-        "core.distributed.buffers.bucket_group.BucketGroup.wait_for_grads",
+        "core.distributed.engine.bucket_group.BucketGroup.wait_for_grads",
         r"handle\.wait\(\)",
         "pass",
         (STREAMS,),
     ),
     Mutation(
         "streams: parameters are used before they are gathered",
-        "core.distributed.buffers.bucket_group.BucketGroup.finish_param_sync",
+        "core.distributed.engine.bucket_group.BucketGroup.finish_param_sync",
         r"handle\.wait\(\)",
         "pass",
         (STREAMS,),
     ),
     Mutation(
         "streams: the host reads offloaded gradients before they are copied",
-        "core.distributed.buffers.bucket_group.BucketGroup.wait_for_shard",
+        "core.distributed.engine.bucket_group.BucketGroup.wait_for_shard",
         r"streams\.current_stream\(\)\.synchronize\(\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}the_host_reads_offloaded_gradients_once_they_are_there",),
     ),
     Mutation(
         "streams: offloaded gradients block the host",
-        "core.distributed.buffers.reduction.BucketReduction.reduce",
+        "core.distributed.engine.reduction.BucketReduction.reduce",
         r"kept\.copy_\(part, non_blocking=True\)",
         "kept.copy_(part)",
         (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
     ),
     Mutation(
-        "streams: shards are freed while replicas are added",
-        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._add_replicas",
-        r"self\._reduced = shard",
+        "streams: sums of micro-batches are freed while they are added",
+        "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
+        r"_keep_for_this_stream\(gradients\)",
         "pass",
         (STREAMS,),
     ),

@@ -28,7 +28,6 @@ UNNAMED = {
     "comm/": "records them",
     "_torch_compat.py": "says what they are called in this version of torch",
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
-    "adapters/lightning/processes.py": "is Lightning's interface for objects",
     "verify/lockstep.py": "gathers objects after training",
     "process_groups/make_groups.py": "makes the groups",
     "device.py": "has the barrier",
@@ -62,7 +61,7 @@ def _values(async_op: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_each_has_torchs_result_and_is_recorded(async_op: bool) -> None:
+def test_collectives_equal_torch_and_are_recorded(async_op: bool) -> None:
     gathered = [1.0, 2.0, 11.0, 12.0]
     first, second = run_distributed(_values, 2, async_op)
     assert first == [[12.0, 14.0], gathered, [12.0], [1.0, 11.0], [1.0, 2.0]]
@@ -80,7 +79,7 @@ def test_a_wait_that_fails_is_explained() -> None:
         assert record_of().calls[-1].has_failed and record_of().first_unfinished() is None
 
 
-def test_what_is_never_waited_for_is_under_way_no_more() -> None:
+def test_dropped_work_is_not_under_way() -> None:
     with fake_world(rank=0, world_size=2):
         pending = _started(mock.Mock())
         assert record_of().first_unfinished() is not None
@@ -101,10 +100,10 @@ def test_every_collective_of_core_has_a_name() -> None:
         r"\bdist\.(all_reduce|broadcast|all_gather|reduce_scatter|all_to_all|send|recv|isend|irecv|gather|scatter|reduce"
         r"|barrier|batch_isend_irecv)\w*\("
     )
-    found = {
+    actual = {
         f"{path.relative_to(CORE)}:{number}"
         for path in CORE.rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if call.search(line) and not str(path.relative_to(CORE)).startswith(tuple(UNNAMED))
     }
-    assert not found, "call these through core.comm, with what="
+    assert not actual, "call these through core.comm, with what="

@@ -27,7 +27,7 @@ def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sum(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Adds all ranks' addends in a tree; in another precision than the addends' in rank order."""
+    """Adds all ranks' addends in a tree, or in rank order if the precision differs from that of the addends."""
     addends = [_addend(rank, size, dtype).to(accumulate_in) for rank in range(size)]
     if accumulate_in == dtype:
         return _added_in_pairs(addends)
@@ -71,13 +71,13 @@ def test_reduce_scatter_adds_in_one_order(dtype, fp32_accumulation, in_place, wo
 def _inboxes_of_reductions() -> list[tuple[int, int]]:
     """Returns address and bytes of what each of several reductions received into, the largest first."""
     gloo._idle_inboxes.clear()
-    found = []
+    actual = []
     for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):
         whole = torch.ones(numel, dtype=dtype)
         collectives.reduce_scatter(whole.chunk(2)[dist.get_rank()], whole, dist.group.WORLD, what=WHAT)
-        (kept,) = gloo._idle_inboxes
-        found.append((kept.data_ptr(), kept.numel()))
-    return found
+        (saved,) = gloo._idle_inboxes
+        actual.append((saved.data_ptr(), saved.numel()))
+    return actual
 
 
 def test_reductions_of_any_size_and_dtype_reuse_memory():
@@ -90,15 +90,15 @@ def test_inbox_memory_is_exclusive_and_not_reused_after_an_error():
     gloo._idle_inboxes.clear()
     with torch.inference_mode(), gloo._inbox_memory(64) as first, gloo._inbox_memory(64) as second:
         assert first.data_ptr() != second.data_ptr()
-    (kept,) = gloo._idle_inboxes
-    assert not kept.is_inference()
+    (saved,) = gloo._idle_inboxes
+    assert not saved.is_inference()
     with pytest.raises(RuntimeError, match="a rank has gone"), gloo._inbox_memory(32) as third:
-        assert third.data_ptr() == kept.data_ptr()
+        assert third.data_ptr() == saved.data_ptr()
         raise RuntimeError("a rank has gone")
     assert gloo._idle_inboxes == []
 
 
-def test_these_numbers_show_the_order_and_precision_of_additions():
+def test_inputs_reveal_order_and_precision():
     exact = _sum(4, torch.float32, torch.float64)
     assert not torch.equal(_sum(4, torch.float32, torch.float32), exact)
     rounded = _sum(4, torch.bfloat16, torch.bfloat16)
@@ -113,14 +113,14 @@ def _means_and_accumulates() -> None:
         whole = _addend(rank, size, torch.float32)
         collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, op=op, scale=scale)
         assert torch.equal(output, expected * factor)
-    kept = output.clone()
+    saved = output.clone()
     whole = _addend(rank, size, torch.float32)
     collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, scale=0.25, accumulate=True)
-    assert torch.equal(output, kept + expected * 0.25)
+    assert torch.equal(output, saved + expected * 0.25)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_reduction_may_be_a_mean_scaled_or_accumulated(world_size):
+def test_reduction_mean_scale_and_accumulate(world_size):
     run_distributed(_means_and_accumulates, world_size)
 
 
@@ -149,7 +149,7 @@ def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_reduce_adds_in_one_order_to_the_same_bits(length, dtype):
+def test_all_reduce_is_bitwise_on_all_ranks(length, dtype):
     expected = 0.25 * _sum(4, dtype, torch.float32)[:length]
     for tensors in run_distributed(_all_reduces, 4, length, dtype):
         assert all(torch.equal(tensor, expected) for tensor in tensors)
@@ -172,7 +172,7 @@ def _sent_bytes() -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_each_rank_sends_what_it_would_in_an_ideal_ring(world_size):
+def test_bytes_sent_equal_ideal_ring(world_size):
     one_way = (world_size - 1) * SHARD * 4  # (n - 1) / n of the buffer
     assert run_distributed(_sent_bytes, world_size) == [[one_way, one_way, 2 * one_way]] * world_size
 
@@ -193,7 +193,7 @@ def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
 
 @pytest.mark.parametrize("directly", [True, False], ids=["direct exchange", "all-to-all and a local sum"])
 @pytest.mark.parametrize(("size", "order"), [(4, ((0, 2), (1, 3))), (6, ((0, 3), (1, 4), (2, 5)))])
-def test_sums_are_added_in_the_order_that_is_asked_for(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
+def test_reduction_follows_sum_order(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
     run_distributed(_sums_in_order, size, order, directly)
 
 
@@ -218,8 +218,8 @@ def _trains(kind: str, fields: dict[str, Any], switch: str) -> tuple[dict[str, t
         ("zero2", {"average_in_collective": True}),
     ],
 )
-def test_without_direct_exchange_gloo_gives_the_same_bits(kind: str, fields: dict[str, Any]):
+def test_gloo_without_direct_exchange_is_bitwise(kind: str, fields: dict[str, Any]):
     direct, plain = (run_distributed(_trains, 2, kind, fields, switch) for switch in "10")
-    for (expected, messages), (found, none) in zip(direct, plain, strict=True):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for (expected, messages), (actual, none) in zip(direct, plain, strict=True):
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
         assert messages > 0 and none == 0

@@ -45,14 +45,14 @@ def _enqueue(what: str, event: _Event, group: Any = None) -> None:
         pass
 
 
-def test_numbers_are_those_of_the_moment_of_the_read() -> None:
+def test_read_takes_values_at_construction() -> None:
     values = torch.tensor([1.0, 2.5], dtype=torch.float64)
     read = HostRead(values)
     values.zero_()
     assert read.wait() == read.wait() == [1.0, 2.5]
 
 
-def test_a_collective_that_is_enqueued_is_not_over() -> None:
+def test_enqueued_collective_is_not_over() -> None:
     with fake_world(rank=0, world_size=2):
         events = [_Event(done=True), _Event(), _Event()]
         for number, event in enumerate(events):
@@ -71,8 +71,8 @@ def test_the_first_unfinished_call_outlives_the_ring() -> None:
         _enqueue("the late one", late)
         for _ in range(2 * NUM_CALLS_KEPT):
             _enqueue("others", _Event(done=True))
-        found = record_of().first_unfinished()
-        assert found is not None and found.what == "the late one"
+        actual = record_of().first_unfinished()
+        assert actual is not None and actual.what == "the late one"
         late.done = True
         _enqueue("others", _Event(done=True))
         assert record_of().first_unfinished() is None
@@ -85,8 +85,8 @@ def test_every_unfinished_call_outlives_the_ring() -> None:
             _enqueue(f"call {number}", event)
         for event in events[:100]:
             event.done = True
-        found = record_of().first_unfinished()
-        assert found is not None and found.what == "call 100"
+        actual = record_of().first_unfinished()
+        assert actual is not None and actual.what == "call 100"
         for event in events[100:]:
             event.done = True
         _enqueue("the last", _Event())
@@ -112,11 +112,11 @@ def test_collectives_of_a_captured_graph_are_not_recorded() -> None:
                 mock.patch.object(streams, "record_event", event),
             ):
                 all_reduce_by_backend(torch.ones(2), what=f"captured: {is_captured}")
-        found = record_of().first_unfinished()
-        assert found is not None and found.what == "captured: False"
+        actual = record_of().first_unfinished()
+        assert actual is not None and actual.what == "captured: False"
 
 
-def test_a_call_that_raised_is_under_way_no_more() -> None:
+def test_failed_call_is_not_under_way() -> None:
     with fake_world(rank=0, world_size=2):
         with pytest.raises(OSError, match="disk full"), record_of().collective("save", "the checkpoint", 0):
             raise OSError("disk full")
@@ -149,14 +149,14 @@ def _waits_for_a_rank_that_never_came() -> str:
     _enqueue("the gradients of bucket a", _Event(), group)
     _enqueue("the gradient norm", _Event(), group)
     try:
-        with mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.1), pytest.raises(OutOfStepError) as caught:
+        with mock.patch.object(host_read, "_LATE_CHECK_INTERVAL_S", 0.1), pytest.raises(OutOfStepError) as caught:
             host_read.wait_for(_Event())
     finally:
         reach("rank 0 has its message")
     return str(caught.value)
 
 
-def test_a_waiting_device_is_explained_before_the_backends_limit() -> None:
+def test_waiting_device_is_explained_before_timeout() -> None:
     (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
     assert message.startswith("rank 0 of 2 waited ")
     assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
@@ -191,16 +191,16 @@ def _is_stuck_in_the_driver() -> str:
     return messages.line
 
 
-def test_a_host_that_is_stuck_elsewhere_is_explained_on_stderr() -> None:
+def test_stuck_host_is_explained_on_stderr() -> None:
     (message, _) = run_distributed(_is_stuck_in_the_driver, 2)
     assert message.startswith("rank 0 of 2 waited ")
     assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 1 in this group" in message
     assert "rank 1 " in message and "timed out waiting 900ms" in message
 
 
-def test_without_a_late_collective_the_host_waits_on() -> None:
+def test_host_waits_without_late_collective() -> None:
     event = _Event()
-    with fake_world(rank=0, world_size=2), mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.0):
+    with fake_world(rank=0, world_size=2), mock.patch.object(host_read, "_LATE_CHECK_INTERVAL_S", 0.0):
         _enqueue("the loss", _Event())
         looks = iter(range(50))
         with mock.patch.object(event, "query", lambda: next(looks, None) is None):
@@ -219,7 +219,7 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
     late = (OutOfStepError, dist.DistBackendError)
     with (
         mock.patch.object(record, "limit_s", 1.0),
-        mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.1),
+        mock.patch.object(host_read, "_LATE_CHECK_INTERVAL_S", 0.1),
         pytest.raises(late) as caught,
     ):
         host_read.wait_for(behind)
@@ -237,14 +237,14 @@ def _late_by_an_event_of_ours() -> str:
         return _late_and_then_over(torch.tensor([1.0, 2.0]), lambda: None, lambda: setattr(event, "done", True))
 
 
-def test_a_collective_behind_long_work_is_named_and_may_end() -> None:
+def test_late_collective_behind_long_work_is_named() -> None:
     (message,) = run_distributed(_late_by_an_event_of_ours, 1)
     assert re.search(r"timed out waiting 900ms for the device to end all-reduce \d+", message)
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_collective_behind_long_work_of_a_gpu_is_named() -> None:
+def test_late_collective_behind_gpu_work_is_named() -> None:
     cycles = int(20 * 2e9)  # twenty seconds, at two GHz: the host has until then to notice
     with one_rank_on_a_gpu():
         numbers = torch.tensor([1.0, 2.0], device=device.current_device())

@@ -34,7 +34,7 @@ def test_tasks_run_in_order_while_the_main_thread_runs():
     assert done[1] == "second" and done[0] is not threading.main_thread()
 
 
-def test_what_a_task_raises_is_raised_where_it_is_waited_for():
+def test_wait_raises_task_error():
     lane = comm_lane(CPU)
     failing = lane.submit(lambda: 1 / 0)
     lane.submit(lambda: None).wait()
@@ -42,7 +42,7 @@ def test_what_a_task_raises_is_raised_where_it_is_waited_for():
         failing.wait()
 
 
-def test_a_buffer_is_freed_as_soon_as_its_task_has_run():
+def test_buffer_is_freed_after_its_task():
     lane = comm_lane(CPU)
     tensor = torch.ones(3)
     seen = weakref.ref(tensor)
@@ -53,7 +53,7 @@ def test_a_buffer_is_freed_as_soon_as_its_task_has_run():
     assert seen() is None
 
 
-def test_an_immediate_call_keeps_its_place_behind_the_lane():
+def test_immediate_call_runs_after_queued_tasks():
     lane, done, gate = comm_lane(CPU), [], threading.Event()
     lane.submit(lambda: (gate.wait(), done.append("first")))
     with called_before_waiting(lambda task: gate.set()):
@@ -64,7 +64,7 @@ def test_an_immediate_call_keeps_its_place_behind_the_lane():
 
 
 class _Streams:
-    """What `core.comm.streams` is asked for by a lane; the log says on which stream it happens."""
+    """Stands in for `core.comm.streams` and logs each call with its stream."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -91,7 +91,7 @@ class _Streams:
         self.log.append(f"event on {self._current}")
 
 
-def test_a_gpus_lane_is_a_stream_before_computation():
+def test_gpu_lane_is_a_high_priority_stream():
     streams = _Streams()
     with mock.patch.object(lane_module, "streams", streams):
         lane = lane_module._StreamLane(torch.device("cuda", 1))
@@ -129,11 +129,11 @@ atexit.register(ends.set)  # called before what the lane has registered
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_a_process_ends_after_what_is_in_the_lane():
+def test_exit_waits_for_queued_tasks():
     """Else a thread that comes out of one of torch's functions while Python ends is unwound through it: an abort."""
     products = "[torch.ones(1000, 1000) @ torch.ones(1000, 1000) for _ in range(20)]; print('multiplied', flush=True)"
     assert _ends_with_something_in_the_lane(600.0, products) == (0, "multiplied\n", "")
 
 
-def test_a_process_ends_without_what_would_not_end():
+def test_exit_does_not_wait_for_stuck_task():
     assert _ends_with_something_in_the_lane(0.1, "threading.Event().wait()") == (0, "", "")

@@ -48,11 +48,11 @@ def _allocates_slots_and_gradients_by_the_backend() -> None:
     def by_the_backend(group: Any, device: torch.device, *, registers: bool) -> collectives.Allocate:
         record_of(group)  # asks the backend itself for its time limit
         with mock.patch.object(type(group), "_get_backend", lambda *unused: _Backend(group, allocated)):
-            made = find(group, device, registers=registers)
+            result = find(group, device, registers=registers)
 
         def allocate(*size: Any) -> torch.Tensor:
             with mock.patch.object(type(group), "_get_backend", lambda *unused: _Backend(group, allocated)):
-                return made(*size)
+                return result(*size)
 
         return allocate
 
@@ -68,11 +68,11 @@ def _allocates_slots_and_gradients_by_the_backend() -> None:
                 loss_of(model, tokens).backward()
         model.finish_grad_sync()
         assert len(allocated) > slots
-    found = gradients(model)
-    assert all(torch.equal(found[name], value) for name, value in oracle().items())
+    actual = gradients(model)
+    assert all(torch.equal(actual[name], value) for name, value in oracle().items())
 
 
-def test_slots_and_gradients_are_in_memory_of_the_backend():
+def test_buffers_are_allocated_by_the_backend():
     run_distributed(_allocates_slots_and_gradients_by_the_backend, 2)
 
 
@@ -85,7 +85,7 @@ def _warns(kind: str) -> list[str]:
     return [str(warning.message) for warning in caught if "nccl_ub" in str(warning.message)]
 
 
-def test_a_backend_that_cannot_is_named():
+def test_backend_without_allocator_warns():
     for kind in ("zero3", "fsdp2"):
         (said,) = run_distributed(_warns, 1, kind)[0]
         assert "nccl_ub is set, but the backend of these ranks on cpu cannot register memory" in said
@@ -126,7 +126,7 @@ def _the_backends_memory_changes_no_number() -> bool:
     return can
 
 
-def test_one_rank_under_gloo_has_the_usual_memory() -> None:
+def test_gloo_uses_default_memory() -> None:
     assert run_distributed(_the_backends_memory_changes_no_number, 1) == [False]
 
 
@@ -139,7 +139,7 @@ def test_memory_of_nccl_changes_no_number() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_nccl_sends_from_and_to_its_own_memory() -> None:
+def test_nccl_uses_registered_memory() -> None:
     with one_rank_on_a_gpu():
         group, here = dist.group.WORLD, current_device()
         allocate = collectives.allocator(group, here, registers=True)

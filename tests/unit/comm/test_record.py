@@ -17,7 +17,7 @@ from tests.unit._spawn import give_up_soon, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
-def test_calls_are_counted_by_group_and_by_what_they_are():
+def test_calls_are_counted_by_group_and_kind():
     with fake_world(rank=0, world_size=4):
         record = record_of()
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_tags_tell_collectives_apart():
         assert len(tags) == 4 and all(0 <= tag < 2**31 and tag & 0xFFFF == 7 for tag in tags)
 
 
-def test_a_collective_entered_twice_and_on_two_threads_is_left():
+def test_reentrant_and_threaded_entry():
     with fake_world(rank=0, world_size=2):
         with recorded("all-gather", "around", 8) as around:
             with recorded("reduce-scatter", "unit a", 8) as call:
@@ -63,7 +63,7 @@ def test_a_collective_entered_twice_and_on_two_threads_is_left():
 
 
 def _entered(call: Collective) -> tuple[Collective | None, Collective | None]:
-    """Enters a collective on this thread; returns what the thread is in then, and after it."""
+    """Enters a collective on this thread, and returns the thread's collective inside and after it."""
     with call:
         inside = recorded_collective()
     return inside, recorded_collective()
@@ -82,7 +82,7 @@ def _exchanges_different_things() -> bool:
     return True
 
 
-def test_messages_of_different_collectives_never_meet():
+def test_messages_of_different_collectives_do_not_match():
     assert run_distributed(_exchanges_different_things, 2) == [False, False]
 
 
@@ -111,7 +111,7 @@ def test_every_collective_of_a_step_is_recorded_with_its_unit():
     )
 
 
-def test_nothing_is_recorded_where_that_is_switched_off(monkeypatch):
+def test_recording_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("SHARDSTACK_RECORD_COLLECTIVES", "0")
     with fake_world(rank=0, world_size=2):
         with recorded("all-gather", "unit a", 8) as call:
@@ -122,7 +122,7 @@ def test_nothing_is_recorded_where_that_is_switched_off(monkeypatch):
             raise ZeroDivisionError
 
 
-def test_a_rank_far_ahead_of_its_device_publishes_where_it_is():
+def test_published_calls_include_first_unfinished():
     store = dist.HashStore()
     with fake_world(rank=0, world_size=2), mock.patch.object(record, "_store", lambda: store):
         calls = [recorded("all-gather", f"unit {index}", 8) for index in range(40)]
@@ -134,7 +134,7 @@ def test_a_rank_far_ahead_of_its_device_publishes_where_it_is():
     assert [number for number, *_ in published["calls"]] == [*range(7, 15), *range(33, 41)]
 
 
-def test_a_rank_publishes_nothing_without_a_question():
+def test_ranks_publish_only_when_asked():
     store, listener = dist.HashStore(), record._Listener()
     with mock.patch.object(record, "_publish_all") as publish:
         listener._answer(store)

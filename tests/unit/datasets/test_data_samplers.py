@@ -31,7 +31,7 @@ def test_each_rank_reads_its_samples():
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
-def test_ranks_and_micro_batches_do_not_change_the_global_order(ranks: int, micro: int):
+def test_global_order_does_not_depend_on_layout(ranks: int, micro: int):
     total, consumed, batch = 45, 3, 8
     by_rank = [_micro_batches(total, consumed, micro, batch, rank, ranks) for rank in range(ranks)]
     dealt = [sample for step in zip(*by_rank, strict=True) for part in step for sample in part]
@@ -45,14 +45,14 @@ def test_resuming_continues_where_the_run_stopped(steps_before: int):
     assert rest == whole[steps_before * 4 :]
 
 
-def test_the_run_may_resume_with_another_layout():
+def test_resume_with_another_layout():
     first = [_micro_batches(40, 0, 2, 8, rank, 4)[:2] for rank in range(4)]
     then = [_micro_batches(40, 16, 4, 12, rank, 1) for rank in range(1)]
     samples = [sample for part in (first, then) for rank in part for batch in rank for sample in batch]
     assert sorted(samples) == list(range(40))
 
 
-def test_sizes_that_do_not_divide_name_the_nearest_that_do():
+def test_indivisible_batch_sizes_name_nearest():
     assert num_microbatches(24, 2, 3) == 4
     with pytest.raises(
         ParallelConfigError, match=r"global_batch_size 20 .* 2 x data-parallel size 3 = 6; .* 18 or 24"

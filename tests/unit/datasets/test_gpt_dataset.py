@@ -14,7 +14,7 @@ from tests.unit.datasets._corpus import random_documents, write_corpus
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_samples_are_the_shuffled_documents_cut_in_pieces(tmp_path: Path, seed: int):
+def test_samples_are_cut_from_shuffled_documents(tmp_path: Path, seed: int):
     documents = random_documents(seed, 40, 15)
     corpus = write_corpus(tmp_path / "c", documents)
     config = GPTDatasetConfig(sequence_length=7, random_seed=seed, split="100")
@@ -38,6 +38,7 @@ def test_items_are_tensors_of_the_declared_dtypes(tmp_path: Path):
         "labels": ((4,), torch.int64),
         "loss_mask": ((4,), torch.float32),
         "position_ids": ((4,), torch.int64),
+        "attention_mask": ((1, 4, 4), torch.bool),
     }
     assert item["position_ids"].tolist() == [0, 1, 2, 3]
     assert item["loss_mask"].tolist() == [1, 1, 1, 1]
@@ -57,6 +58,19 @@ def test_end_of_document_resets_positions_and_masks_the_loss(tmp_path: Path):
     assert "document_starts" not in neither
     assert neither["position_ids"].tolist() == list(range(8))
     assert neither["loss_mask"].tolist() == [1] * 8
+
+
+def test_a_mask_hides_later_tokens_and_other_documents(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", [[5, 9, 6, 7, 8]])
+    options = {"sequence_length": 4, "split": "1", "eod": 9}
+    causal = GPTDataset(corpus, "train", GPTDatasetConfig(**options))[0]["attention_mask"]
+    assert causal.int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]]
+    apart = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_attention_mask=True))[0]["attention_mask"]
+    assert apart.int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0]]]
+    assert (
+        "attention_mask"
+        not in GPTDataset(corpus, "train", GPTDatasetConfig(**options, create_attention_mask=False))[0]
+    )
 
 
 def test_splits_are_disjoint_document_ranges(tmp_path: Path):
@@ -152,7 +166,7 @@ def test_splits_that_hold_no_sample_are_refused(tmp_path: Path):
         ({"reset_attention_mask": True}, "reset_attention_mask needs"),
     ],
 )
-def test_settings_that_cannot_be_honoured(fields: dict[str, object], message: str):
+def test_unsupported_settings_are_refused(fields: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         GPTDatasetConfig(**{"sequence_length": 4, **fields})
 
@@ -168,13 +182,13 @@ def test_indices_outside_the_split_end_an_iteration(tmp_path: Path):
         GPTDataset(dataset.corpus, "train", dataset.config, 0)
 
 
-def test_an_order_too_large_for_memory_is_refused_early(tmp_path: Path):
+def test_too_large_order_is_refused_early(tmp_path: Path):
     corpus = write_corpus(tmp_path / "c", [list(range(20))])
     with pytest.raises(ConfigError, match=r"99999999999999 samples of 4 tokens .* their order alone takes \d+ GiB"):
         GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1"), 99999999999999)
 
 
-def test_a_corpus_of_equal_name_size_and_time_has_its_own_order(tmp_path: Path):
+def test_corpora_with_equal_file_stats_have_their_own_order(tmp_path: Path):
     config = GPTDatasetConfig(sequence_length=4, split="1", vocab_size=100)
     first = write_corpus(tmp_path / "c", [list(range(9)), list(range(4))])
     times = [(path, path.stat()) for path in (tmp_path / "c.idx", tmp_path / "c.bin")]

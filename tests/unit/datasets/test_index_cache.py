@@ -26,7 +26,7 @@ def _matches(arrays: Arrays) -> bool:
     return all(np.array_equal(arrays[name], values) for name, values in _arrays().items())
 
 
-def test_an_entry_is_built_once_for_each_key_and_memory_mapped(tmp_path: Path):
+def test_entry_is_built_once_and_memory_mapped(tmp_path: Path):
     assert _matches(load_or_build(tmp_path, {"seed": 1}, _arrays))
     cached = load_or_build(tmp_path, {"seed": 1}, _never)
     assert _matches(cached)
@@ -116,7 +116,7 @@ def test_drafts_of_killed_processes_are_removed(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".mine"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_unwritable_folder_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(
         DataError, match=r"file/cache: the index cache cannot be written .*choose another as cache_dir"
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
         load_or_build(tmp_path / "file" / "cache", {}, _arrays)
 
 
-def test_on_a_full_disk_the_arrays_are_used_without_being_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_skips_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 

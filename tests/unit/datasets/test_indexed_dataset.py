@@ -32,7 +32,7 @@ def _index_bytes(code: int, lengths: list[int], pointers: list[int], documents: 
     )
 
 
-def test_written_files_are_byte_for_byte_the_format(tmp_path: Path):
+def test_written_files_match_the_format(tmp_path: Path):
     with IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16) as builder:
         builder.add_document([7, 8, 9], [3])
         builder.add_document(torch.tensor([1, 2, 3, 65499]), [1, 3])
@@ -101,7 +101,7 @@ def test_merging_other_dtypes_is_refused(tmp_path: Path):
         builder.add_index(tmp_path / "wide")
 
 
-def test_what_is_not_finalised_leaves_the_old_corpus(tmp_path: Path):
+def test_unfinalised_writer_leaves_old_corpus(tmp_path: Path):
     write_corpus(tmp_path / "c", [[1, 2]])
     with pytest.raises(KeyboardInterrupt), IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16) as builder:
         builder.add_document([3, 4, 5], [3])
@@ -110,7 +110,7 @@ def test_what_is_not_finalised_leaves_the_old_corpus(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
 
 
-def test_pickling_carries_the_path_and_not_the_content(tmp_path: Path):
+def test_pickle_holds_only_the_path(tmp_path: Path):
     corpus = write_corpus(tmp_path / "c", [list(range(5000))])
     data = pickle.dumps(corpus)
     assert len(data) < 500
@@ -168,7 +168,7 @@ def _damage(prefix: Path, what: str) -> None:
         ("no document", r"c\.idx: the corpus is empty"),
     ],
 )
-def test_damage_is_named_with_file_finding_and_fix(tmp_path: Path, what: str, message: str):
+def test_damaged_files_are_named(tmp_path: Path, what: str, message: str):
     write_corpus(tmp_path / "c", [[1, 2], [3]])
     _damage(tmp_path / "c", what)
     with pytest.raises(DataError, match=message):
@@ -204,7 +204,7 @@ def test_an_inconsistent_index_is_refused_when_opened(
     tracemalloc.stop()
 
 
-def test_leftovers_of_a_killed_writer_are_removed_others_stay(tmp_path: Path):
+def test_drafts_of_killed_writers_are_removed(tmp_path: Path):
     (tmp_path / ".c.bin.0123abcd.tmp").write_bytes(b"half")
     (tmp_path / ".c.idx.0123abcd.tmp").write_bytes(b"half")
     (tmp_path / ".c.bin.notes.tmp").touch()
@@ -214,7 +214,7 @@ def test_leftovers_of_a_killed_writer_are_removed_others_stay(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".c.bin.notes.tmp", "c.bin", "c.idx"]
 
 
-def test_both_files_are_on_disk_before_they_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 

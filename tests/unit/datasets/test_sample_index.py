@@ -50,29 +50,29 @@ def _random_case(seed: int):
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 21])
-def test_indices_equal_the_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch, block: int):
+def test_indices_equal_reference_walk(monkeypatch: pytest.MonkeyPatch, block: int):
     monkeypatch.setattr(sample_index, "_BLOCK_DOCUMENTS", block)
     cases_of_several_epochs = 0
     for seed in range(120):
         lengths, *rest = case = _random_case(seed)
-        found = build_indices(np.array(lengths, np.int32), *rest)
+        actual = build_indices(np.array(lengths, np.int32), *rest)
         order, samples, shuffle = _expected(*case)
-        assert found["document_index"].tolist() == order
-        assert [tuple(row) for row in found["sample_index"].tolist()] == samples
-        assert found["shuffle_index"].tolist() == shuffle
+        assert actual["document_index"].tolist() == order
+        assert [tuple(row) for row in actual["sample_index"].tolist()] == samples
+        assert actual["shuffle_index"].tolist() == shuffle
         cases_of_several_epochs += len(order) > len(set(order))
         if rest[3] is not None:
             assert len(shuffle) >= rest[3]
     assert cases_of_several_epochs > 40
 
 
-def test_a_short_last_epoch_is_shuffled_apart():
+def test_short_last_epoch_is_shuffled_separately():
     lengths = np.full(10, 10, np.int32)
     num_samples = 25  # 2.5 epochs of 10 samples: the half epoch must come last
-    found = build_indices(lengths, 0, 10, 10, num_samples, seed=3)
-    assert sorted(found["document_index"][:20].tolist()) == sorted([*range(10)] * 2)
-    assert sorted(found["document_index"][20:].tolist()) == [*range(10)]
-    assert sorted(found["shuffle_index"][:19].tolist()) == [*range(19)]
+    actual = build_indices(lengths, 0, 10, 10, num_samples, seed=3)
+    assert sorted(actual["document_index"][:20].tolist()) == sorted([*range(10)] * 2)
+    assert sorted(actual["document_index"][20:].tolist()) == [*range(10)]
+    assert sorted(actual["shuffle_index"][:19].tolist()) == [*range(19)]
 
 
 def test_dtypes_are_small_and_lengths_do_not_overflow():
@@ -83,7 +83,7 @@ def test_dtypes_are_small_and_lengths_do_not_overflow():
     assert flat == [i * 2**30 for i in range(8)]
 
 
-def test_the_seed_changes_the_order_and_nothing_else_does():
+def test_only_the_seed_changes_the_order():
     lengths = np.full(50, 7, np.int32)
     first, again, other = (build_indices(lengths, 0, 50, 5, None, seed) for seed in (1, 1, 2))
     assert all(np.array_equal(first[name], again[name]) for name in first)

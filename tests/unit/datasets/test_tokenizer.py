@@ -31,7 +31,7 @@ def test_byte_ids_are_the_bytes():
     assert tokenizer.decode([0xFF, 104]) == "\ufffdh"
 
 
-def test_the_library_gives_the_same_bytes_for_every_utf8_byte():
+def test_byte_ids_equal_the_librarys():
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(build_byte_tokenizer().to_json())
@@ -43,7 +43,7 @@ def test_the_library_gives_the_same_bytes_for_every_utf8_byte():
     assert sorted(symbols) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
-def test_a_bpe_compresses_round_trips_and_is_deterministic(tmp_path: Path):
+def test_bpe_roundtrip_is_deterministic(tmp_path: Path):
     corpus = ["the cat sat on the mat, the rat sat on the cat\n" * 5, "def the(cat): return cat\n" * 5]
     tokenizer = train_bpe(iter(corpus), 300)
     assert 257 < tokenizer.vocab_size <= 300
@@ -99,7 +99,7 @@ def _published(folder: Path, special: dict[str, int], **fields: object) -> Path:
     return path
 
 
-def test_end_of_document_is_argument_configuration_or_convention(tmp_path: Path):
+def test_end_of_document_sources(tmp_path: Path):
     path = _published(tmp_path, {"<s>": 3, "</s>": 4, "<|eot|>": 5})
     assert load_tokenizer(path).eod == 4
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))
@@ -116,7 +116,7 @@ def test_gaps_in_the_ids_count_into_the_vocabulary_size(tmp_path: Path):
     assert tokenizer.encode("b").tolist() == [7]
 
 
-def test_published_truncation_or_padding_does_not_cut_documents(tmp_path: Path):
+def test_published_truncation_is_ignored(tmp_path: Path):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     tokenizer = load_tokenizer(_published(tmp_path, {"</s>": 3}, truncation=truncation))
     assert tokenizer.encode("a b a b a </s>").tolist()[:5] == [1, 2, 1, 2, 1]
@@ -136,7 +136,7 @@ def test_a_published_padding_adds_no_tokens(tmp_path: Path):
     assert load_tokenizer(path).encode("a b a").tolist() == [1, 2, 1]
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
+def test_malformed_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"absent\.json: the tokenizer cannot be read \(No such file"):
         load_tokenizer(tmp_path / "absent.json")
     (tmp_path / "x.json").write_text("{}")
@@ -156,14 +156,14 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
         ({"a": 0, "</s>": 2**32 - 1}, "has 2 tokens, and ids up to 42949672"),
     ],
 )
-def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, vocabulary: dict[str, int], said: str):
+def test_malformed_vocabularies_are_refused(tmp_path: Path, vocabulary: dict[str, int], said: str):
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
     with pytest.raises(DataError, match=said):
         load_tokenizer(tmp_path / "t.json", "</s>")
 
 
-def test_a_library_that_panics_is_an_error_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_library_panic_is_a_file_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class PanicException(BaseException):
         pass
 
@@ -177,7 +177,7 @@ def test_a_library_that_panics_is_an_error_of_the_file(tmp_path: Path, monkeypat
         load_tokenizer(tmp_path / "t.json")
 
 
-def test_half_a_surrogate_pair_is_named():
+def test_unpaired_surrogate_is_named():
     with pytest.raises(DataError, match=r"unpaired surrogate, '\\ud83d' at character 2"):
         build_byte_tokenizer().encode("ab\ud83d")
 

@@ -28,8 +28,8 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
 )
+from core.distributed.engine.unit import POISONS
 from core.distributed.flat_data_parallel import _FlatDataParallel
-from core.distributed.fully_sharded.unit import POISONS
 from core.local_parts import kept_range
 
 BUFFERED = {
@@ -207,7 +207,7 @@ def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]
             dist.all_gather(parts, whole, group=group)
             whole = torch.cat(parts)
         for parameter in bucket.params:
-            start, end = bucket.range_of(parameter)
+            start, end = bucket.param_to_index[parameter]
             found[parameter] = whole[start:end].view(parameter.shape)
     return found
 
@@ -273,7 +273,7 @@ class GatherCounter:
     def __enter__(self) -> GatherCounter:
         self._counter = CollectiveCounter()
         self._counter.__enter__()
-        self._patch = mock.patch.object(gloo, "start_all_gathers", self._start_all_gathers)
+        self._patch = mock.patch.object(gloo, "start_all_gather", self._start_all_gather)
         self._patch.start()
         return self
 
@@ -282,9 +282,9 @@ class GatherCounter:
         self._counter.__exit__(*error)
         self.calls += sum(n for name, n in self._counter.counts.items() if "allgather" in name)
 
-    def _start_all_gathers(self, *args: Any) -> Any:
+    def _start_all_gather(self, *args: Any) -> Any:
         self.calls += 1
-        return _start_all_gathers(*args)
+        return _start_all_gather(*args)
 
 
-_isend, _start_all_gathers = dist.isend, gloo.start_all_gathers
+_isend, _start_all_gather = dist.isend, gloo.start_all_gather

@@ -15,7 +15,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.buffers.bucket_group import BucketGroup
+from core.distributed.engine.bucket_group import BucketGroup
 from core.errors import ShardstackError
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import RankFailure, run_distributed
@@ -47,7 +47,7 @@ def _sends_incomplete_buckets() -> None:
 
 
 def test_a_bucket_sent_before_its_gradients_would_be_noticed():
-    with pytest.raises(RankFailure, match="got a gradient after"):
+    with pytest.raises(RankFailure, match="a backward added gradients after"):
         run_distributed(_sends_incomplete_buckets, 2)
 
 
@@ -93,7 +93,7 @@ def _takes_a_late_gradient(kind: str) -> str:
 @pytest.mark.parametrize("kind", OVERLAPPING)
 def test_a_gradient_after_its_bucket_is_an_error_naming_no_sync(kind):
     for message in run_distributed(_takes_a_late_gradient, 2, kind):
-        assert "got a gradient after" in message and "no_sync" in message and "parameter " in message
+        assert "a backward added gradients after" in message and "no_sync" in message and "parameter " in message
 
 
 # ---- ZeRO-2

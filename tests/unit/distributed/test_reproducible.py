@@ -260,7 +260,7 @@ def _train_steps(name: str, counts: Sequence[int], fields: dict[str, Any]) -> tu
     kept after it."""
     model = build(name, toy(), **fields)
     assert isinstance(model, _FlatDataParallel)
-    memories = model._grad_memories
+    memories = [buffer.grad_memory for buffer in model._flat_buffers]
     calls: list[int] = []
     for memory in memories:
         allocate = memory._allocate

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.distributed import finalize_model_grads
-from core.distributed.fully_sharded.unit import POISONS
+from core.distributed.engine.unit import POISONS
 from core.errors import WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed

@@ -19,7 +19,7 @@ def reference_losses(
     labels: torch.Tensor,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the loss of each token, `[b, s]`; `hidden` `[s, s]` is True where a token must not see another."""
+    """Returns the loss of each token, `[b, s]`. `hidden` `[s, s]` is True where a token must not see another."""
     length = input_ids.shape[1]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     unseen = future if hidden is None else future | hidden

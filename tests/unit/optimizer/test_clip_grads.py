@@ -63,13 +63,13 @@ def _zeros(tensors: dict[str, Tensor]) -> int:
     return sum(int((tensor == 0).sum()) for tensor in tensors.values())
 
 
-def test_norm_and_zeros_are_those_of_an_exact_sum():
+def test_norm_and_zeros_equal_exact_sum():
     tensors = _gradients()
     assert _zeros(tensors) > 0
     assert _measure(_model(tensors)) == (_exact_norm(tensors), _zeros(tensors))
 
 
-def test_how_tensors_are_cut_does_not_show():
+def test_norm_does_not_depend_on_sharding():
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(400_000, generator=generator)
     norm, _ = _measure(_model({"w": whole}))
@@ -96,7 +96,7 @@ def test_missing_gradients_count_nothing():
     assert statistics.measure([None, None], count_zeros=True).tolist() == [0.0, 0.0]
 
 
-def test_accelerators_sums_are_the_hosts():
+def test_device_sums_equal_host_sums():
     grads = list(_gradients().values())
     device, host = _sum_on_device(grads, True, torch.device("cpu")), _sum_on_host(grads, True)
     assert device[0].item() == pytest.approx(host[0].item(), rel=1e-14) and device[1] == host[1] > 0
@@ -139,7 +139,7 @@ def test_clip_coefficient():
 
 
 def _shard(tensor: Tensor, mesh: Any, placements: list[Any]) -> DTensor:
-    """Returns this rank's part, each shard cut as `torch.chunk` does; without communication."""
+    """Returns this rank's part without communication, each shard cut as by `torch.chunk`."""
     local = tensor
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -161,8 +161,8 @@ def _sharded_on_two() -> list[tuple[float, int | None]]:
 
 def test_shards_sum_over_their_axis_and_replicas_count_once():
     tensors = _gradients()
-    wanted = (_exact_norm(tensors), _zeros(tensors))
-    assert run_distributed(_sharded_on_two, 2) == [[wanted, wanted]] * 2
+    expected = (_exact_norm(tensors), _zeros(tensors))
+    assert run_distributed(_sharded_on_two, 2) == [[expected, expected]] * 2
 
 
 def _tensor_parallel(fault: str, explicit_group: bool) -> tuple[float, int | None]:
@@ -183,12 +183,12 @@ def _tensor_parallel(fault: str, explicit_group: bool) -> tuple[float, int | Non
 @pytest.mark.parametrize("explicit_group", [False, True])
 def test_tp_ranks_count_replicas_once_and_tied_copies_not(explicit_group: bool):
     tensors = _gradients()
-    wanted = (_exact_norm(tensors), _zeros(tensors))
-    assert run_distributed(_tensor_parallel, 2, "", explicit_group) == [wanted] * 2
+    expected = (_exact_norm(tensors), _zeros(tensors))
+    assert run_distributed(_tensor_parallel, 2, "", explicit_group) == [expected] * 2
 
 
 @pytest.mark.parametrize("fault", ["cut not marked", "replica marked as cut", "tied copy not marked"])
-def test_a_wrong_mark_is_seen(fault: str):
+def test_wrong_mark_changes_the_norm(fault: str):
     first, second = run_distributed(_tensor_parallel, 2, fault, False)
     assert first == second
     assert first[0] != _exact_norm(_gradients())

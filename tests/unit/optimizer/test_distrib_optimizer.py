@@ -81,7 +81,7 @@ def _state_held(strategy: str, instances: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("world_size", "instances"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
-def test_each_element_has_its_state_once_in_an_instance(strategy: str, world_size: int, instances: int):
+def test_state_is_sharded_without_overlap(strategy: str, world_size: int, instances: int):
     ranks = run_distributed(_state_held, world_size, strategy, instances)
     assert ranks[0]["class"] is DistributedOptimizer
     assert ranks[0]["kinds"] == {"master", "exp_avg", "exp_avg_sq"}
@@ -138,7 +138,7 @@ def _overflow_in_one_shard(strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_overflow_in_one_ranks_shard_makes_all_ranks_skip(strategy: str):
+def test_overflow_in_one_shard_skips_on_all_ranks(strategy: str):
     for rank in run_distributed(_overflow_in_one_shard, 2, strategy):
         assert rank == {"skipped": (False, None, None), "untouched": True, "scale": 4.0, "then": True, "step": 1}
 
@@ -152,8 +152,8 @@ def _reads_right_after_a_step() -> bool:
         for each, of_each in ((plain, reference), (model, optimizer)):
             _backward(each, step)
             of_each.step()
-        found, wanted = module.state_dict(), plain.state_dict()
-        same = same and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        actual, expected = module.state_dict(), plain.state_dict()
+        same = same and all(torch.equal(actual[name], expected[name]) for name in expected)
     return same
 
 
@@ -177,7 +177,7 @@ def _masters_are_published(strategy: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_masters_and_parameters_follow_each_other(strategy: str):
+def test_masters_follow_written_parameters(strategy: str):
     assert run_distributed(_masters_are_published, 2, strategy) == [(True, True)] * 2
 
 
@@ -214,7 +214,7 @@ def _refusals() -> dict[str, str]:
     assert type(get_megatron_optimizer(wants, [model])) is DistributedOptimizer
     assert type(get_megatron_optimizer(refuses, [replicated])) is MegatronOptimizer
     assert type(get_megatron_optimizer(refuses, [fsdp2])) is MegatronOptimizer
-    found = {
+    actual = {
         "wanted": _message(get_megatron_optimizer, wants, [replicated]),
         "refused": _message(get_megatron_optimizer, refuses, [model]),
         "fsdp2": _message(get_megatron_optimizer, wants, [fsdp2]),
@@ -223,23 +223,23 @@ def _refusals() -> dict[str, str]:
         "inside": _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [module]),
     }
     module.frozen.requires_grad_(True)
-    found["unfrozen"] = _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [model])
-    return found
+    actual["unfrozen"] = _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [model])
+    return actual
 
 
 def test_settings_that_contradict_the_wrapper_are_refused():
-    found = run_distributed(_refusals, 2)[0]
-    assert "use_distributed_optimizer is True" in found["wanted"]
-    assert "data_parallel_sharding_strategy is no_shard" in found["wanted"]
-    assert "use_distributed_optimizer is False" in found["refused"]
-    assert "data_parallel_sharding_strategy is optim " in found["refused"]
-    assert "data_parallel_sharding_strategy is optim_grads_params" in found["fsdp2"]
-    assert "data_parallel_sharding_strategy is no_shard" in found["bare"]
-    assert "different strategies, no_shard, optim" in found["mixed"]
-    assert "parameter first.weight belongs to a model whose wrapper shards" in found["inside"] or (
-        "parameter wide belongs to a model whose wrapper shards" in found["inside"]
+    actual = run_distributed(_refusals, 2)[0]
+    assert "use_distributed_optimizer is True" in actual["wanted"]
+    assert "data_parallel_sharding_strategy is no_shard" in actual["wanted"]
+    assert "use_distributed_optimizer is False" in actual["refused"]
+    assert "data_parallel_sharding_strategy is optim " in actual["refused"]
+    assert "data_parallel_sharding_strategy is optim_grads_params" in actual["fsdp2"]
+    assert "data_parallel_sharding_strategy is no_shard" in actual["bare"]
+    assert "different strategies, no_shard, optim" in actual["mixed"]
+    assert "parameter first.weight belongs to a model whose wrapper shards" in actual["inside"] or (
+        "parameter wide belongs to a model whose wrapper shards" in actual["inside"]
     )
-    assert "parameter frozen is in none of the wrapper's buffers" in found["unfrozen"]
+    assert "parameter frozen is in none of the wrapper's buffers" in actual["unfrozen"]
 
 
 def _replaced_storage() -> str:
@@ -280,5 +280,5 @@ def _ranges_of_the_plan(strategy: str, instances: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("world_size", "instances"), [(3, 1), (4, 2)])
-def test_a_rank_updates_what_the_plan_gives_it(strategy: str, world_size: int, instances: int):
+def test_updated_ranges_follow_the_plan(strategy: str, world_size: int, instances: int):
     run_distributed(_ranges_of_the_plan, world_size, strategy, instances)

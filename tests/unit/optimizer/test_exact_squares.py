@@ -47,7 +47,7 @@ def _values(scale: float, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 3e-30, 7e25])
-def test_no_cut_and_no_order_changes_a_bit(scale: float, dtype: torch.dtype):
+def test_sum_is_bitwise_for_any_cut_and_order(scale: float, dtype: torch.dtype):
     values = _values(scale, dtype)
     expected = _norm([values])
     assert all(_norm(list(values.split(777)), ranks) == expected for ranks in (1, 2, 8))
@@ -59,13 +59,13 @@ def test_no_cut_and_no_order_changes_a_bit(scale: float, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12])
-def test_the_sum_is_the_true_one_to_the_stated_error(scale: float):
+def test_sum_error_bound(scale: float):
     values = _values(scale, torch.float32)
     exact = sum(Fraction(value) ** 2 for value in values.tolist())
-    found, unit = _sum(values)
-    assert abs(found - exact) <= len(values) * unit / 2
-    assert abs(found - exact) / exact < 1e-9  # far below fp32's resolution, to which the norm is rounded
-    assert _norm([values]) == math.sqrt(found)  # rounded once to double, and by the root
+    actual, unit = _sum(values)
+    assert abs(actual - exact) <= len(values) * unit / 2
+    assert abs(actual - exact) / exact < 1e-9  # far below fp32's resolution, to which the norm is rounded
+    assert _norm([values]) == math.sqrt(actual)  # rounded once to double, and by the root
 
 
 def test_values_that_are_not_finite_or_zero():
@@ -80,10 +80,10 @@ def test_values_that_are_not_finite_or_zero():
 
 def test_many_large_squares_do_not_overflow():
     values = torch.full((3 << 20,), 0.999999)
-    found, _ = _sum(values)
-    assert found == 3 * (1 << 20) * _sum(values[:1])[0]
+    actual, _ = _sum(values)
+    assert actual == 3 * (1 << 20) * _sum(values[:1])[0]
 
 
-def test_powers_of_two_are_exact_and_of_any_magnitude():
+def test_power_of_two_is_exact():
     exponents = torch.tensor([-1022, -510, 0, 1, 52, 1023])
     assert power_of_two(exponents).tolist() == [math.ldexp(1.0, exponent) for exponent in exponents.tolist()]

@@ -28,13 +28,13 @@ def test_they_are_rounded_once(scale: float):
 
 def test_an_order_does_not_show_where_last_bits_are_cut():
     addends = torch.cat([_addends(1.0), _addends(1e-12), _addends(1e-30)])
-    found = sum_in_any_order(addends)
-    assert torch.equal(found, sum_in_any_order(addends[torch.randperm(len(addends))]))
-    for total, column in zip(found.tolist(), addends.T.tolist(), strict=True):
+    actual = sum_in_any_order(addends)
+    assert torch.equal(actual, sum_in_any_order(addends[torch.randperm(len(addends))]))
+    for total, column in zip(actual.tolist(), addends.T.tolist(), strict=True):
         # Each addend is cut to a multiple of 2^-56 of the power of two above the largest, and the sum rounded.
         assert abs(total - math.fsum(column)) <= len(column) * 2.0**-57 + abs(total) * 2.0**-53
 
 
-def test_what_is_not_finite_or_zero_is_said():
-    found = sum_in_any_order(torch.tensor([[1.0, math.inf, 0.0], [math.nan, 1.0, 0.0]], dtype=torch.float64))
-    assert math.isnan(found[0]) and found[1:].tolist() == [math.inf, 0.0]
+def test_non_finite_and_zero_addends():
+    actual = sum_in_any_order(torch.tensor([[1.0, math.inf, 0.0], [math.nan, 1.0, 0.0]], dtype=torch.float64))
+    assert math.isnan(actual[0]) and actual[1:].tolist() == [math.inf, 0.0]

@@ -20,7 +20,7 @@ def test_an_overflow_restarts_the_window():
     assert _scales(DynamicGradScaler(8.0, 1.0, growth_interval=3, hysteresis=2), "..x..") == [8, 8, 8, 8, 8]
 
 
-def test_bears_overflows_until_the_hysteresis_is_used_up():
+def test_hysteresis_delays_backoff():
     scaler = DynamicGradScaler(8.0, 1.0, growth_interval=2, hysteresis=2)
     assert _scales(scaler, "x.xx..xx") == [8, 8, 4, 2, 2, 4, 4, 2]
 

@@ -12,7 +12,7 @@ def _main_param(module: nn.Module, attribute: str = "weight") -> MainParam:
     return MainParam(f"layer.{attribute}", getattr(module, attribute), module, attribute)
 
 
-def test_a_full_precision_parameter_is_seen_in_place():
+def test_full_precision_parameter_needs_no_copy():
     layer = nn.Linear(3, 2)
     main = _main_param(layer).main
     assert main.data_ptr() == layer.weight.data_ptr() and not main.requires_grad
@@ -32,16 +32,16 @@ def test_a_low_precision_parameter_has_a_master():
     assert torch.equal(p.main, torch.full((2, 3), 3.0))
 
 
-def test_main_grad_comes_before_grad_parameter_by_parameter():
+def test_main_grad_takes_precedence():
     layer = nn.Linear(3, 2)
     weight, bias = _main_param(layer), _main_param(layer, "bias")
     assert weight.take_gradient() is None
     layer.weight.grad, layer.bias.grad = torch.ones(2, 3), torch.ones(2)
     layer.weight.main_grad = torch.full((2, 3), 2.0)  # type: ignore[assignment]
     layer.bias.main_grad = None  # type: ignore[assignment]
-    taken = weight.take_gradient(), bias.take_gradient()
-    assert taken[0] is not None and taken[0].data_ptr() == layer.weight.main_grad.data_ptr()
-    assert taken[1] is not None and taken[1].data_ptr() == layer.bias.grad.data_ptr()
+    actual = weight.take_gradient(), bias.take_gradient()
+    assert actual[0] is not None and actual[0].data_ptr() == layer.weight.main_grad.data_ptr()
+    assert actual[1] is not None and actual[1].data_ptr() == layer.bias.grad.data_ptr()
 
 
 def test_low_precision_gradients_are_converted():
@@ -50,12 +50,12 @@ def test_low_precision_gradients_are_converted():
     whole = nn.Linear(3, 2)
     whole.weight.grad = torch.ones(2, 3)
     params = [_main_param(whole), _main_param(layer), _main_param(layer, "bias")]
-    kept, taken, missing = take_gradients(params)
-    assert taken is not None and taken.dtype == torch.float32 and torch.equal(taken, torch.full((2, 3), 0.5))
-    assert kept is not None and kept.data_ptr() == whole.weight.grad.data_ptr() and missing is None
+    unchanged, actual, missing = take_gradients(params)
+    assert actual is not None and actual.dtype == torch.float32 and torch.equal(actual, torch.full((2, 3), 0.5))
+    assert unchanged is not None and unchanged.data_ptr() == whole.weight.grad.data_ptr() and missing is None
 
 
-def test_gradients_that_do_not_fit_are_refused_by_name():
+def test_mismatched_gradients_are_refused_by_name():
     layer = nn.Linear(3, 2)
     layer.weight.main_grad = torch.zeros(4, 3)  # type: ignore[assignment]
     with pytest.raises(OptimizerError, match=r"layer.weight has shape \[4, 3\] where this rank holds \[2, 3\]"):
@@ -82,7 +82,7 @@ def _cast(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("replace", [_replace_data, _load_by_assignment, _cast])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replaced_storage_is_noticed(replace, dtype: torch.dtype):
+def test_replaced_storage_is_detected(replace, dtype: torch.dtype):
     layer = nn.Linear(3, 2, dtype=dtype)
     p = _main_param(layer)
     p.check_storage()

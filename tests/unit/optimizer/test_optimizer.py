@@ -23,7 +23,7 @@ def _aligned() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_a_serial_run_is_torchs(name: str):
+def test_serial_run_equals_torch(name: str):
     ours, torchs = _aligned(), _aligned()
     torchs.load_state_dict(ours.state_dict())
     optimizer = get_megatron_optimizer(optimizer_config(optimizer=name, clip_grad=0.0), [ours])
@@ -40,16 +40,16 @@ def test_a_serial_run_is_torchs(name: str):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         for model in (ours, torchs):
             model(x).square().mean().backward()
-        wanted = torch.nn.utils.get_total_norm([p.grad for p in torchs.parameters() if p.grad is not None])
+        expected = torch.nn.utils.get_total_norm([p.grad for p in torchs.parameters() if p.grad is not None])
         success, norm, zeros = optimizer.step()
         reference.step()
-        assert success and zeros is None and norm == pytest.approx(wanted.item(), rel=1e-6)
+        assert success and zeros is None and norm == pytest.approx(expected.item(), rel=1e-6)
         assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), torchs.parameters(), strict=True))
         optimizer.zero_grad()
         reference.zero_grad()
 
 
-def test_clipping_scales_the_gradients_once_before_the_update():
+def test_clipping_scales_gradients_once():
     model = nn.Linear(16, 1, bias=False)
     start = model.weight.detach().clone()
     grad = torch.arange(16.0).view(1, 16)
@@ -136,7 +136,7 @@ def _overflow_on_one_rank(bf16: bool) -> dict[str, Any]:
     }
 
 
-def test_an_overflow_on_one_rank_makes_all_ranks_skip():
+def test_overflow_on_one_rank_skips_on_all_ranks():
     ranks = run_distributed(_overflow_on_one_rank, 2, False)
     for rank in ranks:
         assert rank["results"][0][0] and rank["results"][0] == ranks[0]["results"][0]
@@ -146,7 +146,7 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip():
         assert rank["scale"] == (8.0, 4.0)
 
 
-def test_a_non_finite_gradient_is_skipped_without_a_loss_scale():
+def test_non_finite_gradient_skips_without_loss_scale():
     for rank in run_distributed(_overflow_on_one_rank, 2, True):
         assert rank["results"][1] == (False, math.inf, None)
         assert rank["untouched"]
@@ -154,7 +154,7 @@ def test_a_non_finite_gradient_is_skipped_without_a_loss_scale():
         assert rank["scale"] == (1.0, 1.0)
 
 
-def test_the_loss_scale_leaves_no_trace():
+def test_loss_scale_changes_no_update():
     plain, scaled = Model(), Model()
     scaled.load_state_dict(plain.state_dict())
     optimizers = [get_megatron_optimizer(optimizer_config(), [plain])]
@@ -169,7 +169,7 @@ def test_the_loss_scale_leaves_no_trace():
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters(), strict=True))
 
 
-def test_masters_keep_what_low_precision_would_lose():
+def test_masters_accumulate_small_updates():
     model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -189,13 +189,13 @@ def test_masters_keep_what_low_precision_would_lose():
     assert torch.equal(optimizer.state_tensors()["master.weight"], torch.full((4, 4), 0.5))
 
 
-def test_a_precision_that_contradicts_the_model_is_refused():
+def test_mismatched_precision_is_refused():
     with pytest.raises(ConfigError, match=r"scale is torch.float16, .*set fp16=True"):
         get_megatron_optimizer(optimizer_config(), [Model().half()])
     with pytest.raises(ConfigError, match="set bf16=True"):
         get_megatron_optimizer(optimizer_config(fp16=True), [Model().bfloat16()])
 
 
-def test_a_module_in_place_of_a_list_is_refused():
+def test_module_instead_of_list_is_refused():
     with pytest.raises(ConfigError, match=r"\[model\] for a single one"):
         get_megatron_optimizer(optimizer_config(), _aligned())

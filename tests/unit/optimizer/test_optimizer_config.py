@@ -26,7 +26,7 @@ from core.optimizer import OptimizerConfig
         ({"fp16": True, "bf16": True}, "choose one"),
     ],
 )
-def test_a_setting_that_cannot_be_honoured_is_refused(settings: dict, message: str):
+def test_invalid_settings_are_refused(settings: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         OptimizerConfig(**settings)
 

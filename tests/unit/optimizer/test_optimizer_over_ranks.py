@@ -21,7 +21,7 @@ from tests.unit.optimizer._model import Model, batch, full, optimizer_config
 
 
 def _replicated_run(name: str, fault: str) -> list[tuple[float | None, dict[str, Tensor]]]:
-    """Every rank has the model; gradients are averaged by hand, some in `main_grad`."""
+    """Trains a whole model on each rank with gradients averaged by hand, some in `main_grad`."""
     torch.manual_seed(0)
     model = Model()
     optimizer = get_megatron_optimizer(optimizer_config(optimizer=name), [model])
@@ -89,9 +89,9 @@ def _wrappers_agree() -> bool:
     return norms == sharded_norms and all(torch.equal(weights[key], sharded[key]) for key in weights)
 
 
-def test_wrappers_train_equally_and_name_their_state_equally():
+def test_wrappers_have_equal_steps_and_state_names():
     assert run_distributed(_wrappers_agree, 2) == [True, True]
 
 
-def test_a_scaled_gradient_would_be_seen():
+def test_scaled_gradient_is_detected():
     assert run_distributed(_differences, 2, "adam", "scaled") == [6, 6]

@@ -91,9 +91,9 @@ def _sharded_state() -> tuple[list[str], bool, int]:
     return [key for key in tensors if key.endswith("scale")], shapes, optimizer.state_scalars()["step"]
 
 
-def test_sharded_state_is_seen_as_the_whole_models_on_every_rank():
-    wanted = (["exp_avg.scale", "exp_avg_sq.scale"], True, 2)  # also where a rank holds nothing of `scale`
-    assert run_distributed(_sharded_state, 2) == [wanted] * 2
+def test_sharded_state_views_are_whole():
+    expected = (["exp_avg.scale", "exp_avg_sq.scale"], True, 2)  # also where a rank holds nothing of `scale`
+    assert run_distributed(_sharded_state, 2) == [expected] * 2
 
 
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params", "fsdp2")
@@ -121,10 +121,10 @@ def _loads_states_of_ranks(strategy: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_another_ranks_state_is_refused_on_every_rank(strategy: str):
-    found = run_distributed(_loads_states_of_ranks, 2, strategy)
+def test_state_of_another_rank_is_refused(strategy: str):
+    actual = run_distributed(_loads_states_of_ranks, 2, strategy)
     assert all(
-        "the optimizer state of another rank, cut, precision or model was to be loaded" in text for text, _ in found
+        "the optimizer state of another rank, cut, precision or model was to be loaded" in text for text, _ in actual
     )
-    assert len({text for text, _ in found}) == 1 and "\n" not in found[0][0]
-    assert all(continues for _, continues in found)
+    assert len({text for text, _ in actual}) == 1 and "\n" not in actual[0][0]
+    assert all(continues for _, continues in actual)

@@ -56,16 +56,16 @@ def test_overrides_by_name_attribute_and_condition_make_groups():
         },
         ParamKey(predicate=ParamPredicate("large", lambda p: p.numel() > 4)): {"wd_mult": 0.5},
     }
-    found = {tuple(names): group for names, group in _grouped_names(model, config_overrides=overrides)}
-    kept = ("wd_mult", "weight_decay", "max_lr", "lr", "min_lr", "default_config")
-    assert {names: tuple(group[key] for key in kept) for names, group in found.items()} == {
+    actual = {tuple(names): group for names, group in _grouped_names(model, config_overrides=overrides)}
+    settings = ("wd_mult", "weight_decay", "max_lr", "lr", "min_lr", "default_config")
+    assert {names: tuple(group[key] for key in settings) for names, group in actual.items()} == {
         ("bias", "embedding.weight"): (0.5, 0.05, 1e-3, 1e-3, 1e-5, False),
         ("norm.weight",): (0.5, 0.05, 1e-3, 1e-3, 1e-6, False),
         ("norm.bias",): (0.0, 0.0, 1e-3, 1e-3, 1e-5, False),
         ("head.bias",): (1.0, 0.1, 1e-2, 1e-2, 1e-5, False),
     }
     assert _grouped_names(model, config_overrides={}) == [
-        (NAMES, found[("head.bias",)] | {"max_lr": 1e-3, "lr": 1e-3, "default_config": True})
+        (NAMES, actual[("head.bias",)] | {"max_lr": 1e-3, "lr": 1e-3, "default_config": True})
     ]
 
 
@@ -86,12 +86,12 @@ def test_the_standard_overrides_are_the_default():
         ({}, {"no_weight_decay_cond": lambda name, p: True}, "no_weight_decay_cond or scale_lr_cond are both given"),
     ],
 )
-def test_overrides_that_contradict_or_set_what_there_is_not(overrides, conditions, said):
+def test_invalid_overrides_are_refused(overrides, conditions, said):
     with pytest.raises(ConfigError, match=said):
         _grouped_names(Model(), config_overrides=overrides, **conditions)
 
 
-def test_names_are_the_unwrapped_models_each_trainable_once():
+def test_names_of_trainable_parameters():
     for model in (Model(), _wrapped(Model())):
         assert [p.name for p in collect_main_params([model])] == NAMES
 
@@ -121,7 +121,7 @@ def test_empty_groups_do_not_appear():
     assert len(_grouped_names(nn.Linear(2, 2, bias=False))) == 1
 
 
-def test_conditions_are_asked_with_name_and_parameter():
+def test_conditions_get_name_and_parameter():
     groups = _grouped_names(
         Model(),
         no_weight_decay_cond=lambda name, param: name.startswith("norm"),
@@ -135,7 +135,7 @@ def test_conditions_are_asked_with_name_and_parameter():
     ]
 
 
-def test_what_would_do_nothing_is_refused():
+def test_ineffective_arguments_are_refused():
     params = collect_main_params([Model()])
     with pytest.raises(ConfigError, match=r"OptimizerConfig\(lr=...\)"):
         build_param_groups(params, OptimizerConfig())

@@ -128,9 +128,9 @@ def _as_serial_left_it(folder: Path, dtype: torch.dtype) -> None:
     model, optimizer = _run("serial", 1, dtype)
     _train(model, optimizer, 2 * STEPS)
     expected = _state(model, optimizer)
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    assert load(found, folder)["optimizer"]["step"] == 2 * STEPS
-    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    actual = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    assert load(actual, folder)["optimizer"]["step"] == 2 * STEPS
+    wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not wrong, f"{wrong} differ from the serial run"
 
 
@@ -153,7 +153,7 @@ def _name(layout: tuple[int, str, int]) -> str:
     ),
     ids=lambda value: _name(value) if isinstance(value, tuple) else str(value).removeprefix("torch."),
 )
-def test_what_one_optimizer_wrote_another_continues(tmp_path: Path, writer, reader, dtype: torch.dtype):
+def test_state_moves_between_optimizers(tmp_path: Path, writer, reader, dtype: torch.dtype):
     _on_ranks(_write, *writer, dtype, str(tmp_path / "first"))
     _on_ranks(_continue, *reader, dtype, str(tmp_path / "first"), str(tmp_path / "second"))
     _as_serial_left_it(tmp_path / "second", dtype)

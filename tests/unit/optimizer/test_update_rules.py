@@ -51,7 +51,7 @@ def _cut(tensor: Tensor, rows: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_equals_torchs_own(name: str):
+def test_update_equals_torch(name: str):
     starts = [torch.randn(5, 32), torch.randn(48), torch.randn(16)]
     grads: list[list[Tensor | None]] = [[torch.randn_like(start) for start in starts] for _ in range(4)]
     grads[1][0] = grads[2][2] = None  # a parameter's step count does not move without a gradient
@@ -69,7 +69,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_tensor_and_its_pieces_are_updated_equally(name: str, device: str):
+def test_sharded_update_is_bitwise(name: str, device: str):
     chooser = random.Random(0)
     starts = [torch.randn(shape, device=device) for shape in SHAPES]
     grads = [[torch.randn_like(start) * 10.0 ** chooser.randint(-6, 1) for start in starts] for _ in range(5)]
@@ -83,7 +83,7 @@ def test_a_tensor_and_its_pieces_are_updated_equally(name: str, device: str):
     assert all(torch.equal(a, b) for a, b in zip(cut_all(whole), pieces, strict=True))
 
 
-def test_a_tensor_that_is_not_contiguous_is_updated_in_place():
+def test_noncontiguous_tensor_is_updated_in_place():
     start, grads = torch.randn(7, 5), [[torch.randn(7, 5)] for _ in range(3)]
     transposed = start.t().contiguous().t()
     assert not transposed.is_contiguous()
@@ -134,7 +134,7 @@ def _groups() -> list[dict]:
 
 
 @pytest.mark.parametrize(("optimizer", "wanted"), [("adam", _FusedAdam), ("sgd", _FusedSGD)])
-def test_nvidias_apex_is_used_on_cuda_where_it_is_asked_for(monkeypatch, optimizer: str, wanted: type):
+def test_apex_rule_on_cuda(monkeypatch, optimizer: str, wanted: type):
     _install_apex(monkeypatch, compiled=True)
     config = OptimizerConfig(optimizer=optimizer, lr=1e-3)
     warn_once.cache_clear()
@@ -148,7 +148,7 @@ def test_nvidias_apex_is_used_on_cuda_where_it_is_asked_for(monkeypatch, optimiz
     assert isinstance(build_update_rule(config, _groups(), "cpu"), (AdamW, SGD))
 
 
-def test_another_apex_or_one_without_its_kernels_is_refused(monkeypatch):
+def test_unusable_apex_is_refused(monkeypatch):
     config = OptimizerConfig(lr=1e-3)
     _install_apex(monkeypatch, compiled=False)
     with pytest.raises(ConfigError, match=r"SHARDSTACK_APEX is 1, but .*amp_C"):

@@ -24,7 +24,7 @@ def _trained() -> tuple[nn.Linear, MegatronOptimizer]:
     [lambda o: o.state_tensors()["master.weight"], lambda o: o.state_dict()["masters"]["weight"]],
     ids=["state_tensors", "state_dict"],
 )
-def test_a_checkpoint_has_what_was_written_right_before_it(master: Callable[[MegatronOptimizer], Tensor]):
+def test_checkpoint_includes_just_written_parameters(master: Callable[[MegatronOptimizer], Tensor]):
     model, optimizer = _trained()
     with torch.no_grad():
         model.weight.fill_(0.375)
@@ -64,5 +64,5 @@ def test_a_checkpoint_has_the_digits_of_masters():
     masters = optimizer.state_tensors()["master.weight"].clone()
     with torch.no_grad():
         model.weight[0] = 0.375
-    found = optimizer.state_tensors()["master.weight"]
-    assert torch.equal(found[1], masters[1]) and not torch.equal(found[1].bfloat16().float(), found[1])
+    actual = optimizer.state_tensors()["master.weight"]
+    assert torch.equal(actual[1], masters[1]) and not torch.equal(actual[1].bfloat16().float(), actual[1])

@@ -74,15 +74,15 @@ def _on_meta() -> Model:
 
 
 def _filled(model: nn.Module) -> dict[str, torch.Tensor]:
-    made = allocate_meta_tensors(model, "cpu")
-    initialize_parameters(model, SEED, only=made)
+    tensors = allocate_meta_tensors(model, "cpu")
+    initialize_parameters(model, SEED, only=tensors)
     return {
         name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
         for name, t in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
-def test_each_tensor_gets_what_its_module_gives_it():
+def test_reset_parameters_fill_each_tensor():
     model = _on_meta()
     values = _filled(model)
     assert model.head.weight is model.embedding.weight and model.head.weight.partition_dim == 0
@@ -113,9 +113,9 @@ def _sharded_start(units: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values_agree_at_every_world_size(world_size):
     expected = _filled(_on_meta())
-    for found in run_distributed(_sharded_start, world_size, world_size < 3):
-        assert found.keys() == expected.keys()
-        assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    for actual in run_distributed(_sharded_start, world_size, world_size < 3):
+        assert actual.keys() == expected.keys()
+        assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]
 
 
 def _sharded_over_a_cut() -> None:
@@ -124,9 +124,9 @@ def _sharded_over_a_cut() -> None:
         model = nn.Sequential(nn.Linear(3, 6))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    found = _filled(model)
+    actual = _filled(model)
     expected = _filled(nn.Sequential(nn.Linear(3, 6, device="meta")))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.long
@@ -146,7 +146,7 @@ class WithHook(nn.Module):
             nn.init.normal_(module.weight, std=0.02)  # and not the bias: that stays as constructed
 
 
-def test_a_models_own_hook_follows_the_reset_of_each_module():
+def test_init_weights_hook_follows_reset():
     model = WithHook().to("meta")
     values = _filled(model)
     assert 0 < values["linear.weight"].abs().max() < 0.1
@@ -154,7 +154,7 @@ def test_a_models_own_hook_follows_the_reset_of_each_module():
     assert torch.equal(values["norm.weight"], torch.ones(4))
 
 
-def test_a_model_of_transformers_starts_as_it_says():
+def test_transformers_model_initial_values():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes)
@@ -189,7 +189,7 @@ class Forgetful(nn.Module):
         ("table", r"buffers on the meta device.*part\.'table' of Forgetful.*reset_parameters"),
     ],
 )
-def test_what_a_reset_leaves_out_is_named(forgets, message):
+def test_unfilled_tensors_are_named(forgets, message):
     model = nn.ModuleDict({"part": Forgetful(forgets)}).to("meta")
     with pytest.raises(ConfigError, match=message):
         _filled(model)
@@ -211,11 +211,11 @@ def _slices() -> None:
         _filled(model)
 
 
-def test_a_write_that_would_be_lost_is_refused():
+def test_lost_writes_are_refused():
     run_distributed(_slices, 2)
 
 
-def test_modules_with_values_are_not_reset_by_their_parents():
+def test_parents_do_not_reset_filled_modules():
     model = Around()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.inner.weight = nn.Parameter(torch.empty(5, 3, device="meta"))
@@ -234,5 +234,5 @@ def _rank_independent_buffers() -> None:
     assert torch.equal(*gathered)
 
 
-def test_a_ranks_own_random_stream_plays_no_part():
+def test_values_do_not_depend_on_rank_streams():
     run_distributed(_rank_independent_buffers, 2)

@@ -33,9 +33,9 @@ def _broadcasts(tp: int) -> None:
         "none": torch.empty(2, 0).long(),
     }
     is_source = dist.get_rank() == first
-    found = broadcast_data(list(expected), expected if is_source else {}, torch.int64)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    actual = broadcast_data(list(expected), expected if is_source else {}, torch.int64)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
     if is_source:
         with pytest.raises(DataError, match=r"data 'one' is torch.int64, and datatype is torch.float32"):
             broadcast_data(["one"], expected, torch.float32)
@@ -44,7 +44,7 @@ def _broadcasts(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_batch_is_that_of_the_groups_first_rank(tp):
+def test_broadcast_data_from_first_rank(tp):
     run_distributed(_broadcasts, 2, tp)
 
 
@@ -68,7 +68,7 @@ def _parts(name: str, tp: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", INIT_METHODS)
-def test_a_tensor_initialiser_gives_values_that_no_cut_changes(name):
+def test_initialiser_values_do_not_depend_on_tp(name):
     ((column, row, after),) = run_distributed(_parts, 1, name, 1)
     cut = run_distributed(_parts, 2, name, 2)
     assert torch.equal(torch.cat([part[0] for part in cut]), column)
@@ -80,8 +80,8 @@ def test_a_tensor_initialiser_gives_values_that_no_cut_changes(name):
 
 def test_initialisers_serve_a_caller_with_one_tensor():
     torch.manual_seed(0)
-    found = init_method_normal(0.5)(torch.empty(1000))
-    assert found.std().item() == pytest.approx(0.5, rel=0.1)
+    actual = init_method_normal(0.5)(torch.empty(1000))
+    assert actual.std().item() == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_arguments_of_layers_that_are_refused(kind, given, message):
         kind(2, 2, config=CONFIG, init_method=nn.init.zeros_, **given)
 
 
-def test_layer_labels_count_and_communication_buffers_do_not():
+def test_foreign_layer_arguments():
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="ColumnParallelLinear ignores tp_comm_buffer_name"):
         layer = ColumnParallelLinear(

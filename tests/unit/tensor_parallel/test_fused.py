@@ -49,14 +49,14 @@ def _part(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[tor
 def _check(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     logits, column, here, whole, scale = _part(rows, columns, dtype, device)
     expected, of_targets = _log_sum_exp.function(logits.clone(), column, here)
-    found, found_targets = _log_sum_exp(logits.clone(), column, here)
+    actual, found_targets = _log_sum_exp(logits.clone(), column, here)
     assert torch.equal(found_targets, of_targets)
-    assert ((found - expected).abs() <= (2 * columns + 4 + expected.abs()) * 2 * U).all()
+    assert ((actual - expected).abs() <= (2 * columns + 4 + expected.abs()) * 2 * U).all()
     gradient = _gradient_of_logits.function(logits.clone(), column, here, whole, scale)
-    found = _gradient_of_logits(logits.clone(), column, here, whole, scale)
-    assert found.dtype is dtype and found.shape == gradient.shape
+    actual = _gradient_of_logits(logits.clone(), column, here, whole, scale)
+    assert actual.dtype is dtype and actual.shape == gradient.shape
     rounding = 8 * U * scale + (0 if dtype is torch.float32 else torch.finfo(dtype).eps * gradient.abs().float())
-    assert ((found.float() - gradient.float()).abs() <= rounding).all()
+    assert ((actual.float() - gradient.float()).abs() <= rounding).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -70,7 +70,7 @@ def test_compiled_code_computes_what_is_written(widths, dtype, device, compiled_
     assert counters["stats"]["unique_graphs"] == 2 * len(widths)
 
 
-def test_few_widths_of_parts_are_compiled_for_a_gpu():
+def test_gpu_part_widths_are_powers_of_two():
     widths = {_columns(tokens, is_cuda=True) for tokens in range(1, 300_000, 997)}
     assert len(widths) <= 20 and min(widths) >= 64
     assert all(width * tokens <= 2**26 for tokens in (1, 4096, 8191, 100_000) for width in [_columns(tokens, True)])
@@ -87,7 +87,7 @@ def _equals_the_plain_form_compiled(*case: Any) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, 32), (2, 16)])
-def test_a_compiled_loss_is_that_of_whole_logits(ranks, chunk):
+def test_compiled_loss_equals_whole_logits(ranks, chunk):
     for graphs in run_distributed(_equals_the_plain_form_compiled, ranks, torch.bfloat16, chunk, True, ranks == 2):
         assert graphs == 4  # of two functions, for parts of two widths
 
@@ -110,7 +110,7 @@ def test_without_a_compiler_one_warning_says_so(compiled_on_cpu, monkeypatch):
         assert torch.equal(double(torch.ones(2, 3)), torch.full((2, 3), 2.0))
 
 
-def test_a_limit_of_compilations_that_the_user_sets_is_an_error(compiled_on_cpu, monkeypatch):
+def test_recompile_limit_raises(compiled_on_cpu, monkeypatch):
     def too_many(matrix: torch.Tensor) -> torch.Tensor:
         raise FailOnRecompileLimitHit("8 compilations")
 

@@ -89,7 +89,7 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(value, expected[name]), name
 
 
-def test_parameters_are_filled_and_differ_from_each_other():
+def test_parameters_have_different_values():
     values = _serial_values()
     assert values["up.weight"].std().item() == pytest.approx(0.02, rel=0.5)
     assert not values["up.bias"].any()
@@ -107,7 +107,7 @@ def test_values_are_pinned():
 
 
 @pytest.mark.parametrize("tp", [2, 5])
-def test_a_cut_changes_no_value(tp: int):
+def test_tp_keeps_values(tp: int):
     whole = _serial_values()
     for rank in range(tp):
         with _rank_of(rank, tp):
@@ -117,7 +117,7 @@ def test_a_cut_changes_no_value(tp: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_meta_start_changes_no_value_and_the_dtype_only_rounds(dtype: torch.dtype):
+def test_meta_start_and_dtype_change_no_draw(dtype: torch.dtype):
     with torch.device("meta"):
         model = _Model().to(dtype)
     model.to_empty(device="cpu")
@@ -133,7 +133,7 @@ def _sharded_on_meta(model: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 2), (2, 3), (1, 7)])
-def test_sharding_changes_no_value_with_uneven_and_empty_shards(replicas: int, shards: int):
+def test_uneven_and_empty_shards_keep_values(replicas: int, shards: int):
     whole = _serial_values()
     for rank in range(replicas * shards):
         with _rank_of(rank, replicas * shards):
@@ -149,7 +149,7 @@ def test_sharding_changes_no_value_with_uneven_and_empty_shards(replicas: int, s
                 assert torch.equal(local, expected), (name, rank)
 
 
-def test_sharding_on_top_of_a_cut_changes_no_value():
+def test_tp_and_sharding_keep_values():
     whole = _serial_values()
     for rank in range(4):
         with _rank_of(rank, 4):
@@ -178,7 +178,7 @@ def test_two_real_ranks_gather_the_serial_values():
         _assert_same(gathered, _serial_values())
 
 
-def test_one_torch_seed_decides_everything_on_meta_too():
+def test_manual_seed_decides_all_values():
     def build(meta: bool) -> ColumnParallelLinear:
         torch.manual_seed(5)
         with torch.device("meta" if meta else "cpu"):
@@ -216,7 +216,7 @@ def test_deferred_layers_draw_nothing():
     assert filled == [(ODD, 4)]
 
 
-def test_names_relative_to_the_model_that_owns_the_seed():
+def test_names_are_relative_to_seed_owner():
     whole = _serial_values()
     layer = ColumnParallelLinear(4, 2 * ODD, config=config(), init_method=normal)
     initialize_parameters(layer, SEED, prefix="up.")
@@ -252,7 +252,7 @@ def test_a_shared_parameter_is_filled_once_under_its_first_name():
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
-def test_fp32_parameters_start_where_masters_of_a_cast_model_do(low: str):
+def test_fp32_parameters_start_at_low_precision_values(low: str):
     drawn = ColumnParallelLinear(4, ODD, config=ModelParallelConfig(), init_method=normal)
     computed = ColumnParallelLinear(4, ODD, config=ModelParallelConfig(**{low: True}), init_method=normal)
     for layer in (drawn, computed):
@@ -262,7 +262,7 @@ def test_fp32_parameters_start_where_masters_of_a_cast_model_do(low: str):
     assert torch.equal(computed.weight, drawn.weight.to(dtype).float())
 
 
-def test_a_module_from_elsewhere_leaves_the_random_stream_alone():
+def test_foreign_module_leaves_random_stream():
     model = nn.Linear(3, 2)
     before = torch.get_rng_state()
     initialize_parameters(model, SEED)
@@ -271,7 +271,7 @@ def test_a_module_from_elsewhere_leaves_the_random_stream_alone():
     assert 0 < model.weight.abs().max() <= 3**-0.5
 
 
-def test_an_unfilled_parameter_is_an_error_that_names_it():
+def test_unfilled_parameter_is_named():
     model = nn.Module()
     model.inner = nn.Module()
     model.inner.scale = nn.Parameter(torch.zeros(2))
@@ -283,7 +283,7 @@ def test_an_unfilled_parameter_is_an_error_that_names_it():
         initialize_parameters(owner, SEED)
 
 
-def test_a_parameter_on_meta_is_an_error_that_says_what_to_call():
+def test_meta_parameter_is_refused_with_remedy():
     with torch.device("meta"):
         model = _Model()
     with pytest.raises(ConfigError, match=r"embedding\.weight is on the meta device.*to_empty"):

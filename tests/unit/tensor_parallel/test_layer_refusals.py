@@ -33,7 +33,7 @@ def _refusals() -> list[str]:
     return [*messages, str(unknown.value)]
 
 
-def test_sizes_that_do_not_fit_are_errors_naming_value_and_fix():
+def test_indivisible_sizes_are_refused_with_remedy():
     column, row, embedding, degree, whole_input, unknown = run_distributed(_refusals, 2)[1]
     assert "output_size of a ColumnParallelLinear is 5" in column
     assert "make it 6" in column
@@ -46,13 +46,13 @@ def test_sizes_that_do_not_fit_are_errors_naming_value_and_fix():
     assert "12 tokens" in unknown
 
 
-def test_a_degree_without_a_group_says_how_to_get_one():
+def test_degree_without_group_is_refused_with_remedy():
     with pytest.raises(ParallelConfigError, match="call initialize_model_parallel"):
         ColumnParallelLinear(4, 4, config=config(2), init_method=integers)
 
 
 @pytest.mark.parametrize("bad", [-1, V])
-def test_alone_an_unknown_token_is_a_data_error(bad: int):
+def test_unknown_token_is_a_data_error(bad: int):
     embedding = VocabParallelEmbedding(V, H, config=config(), init_method=integers)
     with pytest.raises(DataError, match=f"token id {bad} is outside the vocabulary of {V}"):
         embedding(torch.tensor([[1, bad]]))

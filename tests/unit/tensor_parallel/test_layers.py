@@ -210,7 +210,7 @@ def test_embedding_equals_serial(sequence_parallel: bool):
     run_distributed(_check_embedding, 2, sequence_parallel)
 
 
-def test_a_tied_output_layer_adds_its_gradient_to_the_embedding():
+def test_tied_output_layer_adds_to_embedding_gradient():
     run_distributed(_check_tied, 2)
 
 
@@ -218,7 +218,7 @@ def test_column_parallel_under_autocast():
     run_distributed(_check_autocast, 2)
 
 
-def test_without_a_group_layers_take_parallel_states_once():
+def test_layers_default_to_parallel_state_group():
     run_distributed(_check_default_group, 2)
 
 
@@ -226,11 +226,11 @@ def test_column_parallel_under_fsdp2_with_mixed_precision():
     run_distributed(_check_under_fsdp2, 2)
 
 
-def test_marks_survive_copies_and_assignment():
+def test_parameter_marks_survive_copies_and_assignment():
     run_distributed(_check_copied_and_saved, 2)
 
 
-def test_alone_a_linear_layer_is_torchs_for_autograd_too():
+def test_single_rank_linear_equals_torch_in_autograd():
     layer = ColumnParallelLinear(H, OUT, config=config(), init_method=integers)
     output, bias = layer(integer_tensor(S, B, H))
     reference = torch.nn.functional.linear(integer_tensor(S, B, H), layer.weight, layer.bias)

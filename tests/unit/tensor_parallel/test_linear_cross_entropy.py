@@ -43,7 +43,7 @@ def _target(s: int = S, b: int = B, v: int = V) -> torch.Tensor:
 
 
 def _weights(s: int = S, b: int = B) -> torch.Tensor:
-    """Returns weights of the losses, as a caller sets them; some are zero."""
+    """Returns weights of the losses as a caller sets them, some of them zero."""
     return torch.rand(s, b, generator=torch.Generator().manual_seed(6)).mul_(torch.arange(s).remainder(3).view(s, 1))
 
 
@@ -111,28 +111,28 @@ def _equals_the_plain_form(
 ) -> None:
     group = dist.group.WORLD if dist.is_initialized() else None
     fused, plain = (Case(dtype, group, splits_sequence, device, sizes) for _ in range(2))
-    found = fused.gradients(fused.fused(adapts, vocab_chunk_size=chunk))
+    actual = fused.gradients(fused.fused(adapts, vocab_chunk_size=chunk))
     expected = plain.gradients(plain.plain(adapts))
-    assert found["loss"].dtype is torch.float32 and found["loss"][2, 0] == 0
+    assert actual["loss"].dtype is torch.float32 and actual["loss"][2, 0] == 0
     for name in NAMES:
         # A GPU's products of parts and of the whole may round single logits differently.
         exact = dtype is torch.float32 or (name == "loss" and device == "cpu")
         rounded = 2**-7 if device == "cpu" else 2**-6
-        _close(found[name], expected[name], 1e-5 if exact else rounded, name)
+        _close(actual[name], expected[name], 1e-5 if exact else rounded, name)
 
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["", "low rank"])
 @pytest.mark.parametrize("chunk", [None, 1, 13, V])  # 13: an uneven part at the end
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_losses_and_gradients_are_those_of_whole_logits(device, dtype, chunk, adapts):
+def test_losses_and_gradients_equal_whole_logits(device, dtype, chunk, adapts):
     _equals_the_plain_form(dtype, chunk, adapts, device=device)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("chunk", [None, 5000])  # None: two parts
-def test_at_real_size_on_a_gpu_they_are_too(chunk):
+def test_losses_and_gradients_at_full_size_on_gpu(chunk):
     _equals_the_plain_form(torch.bfloat16, chunk, True, device="cuda", sizes=REAL_SIZES)
 
 
@@ -143,40 +143,40 @@ def test_two_ranks_share_the_vocabulary(adapts, splits_sequence):
         run_distributed(_equals_the_plain_form, 2, dtype, 7, adapts, splits_sequence)
 
 
-def test_large_logits_neither_overflow_nor_lose_the_loss():
+def test_large_logits_have_finite_losses():
     case, plain = Case(torch.float32), Case(torch.float32)
     for one in (case, plain):
         one.input_.data *= 1e4
-    found, expected = case.fused(vocab_chunk_size=7), plain.plain()
-    assert found.isfinite().all()
-    _close(found.detach(), expected.detach(), 1e-5, "loss")
+    actual, expected = case.fused(vocab_chunk_size=7), plain.plain()
+    assert actual.isfinite().all()
+    _close(actual.detach(), expected.detach(), 1e-5, "loss")
 
 
 @pytest.mark.parametrize("trained", ["input_", "weight", "low_weight"])
-def test_what_is_frozen_gets_no_gradient_and_changes_none(trained):
+def test_frozen_inputs_get_no_gradient(trained):
     fused, plain = Case(torch.float32), Case(torch.float32)
     for case in (fused, plain):
         for name in ("input_", "low", "low_weight", "weight"):
             getattr(case, name).requires_grad_(name == trained)
-    found, expected = fused.gradients(fused.fused(vocab_chunk_size=7)), plain.gradients(plain.plain())
-    assert sum(value is not None for value in found.values()) == 2
+    actual, expected = fused.gradients(fused.fused(vocab_chunk_size=7)), plain.gradients(plain.plain())
+    assert sum(value is not None for value in actual.values()) == 2
     for name in NAMES:
-        _close(found[name], expected[name], 1e-5, name)
+        _close(actual[name], expected[name], 1e-5, name)
 
 
-def test_the_gradient_of_the_weight_is_computed_in_lent_memory():
+def test_weight_gradient_uses_lent_memory():
     case, other = Case(torch.float32), Case(torch.float32)
     memory = Memory(case.weight)
-    found, expected = case.gradients(case.fused(vocab_chunk_size=7)), other.gradients(other.fused(vocab_chunk_size=7))
+    actual, expected = case.gradients(case.fused(vocab_chunk_size=7)), other.gradients(other.fused(vocab_chunk_size=7))
     assert memory.times == 1 and case.weight.grad.data_ptr() == memory.memory.data_ptr()
-    assert all(torch.equal(found[name], expected[name]) for name in NAMES)
-    asked = Case(torch.float32)
-    memory = Memory(asked.weight)
-    (gradient,) = torch.autograd.grad((asked.fused(vocab_chunk_size=7) * _weights()).sum(), asked.weight)
+    assert all(torch.equal(actual[name], expected[name]) for name in NAMES)
+    case = Case(torch.float32)
+    memory = Memory(case.weight)
+    (gradient,) = torch.autograd.grad((case.fused(vocab_chunk_size=7) * _weights()).sum(), case.weight)
     assert memory.times == 0 and torch.equal(gradient, expected["weight"])
 
 
-def test_a_second_backward_finds_what_the_first_needed():
+def test_backward_twice_with_retained_graph():
     case = Case(torch.bfloat16)
     loss = case.fused(vocab_chunk_size=7)
     (loss * _weights()).sum().backward(retain_graph=True)
@@ -199,7 +199,7 @@ class _Largest(TorchDispatchMode):
         return result
 
 
-def test_logits_never_exist_whole():
+def test_whole_logits_are_never_allocated():
     tokens, vocab = 64, 640
     x, weight = torch.randn(tokens, 1, 8, requires_grad=True), nn.Parameter(torch.randn(vocab, 8))
     with _Largest() as seen:
@@ -208,11 +208,11 @@ def test_logits_never_exist_whole():
     assert seen.most == max(tokens * 64, vocab * 8)
 
 
-def test_autocast_computes_in_its_dtype_in_both_directions():
-    found, expected = Case(torch.float32), Case(torch.float32)
+def test_autocast_dtype_in_forward_and_backward():
+    actual, expected = Case(torch.float32), Case(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        fused, plain = found.fused(vocab_chunk_size=7), expected.plain()
-    ours, theirs = found.gradients(fused), expected.gradients(plain)
+        fused, plain = actual.fused(vocab_chunk_size=7), expected.plain()
+    ours, theirs = actual.gradients(fused), expected.gradients(plain)
     for name in NAMES:
         _close(ours[name], theirs[name], 2**-7, name)
 

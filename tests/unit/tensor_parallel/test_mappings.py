@@ -45,15 +45,15 @@ _PAIRS = {
 def _check_pair(name: str, forward: str, backward: str, arguments: dict[str, bool]) -> None:
     # A transposed view: the collectives must not take its memory order for its values.
     given = torch.randn(SHAPE[::-1]).permute(2, 1, 0) + dist.get_rank()
-    kept = given.clone()
+    saved = given.clone()
     leaf = given.requires_grad_()
     output = getattr(mappings, name)(leaf, group=dist.group.WORLD, **arguments)
-    assert torch.equal(output, _MEANING[forward](kept))
+    assert torch.equal(output, _MEANING[forward](saved))
     upstream = torch.randn(output.shape[::-1]).permute(2, 1, 0) + 10 * dist.get_rank()
     kept_upstream = upstream.clone()
     (gradient,) = torch.autograd.grad(output, leaf, upstream)
     assert torch.equal(gradient, _MEANING[backward](kept_upstream))
-    assert torch.equal(leaf, kept), "the mapping wrote into its input"
+    assert torch.equal(leaf, saved), "the mapping wrote into its input"
     assert torch.equal(upstream, kept_upstream), "the mapping wrote into the gradient it was given"
 
 
@@ -83,27 +83,27 @@ def _uneven(name: str) -> str:
     return str(caught.value)
 
 
-def test_forward_and_backward_are_the_documented_pairs():
+def test_forward_and_backward_pairs():
     run_distributed(_check_pairs, 2)
 
 
-def test_a_backward_can_be_differentiated_again():
+def test_double_backward():
     run_distributed(_check_double_backward, 2)
 
 
 @pytest.mark.parametrize("name", ["scatter_to_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"])
-def test_a_sequence_that_does_not_divide_names_both_sizes(name: str):
+def test_indivisible_sequence_names_both_sizes(name: str):
     for message in run_distributed(_uneven, 2, name):
         assert "sequence of 5" in message
         assert "2 tensor-parallel ranks" in message
         assert "pad the sequence to a multiple of 2" in message
 
 
-def test_features_that_do_not_divide_name_both_sizes():
+def test_indivisible_features_name_both_sizes():
     assert "last dim of 7" in run_distributed(_uneven, 2, "scatter_to_tensor_model_parallel_region")[0]
 
 
 @pytest.mark.parametrize("name", _PAIRS)
-def test_without_a_group_every_mapping_returns_its_input(name: str):
+def test_mappings_without_group_are_identities(name: str):
     x = torch.randn(5, 1, 7)
     assert getattr(mappings, name)(x) is x

@@ -71,7 +71,7 @@ def test_fork_restores_and_advances_on_exceptions_too():
         assert not torch.equal(torch.rand(2), first)
 
 
-def test_states_are_a_snapshot_that_can_be_set_again():
+def test_states_are_a_snapshot():
     model_parallel_manual_seed(11)
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
@@ -100,7 +100,7 @@ def test_streams_by_name():
         assert torch.equal(torch.rand(2), expected)
 
 
-def test_unseeded_and_alone_the_default_stream_serves():
+def test_unseeded_tracker_uses_default_stream():
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
@@ -146,18 +146,18 @@ def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def test_recomputation_changes_no_output_gradient_or_stream():
-    kept = _run(lambda fn, *args: fn(*args))
+    saved = _run(lambda fn, *args: fn(*args))
     recomputed = _run(lambda fn, *args: checkpoint(fn, False, *args))
-    for one, other in zip(kept, recomputed, strict=True):
+    for one, other in zip(saved, recomputed, strict=True):
         assert torch.equal(one, other)
-    assert kept[1].any()
+    assert saved[1].any()
     # torch's own does not know the tracked stream: what this one adds shows
     naive = _run(lambda fn, *args: torch_checkpoint(fn, *args, use_reentrant=False))
-    assert torch.equal(naive[0], kept[0])
-    assert not torch.equal(naive[1], kept[1])
+    assert torch.equal(naive[0], saved[0])
+    assert not torch.equal(naive[1], saved[1])
 
 
-def test_recomputation_keeps_no_activations_and_passes_keywords():
+def test_recomputation_saves_no_activations():
     calls = []
 
     def fn(x: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_recomputation_keeps_no_activations_and_passes_keywords():
     assert calls == [0.5, 0.5]
 
 
-def test_checkpoints_second_argument_is_megatrons():
+def test_checkpoint_second_argument_is_checked():
     x = torch.randn(3, requires_grad=True)
     for distributes in (False, True):
         y = checkpoint(torch.mul, distributes, x, 2.0)
@@ -185,7 +185,7 @@ def test_checkpoints_second_argument_is_megatrons():
         checkpoint(torch.mul, x, 2.0)
 
 
-def test_activations_that_are_not_distributed_are_said_once():
+def test_distribute_saved_activations_warns_once():
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="checkpoint ignores distribute_saved_activations"):
         checkpoint(torch.neg, True, torch.ones(1))
@@ -195,8 +195,8 @@ def test_megatrons_names_of_streams_take_its_arguments():
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="model_parallel_cuda_manual_seed ignores ep_rank"):
         model_parallel_cuda_manual_seed(5, False, False, False, 3, 1)
-    found = get_cuda_rng_tracker().get_states()
+    actual = get_cuda_rng_tracker().get_states()
     model_parallel_manual_seed(5, tp_rank=3)
     expected = get_cuda_rng_tracker(False, False, False).get_states()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -17,7 +17,7 @@ def draws() -> list[float]:
     return [torch.rand(()).item(), tracked, random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
 
 
-def test_every_stream_goes_on_where_it_was():
+def test_rng_state_roundtrip():
     # Alone in its tensor-parallel group a rank forks to the default stream only where none was added.
     seed_everything(5)
     draws()  # leaves half a pair of normal numbers in both generators that make them in pairs
@@ -29,7 +29,7 @@ def test_every_stream_goes_on_where_it_was():
     assert draws() == expected
 
 
-def test_streams_that_follow_from_the_seed_differ_between_seeds():
+def test_streams_differ_between_seeds():
     seed_everything(5)
     first = draws()
     seed_everything(6)

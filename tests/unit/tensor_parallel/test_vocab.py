@@ -27,7 +27,7 @@ def test_the_first_id_outside_is_named_unless_allowed():
         check_ids(torch.tensor([[-100, 10, 11]]), 10, "target", allowed=-100)
 
 
-def test_tensors_without_values_are_not_looked_at():
+def test_meta_and_fake_ids_are_not_checked():
     check_ids(torch.empty(3, dtype=torch.long, device="meta"), 10, "token")
     with FakeTensorMode():
         check_ids(torch.full((3,), 99), 10, "token")

@@ -40,10 +40,10 @@ def _run(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("kind", ["rows", "sequence", "strided"])
-def test_a_linear_gradient_in_borrowed_memory_is_bitwise_torchs(kind, has_bias, dtype):
+def test_linear_gradient_in_lent_memory_is_bitwise(kind, has_bias, dtype):
     shape = {"rows": (S * B, K), "sequence": (S, B, K), "strided": (B, S, K)}[kind]
-    found, expected = [], []
-    for function, results in ((linear, found), (F.linear, expected)):
+    actual, expected = [], []
+    for function, results in ((linear, actual), (F.linear, expected)):
         leaf = _numbers(*shape, dtype=dtype).requires_grad_()
         weight = nn.Parameter(_numbers(N, K, dtype=dtype, seed=2))
         bias = nn.Parameter(_numbers(N, dtype=dtype, seed=3)) if has_bias else None
@@ -55,12 +55,12 @@ def test_a_linear_gradient_in_borrowed_memory_is_bitwise_torchs(kind, has_bias, 
         results += _run(call, leaf, weight, bias)
         if memory is not None:
             assert memory.times == 1 and weight.grad.data_ptr() == memory.memory.data_ptr()
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_gradient_has_the_rows_of_torchs_dense_one(dtype):
+def test_sparse_embedding_gradient_equals_dense_rows(dtype):
     ids = torch.randint(0, 9, (S, B), generator=torch.Generator().manual_seed(4))
     gradients = []
     for function in (embedding, F.embedding):
@@ -91,10 +91,10 @@ def _differentiates_twice(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor
 
 
 def _keeps_gradients_in_a_hook(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    kept: list[torch.Tensor] = []
-    weight.register_hook(kept.append)
+    saved: list[torch.Tensor] = []
+    weight.register_hook(saved.append)
     linear(x, weight).square().sum().backward()
-    return kept[0]
+    return saved[0]
 
 
 def _runs_under_autocast(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
@@ -115,7 +115,7 @@ USES = (
 
 
 @pytest.mark.parametrize("use", USES, ids=[use.__name__.strip("_") for use in USES])
-def test_who_is_not_the_wrapper_gets_memory_of_his_own(use):
+def test_other_consumers_borrow_no_memory(use):
     results = []
     for lends in (True, False):
         x, weight = _numbers(S, B, K).requires_grad_(), nn.Parameter(_numbers(N, K, seed=2))
@@ -125,7 +125,7 @@ def test_who_is_not_the_wrapper_gets_memory_of_his_own(use):
     assert torch.equal(*results)
 
 
-def test_rows_are_added_to_a_dense_sum_and_to_nothing_else(monkeypatch):
+def test_embedding_rows_add_to_dense_sums_only(monkeypatch):
     ids, weight, expected = torch.tensor([[1, 4, 1]]), nn.Parameter(_numbers(50, K)), nn.Parameter(_numbers(50, K))
     given = []
     make = torch.sparse_coo_tensor
@@ -141,7 +141,7 @@ def test_rows_are_added_to_a_dense_sum_and_to_nothing_else(monkeypatch):
     assert len(given) == 2
 
 
-def test_what_is_asked_of_an_embedding_by_its_caller_is_dense():
+def test_autograd_grad_of_embedding_is_dense():
     ids, weight = torch.tensor([1, 1, 3]), nn.Parameter(_numbers(5, K))
     Memory(weight)
     (gradient,) = torch.autograd.grad(embedding(ids, weight).square().sum(), weight)
@@ -153,7 +153,7 @@ def test_what_is_asked_of_an_embedding_by_its_caller_is_dense():
     assert torch.equal(second, torch.autograd.grad(gradient.square().sum(), weight)[0])
 
 
-def test_frozen_weights_and_no_grad_forwards_take_torchs_way():
+def test_frozen_and_no_grad_calls_use_torch():
     weight = nn.Parameter(_numbers(N, K))
     memory = Memory(weight)
     with torch.no_grad():

@@ -227,7 +227,7 @@ def watched(host_tensors: list[Tensor] | None = None) -> Iterator[Reads]:
             # Of gradients in its memory, as those of offloaded shards.
             *((one, "_sum_on_host", _unwatched(one._sum_on_host)) for one in (clip_grads, exact_sums)),
             # What NCCL has in its place is one collective.
-            *((gloo, name, _unwatched(getattr(gloo, name))) for name in ("exchange_and_add", "start_all_gathers")),
+            *((gloo, name, _unwatched(getattr(gloo, name))) for name in ("exchange_and_add", "start_all_gather")),
         ):
             stack.enter_context(mock.patch.object(module, name, replaced))
         stack.enter_context(_NoReadsBelow(host, above))

@@ -34,6 +34,6 @@ def _flash_backward_by_hand(grad, query, key, value, output, logsumexp, *rest, s
     *arguments, dropout, causal, _, _ = rest
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
-        found = _flash_by_hand(*leaves, *arguments, dropout, causal, False, scale=scale)[0]
-    torch.testing.assert_close(found, output)
-    return torch.autograd.grad(found, leaves, grad)
+        actual = _flash_by_hand(*leaves, *arguments, dropout, causal, False, scale=scale)[0]
+    torch.testing.assert_close(actual, output)
+    return torch.autograd.grad(actual, leaves, grad)

@@ -23,7 +23,7 @@ def test_config_decides_which_biases_exist(changes, qkv_bias, proj_bias):
 
 
 @pytest.mark.parametrize("qk_layernorm", [False, True])
-def test_a_groups_rows_reach_its_own_heads_only(qk_layernorm):
+def test_query_group_rows_reach_only_their_heads(qk_layernorm):
     attention = SelfAttention(TransformerConfig(qk_layernorm=qk_layernorm, **SIZES))
     contexts = []
     attention.linear_proj.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0].detach().clone()))

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from core import _torch_compat
 from core.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig, attention_backend, dot_product_attention
-from core.transformer.attention_backend import warn_of_slow_pieces, why_not_backend
+from core.transformer.attention_backend import pick_backend, warn_of_slow_pieces
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.enums import AttnBackend
@@ -62,10 +62,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool = False) -> str:
-    found: str = why_not_backend(
+    actual: str = pick_backend(
         backend, kind, 0 if kind == "cuda" else None, torch.bfloat16, 8, 2, channels, drops, False
     )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool =
         ((12, 0), 91900, FLASH),
     ],
 )
-def test_the_fastest_kernel_of_a_device_is_first(capability, cudnn, first, gpu):
+def test_fastest_kernel_is_first(capability, cudnn, first, gpu):
     gpu.has(capability, cudnn, CUDNN, FLASH, EFFICIENT)
     _choose("auto")
     (order,) = gpu.orders
@@ -87,7 +87,7 @@ def test_the_fastest_kernel_of_a_device_is_first(capability, cudnn, first, gpu):
     assert order.index(FLASH) < order.index(EFFICIENT) and len(set(order)) == 4
 
 
-def test_torchs_own_variable_against_cudnn_counts(gpu, monkeypatch):
+def test_torch_variable_deprioritizes_cudnn(gpu, monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     _choose("auto")
     assert gpu.orders[0][0] is FLASH
@@ -104,7 +104,7 @@ def test_a_kernel_is_chosen_and_logged_once(gpu, caplog):
     ]
 
 
-def test_a_device_without_any_fused_kernel_is_named_once(gpu):
+def test_device_without_fused_kernel_warns_once(gpu):
     gpu.has((7, 5), None)
     with pytest.warns(UserWarning, match="no fused attention kernel here .*channels: it is too wide\\).*quadratic"):
         _choose("auto")
@@ -112,7 +112,7 @@ def test_a_device_without_any_fused_kernel_is_named_once(gpu):
 
 
 @pytest.mark.parametrize(("backend", "lacking"), [("flash", FLASH), ("fused", CUDNN)])
-def test_a_kernel_that_cannot_be_had_is_an_error_of_one_line(backend, lacking, gpu):
+def test_unavailable_kernel_is_refused(backend, lacking, gpu):
     assert not _choose(backend)
     gpu.has((9, 0), 91900, *{CUDNN, FLASH, EFFICIENT} - {lacking})
     assert _choose(backend, channels=512) == (
@@ -122,7 +122,7 @@ def test_a_kernel_that_cannot_be_had_is_an_error_of_one_line(backend, lacking, g
     assert not gpu.orders  # only "auto" sets the process's order
 
 
-def test_the_order_is_that_of_torch_with_what_is_given_first():
+def test_chosen_kernel_comes_first_in_order():
     before = torch._C._get_sdp_priority_order()
     try:
         _torch_compat.set_attention_order([EFFICIENT, CUDNN])
@@ -156,7 +156,7 @@ def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[to
 @pytest.mark.parametrize(
     ("backend", "is_fused"), [("auto", True), ("flash", True), ("unfused", False), ("local", False)]
 )
-def test_the_asked_kernel_runs_on_a_cpu(backend, is_fused, compiles):
+def test_requested_kernel_runs_on_cpu(backend, is_fused, compiles):
     attention, inputs = _attention(backend), _inputs()
     expected = _attention("auto")(*inputs)
     if compiles:
@@ -164,16 +164,16 @@ def test_the_asked_kernel_runs_on_a_cpu(backend, is_fused, compiles):
         attention = torch.compile(attention, fullgraph=True, backend="aot_eager")
     attention(*inputs)
     with profile() as profiler:
-        found = attention(*inputs)
+        actual = attention(*inputs)
     ran = {event.name for event in profiler.events()}
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in ran) is is_fused
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(found, expected) or not is_fused
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(actual, expected) or not is_fused
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("backend", "dropout"), [("fused", 0.0), ("flash", 0.1)])
-def test_a_cpu_refuses_what_it_does_not_have(backend, dropout, compiles):
+def test_cpu_refuses_missing_kernels(backend, dropout, compiles):
     attention = _attention(backend, attention_dropout=dropout)
     if compiles:
         torch._dynamo.reset()
@@ -182,7 +182,7 @@ def test_a_cpu_refuses_what_it_does_not_have(backend, dropout, compiles):
         attention(*_inputs())
 
 
-def test_packed_documents_take_no_other_kernel_than_flash():
+def test_packed_documents_need_flash():
     documents = PackedDocuments(torch.zeros(2, 9, dtype=torch.long), 0, 1)
     _attention("flash")(*_inputs(), documents=documents)
     with pytest.raises(ConfigError, match=r"'unfused', which takes neither packed documents .*'auto' or 'flash'"):
@@ -200,7 +200,7 @@ def test_packed_documents_take_no_other_kernel_than_flash():
         (False, 2, torch.float64, 64, "heads of 64 channels in float64 have no fused .*use bf16"),
     ],
 )
-def test_a_slow_way_of_a_gpu_is_said_once(packed, ranks, dtype, channels, message):
+def test_slow_attention_path_warns_once(packed, ranks, dtype, channels, message):
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match=message):
         warn_of_slow_pieces("cuda", packed, ranks, dtype, channels)
@@ -209,7 +209,7 @@ def test_a_slow_way_of_a_gpu_is_said_once(packed, ranks, dtype, channels, messag
         warn_of_slow_pieces("cuda", packed, ranks, dtype, channels)
 
 
-def test_the_fast_ways_are_silent():
+def test_fast_attention_paths_do_not_warn():
     warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -217,12 +217,12 @@ def test_the_fast_ways_are_silent():
         warn_of_slow_pieces("cpu", True, 4, torch.float64, 512)
 
 
-def test_attention_asks_whether_its_way_is_slow(monkeypatch):
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(dot_product_attention, "warn_of_slow_pieces", lambda *call: asked.append(call))
+def test_attention_checks_for_slow_path(monkeypatch):
+    requests: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dot_product_attention, "warn_of_slow_pieces", lambda *call: requests.append(call))
     _attention("auto")(*_inputs(), documents=PackedDocuments(torch.zeros(2, 9, dtype=torch.long), 0, 1))
     _attention("auto")(*_inputs())
-    assert asked == [("cpu", True, 1, torch.float32, 16)]
+    assert requests == [("cpu", True, 1, torch.float32, 16)]
 
 
 def test_a_member_of_megatrons_enum_becomes_its_name():
@@ -239,9 +239,9 @@ def test_a_member_of_megatrons_enum_becomes_its_name():
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=ON_GPU) for name in ("auto", "flash", "fused")])
 def test_every_kernel_of_a_gpu_computes_attention(backend):
     inputs, others = (_inputs("cuda", torch.bfloat16) for _ in range(2))
-    found, expected = _attention(backend)(*inputs), _attention("unfused")(*others)
-    for output in (found, expected):
+    actual, expected = _attention(backend)(*inputs), _attention("unfused")(*others)
+    for output in (actual, expected):
         output.float().square().sum().backward()
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
     for one, other in zip(inputs, others, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-1, rtol=1e-1)

@@ -81,20 +81,20 @@ def _at_once() -> list[torch.Tensor]:
         pytest.param("cuda", torch.float16, 2e-3, marks=ON_GPU),
     ],
 )
-def test_two_sets_of_keys_together_are_one(device: str, dtype: torch.dtype, tolerance: float):
-    for found, expected in zip(_in_two(device, dtype), _at_once(), strict=True):
-        assert found.dtype == dtype and found.shape == expected.shape
-        assert (found.cpu().double() - expected).norm() <= tolerance * expected.norm()
+def test_combine_equals_attention_to_all_keys(device: str, dtype: torch.dtype, tolerance: float):
+    for actual, expected in zip(_in_two(device, dtype), _at_once(), strict=True):
+        assert actual.dtype == dtype and actual.shape == expected.shape
+        assert (actual.cpu().double() - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16)])
-def test_the_backward_drops_what_the_forward_dropped(dtype: torch.dtype):
+def test_backward_repeats_dropout(dtype: torch.dtype):
     output, _, _, grad_value = _in_two("cuda", dtype, dropout=0.5)
     assert not torch.allclose(output, _in_two("cuda", dtype)[0])
     _, _, value, grad = _tensors("cuda", dtype)
     # The output is linear in the values, with weights that are those of the backward only if the same were dropped.
-    found, expected = (grad_value.double() * value.double()).sum(), (output.double() * grad.double()).sum()
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.2)
+    actual, expected = (grad_value.double() * value.double()).sum(), (output.double() * grad.double()).sum()
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.2)
 
 
 def test_dropout_has_no_kernel_on_cpu():
@@ -123,27 +123,27 @@ STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 7, 7], [0, 1, 1, 1, 1, 5, 5, 5, 8]]
         pytest.param("cuda", torch.float16, 2e-3, marks=ON_GPU),
     ],
 )
-def test_one_call_for_all_documents_is_one_call_for_each(device, dtype, tolerance, monkeypatch):
+def test_varlen_kernel_equals_call_per_document(device, dtype, tolerance, monkeypatch):
     if device == "cpu":  # which has no such kernel
         flash_attention_by_hand(monkeypatch)
     documents = PackedDocuments(STARTS)
     # Queries, keys and values have lengths of the file's other tests: here all are as long as the queries.
     query, key, value, grad = (t.permute(2, 0, 1, 3)[-LENGTH:] for t in _tensors(device, dtype))
-    found, expected = [], []
+    actual, expected = [], []
     for results, attention in (
-        (found, lambda *leaves: attend_within_documents(*leaves, documents.bounds.to(device), documents.counts)),
+        (actual, lambda *leaves: attend_within_documents(*leaves, documents.bounds.to(device), documents.counts)),
         (expected, lambda *leaves: attend_in_pieces(*leaves, STARTS)),
     ):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
         output = attention(*leaves)
         output.backward(grad)
         results += [output.detach(), *(leaf.grad for leaf in leaves)]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_the_operations_keep_what_they_promise_the_compiler(device: str):
+def test_operations_pass_opcheck(device: str):
     """Shapes, strides, derivatives and purity, as torch checks them."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     documents = PackedDocuments(STARTS)

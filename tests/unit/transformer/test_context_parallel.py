@@ -74,24 +74,24 @@ def _of_rank(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-def test_alone_it_is_the_masked_attention(documents: bool):
-    for found, expected in zip(_cut(documents), _whole(documents), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def test_one_rank_equals_masked_attention(documents: bool):
+    for actual, expected in zip(_cut(documents), _whole(documents), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_rank_has_its_part_of_attention_and_all_gradients(size: int, documents: bool):
+def test_cp_attention_and_gradients_equal_serial(size: int, documents: bool):
     for rank, tensors in enumerate(run_distributed(_cut, size, documents)):
-        for found, expected in zip(tensors, _whole(documents), strict=True):
-            torch.testing.assert_close(found, _of_rank(expected, rank, size), rtol=1e-12, atol=1e-12)
+        for actual, expected in zip(tensors, _whole(documents), strict=True):
+            torch.testing.assert_close(actual, _of_rank(expected, rank, size), rtol=1e-12, atol=1e-12)
 
 
-def test_in_bf16_it_is_as_close_as_bf16_allows():
+def test_bf16_error_bound():
     for rank, tensors in enumerate(run_distributed(_cut, 2, False, torch.bfloat16)):
-        for found, expected in zip(tensors, _whole(False), strict=True):
-            error = (found.double() - _of_rank(expected, rank, 2)).norm() / expected.norm()
-            assert found.dtype == torch.bfloat16 and error < 0.01
+        for actual, expected in zip(tensors, _whole(False), strict=True):
+            error = (actual.double() - _of_rank(expected, rank, 2)).norm() / expected.norm()
+            assert actual.dtype == torch.bfloat16 and error < 0.01
 
 
 def _cut_and_gathered() -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def _cut_and_gathered() -> tuple[list[int], torch.Tensor, torch.Tensor]:
     return own_positions(LENGTH // size, torch.device("cpu")).tolist(), whole.detach(), leaf.grad
 
 
-def test_a_gathered_sequence_is_ordered_and_gradients_return():
+def test_gather_sequence_order_and_gradients():
     for rank, (positions, whole, grad) in enumerate(run_distributed(_cut_and_gathered, 2)):
         assert positions == [[*range(6), *range(18, 24)], [*range(6, 18)]][rank]
         assert torch.equal(whole, torch.arange(LENGTH, dtype=torch.float32))
@@ -116,7 +116,7 @@ def _refuses_lengths() -> None:
         own_chunks(torch.zeros(1, 22))
 
 
-def test_a_sequence_that_does_not_divide_is_refused():
+def test_indivisible_sequence_is_refused():
     run_distributed(_refuses_lengths, 2)
 
 
@@ -137,14 +137,14 @@ def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) ->
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
-def test_where_there_is_no_kernel_a_mask_does_the_same(documents: bool):
-    found, expected = (run_distributed(_through_the_module, 2, kernels, documents) for kernels in (False, True))
-    for ours, theirs in zip(found, expected, strict=True):
+def test_masked_fallback_without_kernel(documents: bool):
+    actual, expected = (run_distributed(_through_the_module, 2, kernels, documents) for kernels in (False, True))
+    for ours, theirs in zip(actual, expected, strict=True):
         for without, with_kernel in zip(ours, theirs, strict=True):
             torch.testing.assert_close(without, with_kernel, rtol=1e-12, atol=1e-12)
 
 
-def test_dropped_weights_are_dropped_on_cpu_too():
+def test_attention_dropout_on_cpu():
     plain, dropped = (run_distributed(_through_the_module, 2, True, False, p)[0][0] for p in (0.0, 0.5))
     assert not torch.allclose(plain, dropped)
 
@@ -198,6 +198,6 @@ def _largest_of_cut_attention(length: int) -> int:
     return largest.elements
 
 
-def test_no_tensor_grows_with_the_square_of_the_sequence():
+def test_attention_memory_is_not_quadratic():
     keys_and_values = 2 * 512 * 2 * 8
     assert run_distributed(_largest_of_cut_attention, 2, 512) == [keys_and_values] * 2

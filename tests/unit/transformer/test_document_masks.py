@@ -52,23 +52,23 @@ def test_every_pair_is_computed_once(size: int, documents: bool):
     assert documents or len(work) == 1  # under a causal mask all ranks do the same
 
 
-def test_chunks_of_all_ranks_find_their_place_in_the_sequence():
+def test_chunk_places_restore_sequence_order():
     assert chunk_places(2) == [0, 2, 3, 1]
     held = [chunk for rank in range(4) for chunk in chunks_of_rank(rank, 4)]
     assert [held[place] for place in chunk_places(4)] == list(range(8))
 
 
-def test_one_document_takes_no_more_calls_than_none_said():
+def test_single_document_needs_no_extra_calls():
     assert list(document_pieces(torch.zeros(3, 8, dtype=torch.long))) == causal_pieces(8)
 
 
-def test_pieces_of_the_batch_that_layers_share_are_computed_once():
+def test_document_pieces_are_cached():
     assert document_pieces(STARTS) is document_pieces(STARTS.int())
     assert document_pieces(STARTS) != document_pieces(STARTS.flip(0))
     assert document_pieces(STARTS[:, :4]) != document_pieces(STARTS[:1])
 
 
-def test_bounds_have_one_shape_for_every_layout():
+def test_bounds_shape_does_not_depend_on_layout():
     for starts, bounds, longest in (
         (STARTS, [0, 3, 5, 8, 9, 15, 16], 6),
         (torch.zeros(2, 8, dtype=torch.long), [0, 8, 16], 8),
@@ -81,7 +81,7 @@ def test_bounds_have_one_shape_for_every_layout():
     assert PackedDocuments(STARTS[:, [0, 1, 6, 7]], 0, 2).bounds is None
 
 
-def test_what_cannot_be_cut_is_refused():
+def test_indivisible_sequences_are_refused():
     with pytest.raises(DataError, match=r"two equal chunks .* 7 tokens are not; .* multiple of 4"):
         causal_pieces(7, 0, 2)
     with pytest.raises(DataError, match=r"position 1 of row 0 .* begins behind it, at 5"):

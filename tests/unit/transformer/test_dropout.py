@@ -13,7 +13,7 @@ from tests.unit._spawn import run_distributed
 ONES = torch.ones(64)
 
 
-def test_it_acts_in_training_with_a_probability():
+def test_dropout_in_training_with_positive_probability():
     assert hidden_dropout(ONES, 0.0, training=True, sequence_parallel=False) is ONES
     assert hidden_dropout(ONES, 0.5, training=False, sequence_parallel=False) is ONES
     dropped = hidden_dropout(ONES, 0.5, training=True, sequence_parallel=False)
@@ -42,7 +42,7 @@ def test_context_parallel_ranks_share_no_mask():
 
 
 @pytest.mark.long
-def test_rank_pairs_share_masks_only_of_shared_activations():
+def test_masks_under_tp_and_cp():
     whole = run_distributed(_drawn, 4, False, 2, 2)  # tp is the inner axis
     assert torch.equal(whole[0], whole[1]) and torch.equal(whole[2], whole[3])
     assert not torch.equal(whole[0], whole[2])
@@ -64,7 +64,7 @@ def _attention_drops(tp, cp):
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)])
-def test_attention_drops_other_weights_on_each_rank(tp, cp):
+def test_attention_dropout_differs_between_ranks(tp, cp):
     (first, first_kept), (second, second_kept) = run_distributed(_attention_drops, 2, tp, cp)
     assert first_kept and second_kept
     assert not torch.equal(first, second)

@@ -13,14 +13,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
 
 
-def test_what_matches_is_frozen():
-    found = model()
-    assert freeze_parameters(found, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias", "2.bias"]
-    assert [name for name, p in found.named_parameters() if p.requires_grad] == ["1.weight", "2.weight"]
+def test_matching_parameters_are_frozen():
+    actual = model()
+    assert freeze_parameters(actual, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias", "2.bias"]
+    assert [name for name, p in actual.named_parameters() if p.requires_grad] == ["1.weight", "2.weight"]
     assert freeze_parameters(model(), []) == []
 
 
-def test_a_pattern_of_nothing_and_one_of_everything_are_refused():
+def test_patterns_matching_none_or_all_are_refused():
     with pytest.raises(ConfigError, match=r"freeze '3\.\*' matches no parameter; names are as 0\.weight and 2\.bias"):
         freeze_parameters(model(), ["0.*", "3.*"])
     with pytest.raises(ConfigError, match=r"freeze 0\.\* \[12\]\.\* matches all 6 parameters; leave some to train"):

@@ -55,12 +55,12 @@ def _check(kind: type[nn.Module], sequence_parallel: bool) -> None:
     y.backward(upstream)
     y_part.backward(part(upstream, cut_out))
     assert torch.equal(x_part.grad, part(x.grad, cut_in))
-    for (name, expected), found in zip(serial.adapter.named_parameters(), parallel.adapter.parameters(), strict=True):
-        gradient = found.grad
-        if found.tensor_model_parallel:
-            gradient = all_gather(gradient, found.partition_dim)
-        assert found.sequence_parallel is (sequence_parallel and not found.tensor_model_parallel)
-        if found.sequence_parallel:  # as `finalize_model_grads` does
+    for (name, expected), actual in zip(serial.adapter.named_parameters(), parallel.adapter.parameters(), strict=True):
+        gradient = actual.grad
+        if actual.tensor_model_parallel:
+            gradient = all_gather(gradient, actual.partition_dim)
+        assert actual.sequence_parallel is (sequence_parallel and not actual.tensor_model_parallel)
+        if actual.sequence_parallel:  # as `finalize_model_grads` does
             assert not torch.equal(gradient, expected.grad), f"{name} is marked, and complete as it is"
             dist.all_reduce(gradient)
         assert torch.equal(gradient, expected.grad), name
@@ -73,7 +73,7 @@ def _check_layers() -> None:
             _check(kind, sequence_parallel)
 
 
-def test_an_adapter_of_two_ranks_is_the_serial_one():
+def test_lora_on_two_tp_ranks_equals_serial():
     run_distributed(_check_layers, 2)
 
 
@@ -99,7 +99,7 @@ def _initial_values(on_meta: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_initial_values_depend_on_no_cut(on_meta: bool):
+def test_lora_initial_values_do_not_depend_on_tp(on_meta: bool):
     torch.manual_seed(3)
     plain = GPTModel(
         TransformerConfig(**CASE.config), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
@@ -120,7 +120,7 @@ def test_initial_values_depend_on_no_cut(on_meta: bool):
             assert torch.equal(rank[name], parameter), name
 
 
-def test_a_merged_model_is_a_plain_one_that_computes_the_same():
+def test_merged_model_equals_adapted_model():
     model, (ids, _) = build(CASE), batch()
     before, names = model(ids), list(model.state_dict())
     targets = ["linear_qkv", "linear_fc2"]
@@ -145,7 +145,7 @@ def test_a_merged_model_is_a_plain_one_that_computes_the_same():
     assert torch.equal(model(ids), adapting)  # a copy has adapters of its own
 
 
-def test_what_cannot_be_adapted_is_refused_and_left_alone():
+def test_unadaptable_models_are_refused_unchanged():
     model = build(CASE)
     assert add_lora(model, None) == []
     with pytest.raises(ConfigError, match=r"'linear_q' names no linear layer of the model, which has linear_fc1, lin"):

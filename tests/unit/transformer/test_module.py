@@ -30,13 +30,13 @@ def test_half_precision_trains_near_fp32(precision, dtype, rounding):
     assert losses.dtype == half(ids).dtype == torch.float32 and model(ids).dtype == dtype
     # A few dozen roundings deep: within eight of them for the loss, and for the gradient of all parameters together.
     assert relative_error(losses, exact(ids, labels=labels)) < 8 * rounding
-    found = torch.cat([parameter.grad.float().flatten() for parameter in half.parameters()])
+    actual = torch.cat([parameter.grad.float().flatten() for parameter in half.parameters()])
     expected = torch.cat([parameter.grad.flatten() for parameter in exact.parameters()])
     assert all(parameter.grad.dtype == dtype for parameter in half.parameters())
-    assert relative_error(found, expected) < 16 * rounding
+    assert relative_error(actual, expected) < 16 * rounding
 
 
-def test_state_dicts_have_no_prefix_and_load_back():
+def test_state_dict_roundtrip_without_prefix():
     config = TransformerConfig(bf16=True, **CASE.config)
     half = Float16Module(config, build(CASE, bf16=True))
     state = {name: tensor.clone() for name, tensor in half.state_dict().items()}
@@ -63,7 +63,7 @@ class _Echo(nn.Module):
         return {"hidden": (self.weight * 1, [self.table]), "ids": torch.zeros(1, dtype=torch.long)}
 
 
-def test_casts_reach_into_containers_but_skip_buffers_and_ints():
+def test_casts_in_containers_skip_buffers_and_ints():
     half = Float16Module(TransformerConfig(fp16=True, **SIZES), _Echo())
     output = half(torch.zeros(1), (torch.zeros(1, dtype=torch.long), torch.zeros(1)), extra={"x": torch.zeros(1)})
     (first, (second, third)), keywords = half.module.seen
@@ -77,7 +77,7 @@ def test_casts_reach_into_containers_but_skip_buffers_and_ints():
     assert output["ids"].dtype == torch.long and half.module.table.dtype == torch.float32
 
 
-def test_half_precision_must_be_asked_for():
+def test_half_precision_needs_its_flag():
     with pytest.raises(ConfigError, match="neither fp16 nor bf16"):
         Float16Module(TransformerConfig(**SIZES), _Echo())
 
@@ -102,13 +102,13 @@ def test_materialize_keeps_buffers_that_have_values():
     assert torch.equal(model.linear.weight, direct.linear.weight)
 
 
-def test_materialize_says_what_it_cannot_fill():
+def test_materialize_names_unfillable_tensors():
     config = TransformerConfig(**SIZES)
     with pytest.raises(ConfigError, match=r"buffers on the meta device.*'table'"):
         materialize(_Seeded(config, on_meta_too=True), "cpu")
 
 
-def test_materialize_draws_a_seed_and_spares_what_has_values():
+def test_materialize_leaves_existing_values():
     with torch.device("meta"):
         model = nn.ModuleDict({"new": nn.Linear(2, 2), "part": _Seeded(TransformerConfig(**SIZES), on_meta_too=False)})
     model["old"] = nn.Linear(2, 2)
@@ -126,7 +126,7 @@ def test_materialize_draws_a_seed_and_spares_what_has_values():
     assert torch.equal(model["part"].linear.weight, direct.linear.weight)
 
 
-def test_materialize_fills_nothing_where_initialization_is_off():
+def test_materialize_without_initialization():
     config = TransformerConfig(perform_initialization=False, **SIZES)
     with torch.device("meta"):
         model = _Seeded(config, on_meta_too=False)

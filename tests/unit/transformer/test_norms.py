@@ -32,7 +32,7 @@ def test_values_and_epsilon(kind):
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_gradients_are_those_of_the_formula(kind):
+def test_gradients_equal_formula(kind):
     norm = kind(TransformerConfig(layernorm_epsilon=0.5, **SIZES), 8).double()
     with torch.no_grad():
         for number, parameter in enumerate(norm.parameters()):
@@ -46,8 +46,8 @@ def test_gradients_are_those_of_the_formula(kind):
     inputs = [x, *norm.parameters()]
     weigh = torch.linspace(-1.0, 1.0, 8, dtype=torch.float64)
     expected = torch.autograd.grad((normalise(*inputs) * weigh).sum(), inputs)
-    for found, value in zip(torch.autograd.grad((norm(x) * weigh).sum(), inputs), expected, strict=True):
-        torch.testing.assert_close(found, value)
+    for actual, value in zip(torch.autograd.grad((norm(x) * weigh).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(actual, value)
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
@@ -73,7 +73,7 @@ def test_the_apex_of_pypi_is_refused(monkeypatch):
         build_norm(TransformerConfig(**SIZES), 8)
 
 
-def test_nvidias_kernels_are_taken_for_gpu_tensors_only(monkeypatch):
+def test_apex_kernels_run_on_gpu_tensors_only(monkeypatch):
     calls = []
 
     def layer_norm(input_, weight, bias, shape, eps):

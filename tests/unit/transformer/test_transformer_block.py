@@ -46,7 +46,7 @@ def _run(changes, masked=False, training=True):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_recomputed_equals_kept_bitwise_with_dropout(choice, masked):
+def test_recomputation_is_bitwise_with_dropout(choice, masked):
     changes, expected_cores, expected_layers = CHOICES[choice]
     losses, gradients, after, _, _ = _run({}, masked)
     found_losses, found_gradients, found_after, cores, layers = _run(changes, masked)

@@ -21,7 +21,7 @@ def config(**changes):
     return TransformerConfig(**(SIZES | changes))
 
 
-def test_what_is_not_given_is_derived():
+def test_missing_sizes_are_derived():
     derived = config()
     assert (derived.num_query_groups, derived.ffn_hidden_size, derived.kv_channels) == (6, 192, 8)
     given = config(num_query_groups=2, ffn_hidden_size=100, kv_channels=16)
@@ -64,7 +64,7 @@ def test_dropout_and_norm_defaults_are_megatrons():
         ({"recompute_method": "block"}, "recompute_method given with recompute_granularity None"),
     ],
 )
-def test_a_setting_that_cannot_be_honoured(changes, message):
+def test_invalid_config_settings_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message) as raised:
         config(**changes)
     assert not isinstance(raised.value, ParallelConfigError) and " | " not in str(raised.value)
@@ -91,23 +91,23 @@ def test_sizes_that_tensor_parallelism_cannot_split(changes, message):
     assert " | " not in str(raised.value)
 
 
-def test_groups_that_do_not_divide_are_one_error_with_a_remedy():
+def test_indivisible_query_groups_are_refused_with_remedy():
     with pytest.raises(ConfigError) as raised:
         config(num_attention_heads=12, num_query_groups=5, tensor_model_parallel_size=4)
     assert str(raised.value) == "num_query_groups 5 does not divide num_attention_heads 12; take 4 or 12 groups"
 
 
-def test_everything_wrong_is_said_at_once_also_by_the_parent():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(ConfigError) as raised:
         config(hidden_size=50, fp16=True, bf16=True, hidden_dropout=2.0, tensor_model_parallel_size=4)
-    found = str(raised.value).split(" | ")
+    actual = str(raised.value).split(" | ")
     starts = (
         "fp16 and bf16",
         "num_attention_heads 6 does not",
         "num_attention_heads 6 cannot",
         "hidden_dropout is 2.0",
     )
-    assert len(found) == len(starts) and all(map(str.startswith, found, starts))
+    assert len(actual) == len(starts) and all(map(str.startswith, actual, starts))
 
 
 def test_replace_checks_again():
@@ -115,7 +115,7 @@ def test_replace_checks_again():
         dataclasses.replace(config(), num_query_groups=4)
 
 
-def test_initial_weights_have_the_spread_asked_for():
+def test_initial_weights_have_configured_std():
     shape, generator = (100, 100), torch.Generator().manual_seed(0)
     weight = torch.empty(shape)
     config(init_method_std=0.5).init_method(weight, generator)
@@ -132,7 +132,7 @@ def test_each_field_says_what_it_is():
             assert after.strip().startswith('"""'), field.name
 
 
-def test_a_stub_without_sizes_is_a_config_that_no_model_takes():
+def test_config_without_sizes_builds_no_model():
     stub = TransformerConfig(num_attention_heads=1, num_layers=1)
     assert (stub.hidden_size, stub.ffn_hidden_size, stub.kv_channels) == (0, 0, 0)
     assert TransformerConfig(num_layers=1, kv_channels=1, bf16=True).num_query_groups == 0
@@ -151,13 +151,27 @@ def test_activations_are_functions_or_their_names():
     assert torch.equal(mlp(x), expected)
 
 
-def test_initialisers_are_those_given_or_follow_the_spread():
+def test_initialisers_default_to_configured_std():
     assert config(init_method=torch.nn.init.zeros_).init_method is torch.nn.init.zeros_
     first = config(init_method_std=0.5)
     assert (first.init_method.sigma, first.output_layer_init_method.sigma) == (0.5, 0.25)  # / sqrt(2 x 2 layers)
     changed = dataclasses.replace(first, init_method_std=1.0)
     assert (changed.init_method.sigma, changed.output_layer_init_method.sigma) == (1.0, 0.5)
     assert dataclasses.replace(config(init_method=len), num_layers=8).init_method is len
+
+
+def test_embeddings_have_a_standard_deviation_of_their_own():
+    assert config(init_method_std=0.5).embedding_init_method.sigma == 0.5
+    assert config(init_method=torch.nn.init.zeros_).embedding_init_method is torch.nn.init.zeros_
+    other = config(init_method_std=0.5, embedding_init_method_std=2.0)
+    assert (other.init_method.sigma, other.embedding_init_method.sigma) == (0.5, 2.0)
+    assert dataclasses.replace(other, embedding_init_method_std=1.0).embedding_init_method.sigma == 1.0
+    torch.manual_seed(1)
+    model = GPTModel(other, None, vocab_size=512, max_sequence_length=64)
+    deviations = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    assert deviations["embedding.word_embeddings.weight"] == pytest.approx(2.0, rel=0.1)
+    assert deviations["embedding.position_embeddings.weight"] == pytest.approx(2.0, rel=0.2)
+    assert deviations["output_layer.weight"] == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +184,7 @@ def test_initialisers_are_those_given_or_follow_the_spread():
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma"),
     ],
 )
-def test_a_field_that_would_change_what_is_computed_is_refused(given, message):
+def test_foreign_fields_that_change_numbers_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         config(**given)
     name = next(iter(given))
@@ -178,13 +192,13 @@ def test_a_field_that_would_change_what_is_computed_is_refused(given, message):
     assert getattr(config(**{name: default}), name) == default
 
 
-def test_a_field_that_changes_no_number_is_ignored_with_warning():
+def test_harmless_foreign_fields_warn():
     warn_once.cache_clear()
     given = {"bias_dropout_fusion": True, "moe_router_topk": 4, "pipeline_dtype": torch.float32}
     with pytest.warns(UserWarning, match="ignores bias_dropout_fusion, moe_router_topk, pipeline_dtype") as caught:
-        made = config(**given)
+        result = config(**given)
     assert len(caught) == 1 and caught[0].filename == __file__
-    assert {name: getattr(made, name) for name in given} == given
+    assert {name: getattr(result, name) for name in given} == given
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(**given)
@@ -197,3 +211,8 @@ def test_the_first_field_may_be_given_by_position():
         ModelParallelConfig(2, 2)
     with pytest.raises(TypeError, match="no_such_field"):
         config(no_such_field=1)
+
+
+def test_sizes_that_the_group_does_not_divide_are_refused():
+    with pytest.raises(ParallelConfigError, match=r"num_attention_heads 4 cannot be split over .* 3"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=4).check_split(3)

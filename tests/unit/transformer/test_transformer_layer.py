@@ -14,7 +14,7 @@ def _layer_and_input(name="swiglu-gqa-rope-rms"):
     return model.decoder.layers[0], hidden_states, rotation
 
 
-def test_a_layer_that_adds_nothing_passes_its_input_on():
+def test_layer_with_zero_branches_is_identity():
     layer, hidden_states, rotation = _layer_and_input()
     assert isinstance(layer, TransformerLayer)
     with torch.no_grad():
@@ -31,5 +31,5 @@ def test_compiled_equals_eager(name):
     (expected,) = torch.autograd.grad(eager.square().sum(), hidden_states)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True)(hidden_states, None, rotary_pos_emb=rotation)
-    (found,) = torch.autograd.grad(compiled.square().sum(), hidden_states)
-    assert relative_error(compiled, eager) < 1e-6 and relative_error(found, expected) < 1e-5
+    (actual,) = torch.autograd.grad(compiled.square().sum(), hidden_states)
+    assert relative_error(compiled, eager) < 1e-6 and relative_error(actual, expected) < 1e-5

@@ -30,7 +30,7 @@ class PositionEmbedding(ParameterOwner):
     def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
         super().__init__()
         shape = (max_sequence_length, config.hidden_size)
-        self.add_parameter("weight", shape, config.init_method, config=config)
+        self.add_parameter("weight", shape, config.embedding_init_method, config=config)
         initialize_unless_deferred(self, config)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class LanguageModelEmbedding(MegatronModule):
 
     Args:
         position_embedding_type: "learned_absolute" adds a table of positions; "rope" none.
-        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's; refused unless at their defaults.
+        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's arguments; refused unless at their defaults.
         tp_group: the tensor-parallel group of `core.parallel_state`.
 
     Raises:
@@ -90,7 +90,7 @@ class LanguageModelEmbedding(MegatronModule):
             vocab_size,
             config.hidden_size,
             config=config,
-            init_method=config.init_method,
+            init_method=config.embedding_init_method,
             reduce_scatter_embeddings=config.sequence_parallel and not learned,
         )
         self.position_embeddings = PositionEmbedding(config, max_sequence_length) if learned else None
@@ -101,11 +101,11 @@ class LanguageModelEmbedding(MegatronModule):
         position_ids: torch.Tensor | None = None,
         tokentype_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Maps ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
+        """Maps ids `[b, s]` to `[s, b, h]`, or to this rank's `[s / tp, b, h]` with sequence parallelism.
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.
-            tokentype_ids: Megatron-LM's; only None is allowed.
+            tokentype_ids: Megatron-LM's argument; only None is allowed.
         """
         refuse("LanguageModelEmbedding", tokentype_ids=(tokentype_ids, None, "tokens have one type"))
         if self.word_embeddings.reduce_scatter_embeddings:

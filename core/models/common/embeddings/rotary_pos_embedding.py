@@ -20,9 +20,10 @@ class RotaryEmbedding(nn.Module):
     they are computed in fp32 on the given device, and those of the last length are cached.
 
     Args:
-        rotary_interleaved, seq_len_interpolation_factor, rope_scaling: Megatron-LM's; refused unless at the defaults.
+        rotary_interleaved, seq_len_interpolation_factor, rope_scaling: Megatron-LM's arguments; refused unless at
+            their defaults.
         rope_scaling_factor: used only with `rope_scaling`.
-        use_cpu_initialization, cp_group: Megatron-LM's; ignored, as angles are computed on the given device.
+        use_cpu_initialization, cp_group: Megatron-LM's arguments; ignored, as angles are computed on the given device.
 
     Raises:
         ConfigError: the number of rotated channels is not even.
@@ -58,7 +59,7 @@ class RotaryEmbedding(nn.Module):
         self._kept: tuple[tuple[int, torch.device], Rotation] | None = None
 
     def forward(self, max_seq_len: int, *, device: torch.device, position_ids: torch.Tensor | None = None) -> Rotation:
-        """Returns cosine and sine, `[s, 1, 1, r]` each, fp32; `[s, b, 1, r]` with explicit positions.
+        """Returns cosine and sine in fp32, `[s, 1, 1, r]` each, or `[s, b, 1, r]` with explicit positions.
 
         Args:
             max_seq_len: length of the whole sequence, also if a rank has a part of the activations.

@@ -137,7 +137,7 @@ def result(trainer: Any, reductions: list[int]) -> Trained:
 
 
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
-    from core.adapters.accelerate.checkpoints import whole_state_dict
+    from core.adapters.bridge.checkpoints import whole_state_dict
 
     wrapper = getattr(trainer, "_wrapper", None)
     if wrapper is None:

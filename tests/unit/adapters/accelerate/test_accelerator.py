@@ -252,7 +252,7 @@ def test_hooks_and_the_ways_to_save_a_model_work(tmp_path):
 
 def _two_backwards(strategy: str) -> list[str]:
     """Returns for backwards without and with `no_sync` around the first what came of it."""
-    from core.adapters.accelerate.checkpoints import whole_state_dict
+    from core.adapters.bridge.checkpoints import whole_state_dict
     from core.errors import ShardstackError
 
     found: list[Any] = []

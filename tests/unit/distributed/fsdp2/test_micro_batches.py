@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.distributed.fsdp2.torch_private import gathered_tensors
+from core.distributed.fsdp2.torch_private import TorchState
 from core.distributed.plan.make_fsdp2_plan import units_at_the_ends
 from core.distributed.plan.units import UnitModules
 from tests.unit._spawn import run_distributed
@@ -43,7 +43,9 @@ def _bytes_gathered(settings: dict) -> list[int]:
     for index in range(3):
         with nullcontext() if index == 2 else model.no_sync():
             model(torch.tensor([[1, 2, 3]])).sum().backward()
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gathered_tensors(module)}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in TorchState(module).gathered_tensors()
+        }
         held.append(sum(storages.values()))
     return held
 

@@ -1,4 +1,4 @@
-"""FSDP2's private state is known in one folder, a few places apart, and every name of it that is used is there."""
+"""FSDP2's private state is known in one file, a few places apart, and every name of it that is used is there."""
 
 from __future__ import annotations
 
@@ -19,41 +19,35 @@ PRIVATE = re.compile(
 )
 """`_fsdp_api` has the interfaces of `set_custom_all_gather` and `set_custom_reduce_scatter`, which are public."""
 
-ALLOWED = {"_torch_compat.py", "adapters/optimus/transforms.py", "distributed/fsdp2/shard_model.py"}
+ALLOWED = {"_torch_compat.py", "adapters/optimus.py", "distributed/fsdp2/shard_model.py"}
 """Differences between versions; what a model's own ``fully_shard`` has asked for, on a copy without values; and
 asynchronous gathers on the CPU, a setting that is public in all but its name."""
 
 
-def test_only_one_folder_reads_torchs_private_state():
+FILE = Path(core.__file__).parent / "distributed" / "fsdp2" / "torch_private.py"
+
+
+def test_only_one_file_reads_torchs_private_state():
     root = Path(core.__file__).parent
-    files = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
-    found = {name for name, text in files.items() if PRIVATE.search(text)}
-    inside = {name for name in found if name.startswith("distributed/fsdp2/torch_private/")}
-    assert len(inside) >= 5 and found - inside == ALLOWED
+    files = {path: path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
+    found = {
+        path.relative_to(root).as_posix() for path, text in files.items() if PRIVATE.search(text) and path != FILE
+    }
+    assert PRIVATE.search(files[FILE]) and found == ALLOWED
 
 
-FOLDER = Path(core.__file__).parent / "distributed" / "fsdp2" / "torch_private"
 ORIGINS = Origins(
-    parameters={"group": "FSDPParamGroup", "parameter": "FSDPParam", "comm_ctx": "FSDPCommContext"},
+    parameters={"parameter": "FSDPParam", "comm_ctx": "FSDPCommContext"},
     functions={
         "_get_fsdp_state": "FSDPState",
-        "state_of": "FSDPState",
         "fsdp_param_groups": "[FSDPParamGroup]",
-        "param_groups": "[FSDPParamGroup]",
-        "fsdp_parameters": "[FSDPParam]",
-        "_reductions_under_way": "[ReduceScatterState]",
+        "groups_of": "[FSDPParamGroup]",
+        "_running_reductions": "[ReduceScatterState]",
         "communication_of": "",
         "gathered_versions": "",
         "names_of_parameters": "",
     },
 )
-OURS = {
-    ("FSDPParamGroup", "direct_exchange"),
-    ("FSDPParam", "requires_grad_when_gathered"),
-    ("FSDPState", "_param_groups_of_shardstack"),
-    ("DefaultAllGather", "gather_each"),
-}
-"""Attributes that we set on torch's objects; the last, of our own in place of that."""
 
 OF_SOME_VERSIONS = {
     ("FSDPState", "_reset_iter_state"),
@@ -83,8 +77,7 @@ def _torchs_objects() -> Catalog:
 
 def _uses(catalog: Catalog) -> Uses:
     uses = Uses(catalog, ORIGINS)
-    for path in FOLDER.glob("*.py"):
-        uses.read(path.name, path.read_text(encoding="utf-8"))
+    uses.read(FILE.name, FILE.read_text(encoding="utf-8"))
     return uses
 
 
@@ -92,7 +85,7 @@ def _missing(catalog: Catalog, uses: Uses) -> set[str]:
     return {
         f"{use.where}: {use.kind}.{use.name}"
         for use in uses.found
-        if use.name not in catalog.names[use.kind] and (use.kind, use.name) not in OURS | OF_SOME_VERSIONS
+        if use.name not in catalog.names[use.kind] and (use.kind, use.name) not in OF_SOME_VERSIONS
     }
 
 
@@ -103,16 +96,17 @@ def test_every_private_name_that_is_used_is_there():
     assert len(names) > 60 and names > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}
     assert uses.unknown == set()
     assert _missing(catalog, uses) == set()
-    assert names >= OURS | OF_SOME_VERSIONS and not any(name in catalog.names[kind] for kind, name in OURS)
+    assert names >= OF_SOME_VERSIONS
     assert {"reduce_scatter_state", "reduce_scatter_states"} & catalog.names["FSDPCommContext"]
-    for kind, name in names - OURS - OF_SOME_VERSIONS:
+    for kind, name in names - OF_SOME_VERSIONS:
         without = Catalog({**catalog.names, kind: catalog.names[kind] - {name}}, catalog.kinds)
         missing = _missing(without, uses)
         assert missing and all(found.endswith(f": {kind}.{name}") for found in missing)
 
 
 CODE = """
-def reads(group: Any, other: Any) -> None:
+def reads(other: Any) -> None:
+    (group,) = groups_of(root)
     for parameter in group.fsdp_params:
         parameter.renamed = None
     of_others().fsdp_params

@@ -20,7 +20,7 @@ from tests.unit.distributed.outside_the_loop.scenario import (
 
 
 @scenario(
-    raises=for_kinds(SHARDED, "a backward added gradients after|got a gradient after"), rtol=1e-6
+    raises=for_kinds(SHARDED, "a backward added gradients after"), rtol=1e-6
 )  # what was reduced is reduced again: 2^-24 an addition
 def gradients_add_up_over_steps_that_zero_none(run: Run) -> None:
     for step in range(3):
@@ -53,7 +53,7 @@ def the_module_zeroes_the_gradients(run: Run) -> None:
         run.step()
 
 
-@scenario(raises=for_kinds(SHARDED, "a backward added gradients after|got a gradient after"))
+@scenario(raises=for_kinds(SHARDED, "a backward added gradients after"))
 def gradients_are_set_to_none_by_hand(run: Run) -> None:
     for step in range(3):
         for parameter in run.inner.parameters():
@@ -196,7 +196,7 @@ def finalizing_twice(run: Run) -> None:
 
 
 @scenario(
-    raises=for_kinds(SHARDED, "a backward added gradients after|got a gradient after"), rtol=1e-6
+    raises=for_kinds(SHARDED, "a backward added gradients after"), rtol=1e-6
 )  # what was reduced is reduced again: 2^-24 an addition
 def a_backward_between_finalizing_and_the_step(run: Run) -> None:
     run.zero()

@@ -26,9 +26,9 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.engine import Engine
 from core.distributed.groups import DataParallelGroups, find_groups
 from core.distributed.plan import GradientReduction, Plan, UnitPlan, plan_model
+from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from core.transformer import TransformerConfig
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -174,9 +174,9 @@ def test_one_function_says_which_engine_a_strategy_means():
     configs = {"distributed/distributed_data_parallel_config.py"}
     assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
     assert _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)") == {
-        "distributed/engine.py"
+        "distributed/torch_fully_sharded_data_parallel_config.py"
     }
-    before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/nvfsdp.py"}
+    before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/parallelize.py"}
     makers = ("make_flat_plan", "make_fsdp2_plan")
     plans = {f"distributed/plan/{file}.py" for file in ("values", *makers)}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans

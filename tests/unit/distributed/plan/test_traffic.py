@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
-from core.distributed.engine import Engine
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
+from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
 

@@ -21,20 +21,20 @@ from tests.unit.models._cases import BATCH, LENGTH, SMALL, VOCAB, batch, build, 
         ({"max_sequence_length": -1}, "max_sequence_length is -1"),
     ],
 )
-def test_arguments_that_cannot_be_honoured(arguments, message):
+def test_unsupported_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         GPTModel(small_config(), **({"vocab_size": VOCAB, "max_sequence_length": LENGTH} | arguments))
 
 
 @pytest.mark.parametrize("degree", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
-def test_degrees_that_models_do_not_have_are_refused(degree):
+def test_unsupported_degrees_are_refused(degree):
     with pytest.raises(ParallelConfigError, match=f"{degree} is 2"):
         GPTModel(
             small_config(**{degree: 2}), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
         )
 
 
-def test_batches_that_cannot_be_taken():
+def test_malformed_batches_are_refused():
     model = build(SMALL)
     ids, labels = batch()
     mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -74,7 +74,7 @@ def _refuses_groups_of_another_degree() -> None:
         )
 
 
-def test_process_groups_of_an_absent_degree_are_refused():
+def test_process_groups_of_unsupported_degrees_are_refused():
     run_distributed(_refuses_groups_of_another_degree, 2)
 
 
@@ -87,7 +87,7 @@ def test_process_groups_of_an_absent_degree_are_refused():
         ({"vp_stage": 0}, "a rank holds one pipeline stage"),
     ],
 )
-def test_what_a_model_lacks_is_refused_by_megatrons_name(given, message):
+def test_missing_features_are_refused_by_megatrons_name(given, message):
     with pytest.raises(ParallelConfigError, match=message):
         GPTModel(small_config(), None, VOCAB, LENGTH, **given)
     model = GPTModel(small_config(), None, VOCAB, LENGTH)

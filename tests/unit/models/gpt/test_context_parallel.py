@@ -62,11 +62,11 @@ def _losses_and_gradients(name: str, rows: int, masked: str, packed: bool) -> tu
         ("qk-norm-partial-rope-tied", 1, "the first rank's", True),
     ],
 )
-def test_two_ranks_have_the_losses_and_gradients_of_one(name: str, rows: int, masked: str, packed: bool):
+def test_two_cp_ranks_equal_serial(name: str, rows: int, masked: str, packed: bool):
     losses, gradients = _losses_and_gradients(name, rows, masked, packed)
     assert bool(losses[:, FIRST_RANKS].any()) == (masked != "the first rank's")
-    for rank, (found, of_rank) in enumerate(run_distributed(_losses_and_gradients, 2, name, rows, masked, packed)):
+    for rank, (actual, of_rank) in enumerate(run_distributed(_losses_and_gradients, 2, name, rows, masked, packed)):
         places = FIRST_RANKS if rank == 0 else [place for place in range(LENGTH) if place not in FIRST_RANKS]
-        torch.testing.assert_close(found, losses[:, places], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, losses[:, places], rtol=1e-5, atol=1e-6)
         for parameter, gradient in gradients.items():
             assert relative_error(of_rank[parameter], gradient) < 1e-5, parameter

@@ -10,7 +10,7 @@ from tests.unit.models._reference import fp64_parameters, reference_losses
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_reference(name):
+def test_losses_and_gradients_equal_reference(name):
     # fp32 against fp64: what is left is fp32 rounding, 1e-7 for the loss and about ten of these for a gradient.
     model = build(CASES[name])
     ids, labels = batch()
@@ -25,7 +25,7 @@ def test_losses_and_gradients_are_those_of_the_reference(name):
         assert relative_error(parameter.grad, parameters[parameter_name].grad) < 1e-5, parameter_name
 
 
-def test_the_comparison_sees_a_swap_of_gate_and_up():
+def test_swapped_gate_and_up_are_detected():
     model = build(CASES["geglu-rope"])
     ids, labels = batch()
     parameters = fp64_parameters(model)
@@ -63,14 +63,14 @@ def test_packed_documents_do_not_see_each_other(name):
     assert not torch.allclose(packed, model(ids, positions, None, labels=labels))
 
 
-def test_a_mask_hides_more_but_never_shows_the_future():
+def test_attention_mask_only_hides():
     model = build(SMALL)
     ids, labels = batch()
     nothing_hidden = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     torch.testing.assert_close(model(ids, None, nothing_hidden, labels=labels), model(ids, labels=labels))
 
 
-def test_given_positions_are_used_under_both_kinds_of_embedding():
+def test_explicit_positions_under_both_embeddings():
     for name in ("gelu-learned-tied", "swiglu-gqa-rope-rms"):
         model = build(CASES[name])
         ids, labels = batch()
@@ -80,7 +80,7 @@ def test_given_positions_are_used_under_both_kinds_of_embedding():
         assert not torch.allclose(model(ids, counted.flip(1), labels=labels), plain)
 
 
-def test_names_are_megatrons():
+def test_parameter_names_equal_megatrons():
     tied, untied = (
         build(SMALL).state_dict(),
         build(CASES["qk-norm-partial-rope-tied"]._replace(tied=False)).state_dict(),
@@ -109,7 +109,7 @@ def test_names_are_megatrons():
     ]
 
 
-def test_a_shared_embedding_is_marked_and_is_the_output_weight():
+def test_shared_embedding_is_the_output_weight():
     tied, untied = build(SMALL), build(CASES["geglu-rope"])
     weight = tied.embedding.word_embeddings.weight
     assert weight.shared_embedding
@@ -133,7 +133,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_query_groups": 1}, {"recompute_granularity": "selective"}])
-def test_causal_attention_never_makes_a_tensor_of_s_times_s(changes):
+def test_causal_attention_memory_is_not_quadratic(changes):
     length = 1024
     model = GPTModel(
         small_config(**changes), vocab_size=VOCAB, max_sequence_length=length, position_embedding_type="rope"

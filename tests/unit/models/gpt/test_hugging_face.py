@@ -78,8 +78,8 @@ def tokens() -> torch.Tensor:
 
 @torch.no_grad()
 def logits_of(model: nn.Module) -> torch.Tensor:
-    found = model.eval()(tokens())
-    return found if isinstance(found, torch.Tensor) else found.logits
+    actual = model.eval()(tokens())
+    return actual if isinstance(actual, torch.Tensor) else actual.logits
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -88,7 +88,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_what_was_written_and_round_trips(kind: str, tied: bool, tmp_path: Path):
+def test_export_loads_in_transformers(kind: str, tied: bool, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     model = build(kind, tied)
     folder = tmp_path / "model"
@@ -117,7 +117,7 @@ def test_transformers_loads_what_was_written_and_round_trips(kind: str, tied: bo
         ("GPT2LMHeadModel", "GPT2Config", {}),
     ],
 )
-def test_a_model_of_theirs_is_read(model_class: str, config_class: str, settings: dict[str, Any], tmp_path: Path):
+def test_transformers_model_imports(model_class: str, config_class: str, settings: dict[str, Any], tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     if model_class.startswith("GPT2"):
         sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": LENGTH}
@@ -135,24 +135,24 @@ def test_a_model_of_theirs_is_read(model_class: str, config_class: str, settings
     assert off(logits_of(model), logits_of(theirs)) <= BOUND
 
 
-def test_vocabulary_padding_stays_out_and_comes_back_as_zeros(tmp_path: Path):
+def test_vocabulary_padding_roundtrip(tmp_path: Path):
     model = build("llama", tied=False, vocab_size=64)
     save_hugging_face(model, tmp_path / "model", vocab_size=VOCABULARY, config={"eos_token_id": 7})
     described = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (described["vocab_size"], described["eos_token_id"]) == (VOCABULARY, 7)
     back = build("llama", tied=False, vocab_size=64, seed=4)
     load_hugging_face(back, tmp_path / "model")
-    for found, expected in (
+    for actual, expected in (
         (back.embedding.word_embeddings.weight, model.embedding.word_embeddings.weight),
         (back.output_layer.weight, model.output_layer.weight),
     ):
-        assert torch.equal(found[:VOCABULARY], expected[:VOCABULARY])
-        assert not found[VOCABULARY:].any()
+        assert torch.equal(actual[:VOCABULARY], expected[:VOCABULARY])
+        assert not actual[VOCABULARY:].any()
     with pytest.raises(CheckpointError, match="vocabulary of 48, and the model's has 40 rows"):
         load_hugging_face(build("llama", tied=False, vocab_size=40), tmp_path / "model")
 
 
-def test_half_precision_goes_out_and_is_rounded_back(tmp_path: Path):
+def test_half_precision_roundtrip(tmp_path: Path):
     model = build("qwen3")
     save_hugging_face(model, tmp_path / "model", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -172,7 +172,7 @@ def test_half_precision_goes_out_and_is_rounded_back(tmp_path: Path):
         ({"add_qkv_bias": True, "qk_layernorm": True}, r"qwen3 cannot express add_qkv_bias True"),
     ],
 )
-def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], message: str, tmp_path: Path):
+def test_inexpressible_models_are_refused_on_export(changes: dict[str, Any], message: str, tmp_path: Path):
     model = build("llama with wide heads", **changes)
     with pytest.raises(CheckpointError, match=message) as caught:
         save_hugging_face(model, tmp_path / "model")
@@ -197,28 +197,28 @@ def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], messag
         ({"hidden_size": None}, "config.json has no hidden_size"),
     ],
 )
-def test_what_no_model_here_can_express_is_one_error(changes: dict[str, Any], message: str):
+def test_unsupported_models_are_refused_on_import(changes: dict[str, Any], message: str):
     config = hf_config("llama", architecture_of(build("llama"))) | changes
     with pytest.raises(CheckpointError, match=message):
         architecture_from_hf(config)
 
 
-def test_another_model_is_refused_with_all_that_differs(tmp_path: Path):
+def test_mismatched_architecture_lists_differences(tmp_path: Path):
     save_hugging_face(build("llama"), tmp_path / "model")
     before = build("llama", tied=False, rotary_base=10000.0, ffn_hidden_size=24)
-    kept = [parameter.clone() for parameter in before.parameters()]
+    saved = [parameter.clone() for parameter in before.parameters()]
     with pytest.raises(
         CheckpointError, match=r"ffn_hidden_size 24 and 20, rotary_base 10000.0 and 5000.0, tied False"
     ):
         load_hugging_face(before, tmp_path / "model")
-    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), saved, strict=True))
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         save_hugging_face(build("llama"), tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"cannot be read \(No such file"):
         load_hugging_face(build("llama"), tmp_path / "nowhere")
 
 
-def test_every_kind_is_recognized():
+def test_every_layout_is_recognized():
     assert [choose_layout(architecture_of(build(kind))) for kind in KINDS] == [layout for layout, _ in KINDS.values()]
     for kind, (layout, _) in KINDS.items():
         architecture = architecture_of(build(kind))
@@ -243,8 +243,8 @@ def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
             model = wrap_model(gpt, gpt.config, configs[wrapper])
             load_hugging_face(model, folder / kind)
             for name, tensor in model_state_dict(gpt).items():
-                found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                if not torch.equal(found, whole[name]):
+                actual = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                if not torch.equal(actual, whole[name]):
                     problems.append(f"{kind}, {wrapper}, tp {tp}: {name}")
             again = folder / f"{kind}-{wrapper}-{tp}"
             save_hugging_face(model, again, max_shard_bytes=4000)
@@ -254,7 +254,7 @@ def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
     return problems
 
 
-def test_every_layout_of_ranks_reads_and_writes_the_same(tmp_path: Path):
+def test_export_and_import_are_equal_for_every_rank_layout(tmp_path: Path):
     kinds = ["llama with biases and gelu", "qwen3", "gpt2"]
     for kind in kinds:
         save_hugging_face(build(kind, False), tmp_path / kind, max_shard_bytes=4000)
@@ -285,7 +285,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_malformed_config_is_one_line_before_memory_is_taken(tmp_path: Path, kind: str):
+def test_malformed_config_is_refused_before_allocation(tmp_path: Path, kind: str):
     save_hugging_face(build("llama"), tmp_path / "m", layout="llama")
     path = tmp_path / "m" / "config.json"
     changes = HOSTILE[kind]

@@ -33,9 +33,9 @@ def test_meta_then_materialize_equals_direct_construction(name):
     assert all(parameter.is_meta for parameter in model.parameters())
     assert materialize(model, "cpu") is model
     assert torch.equal(after_direct, after_meta)  # both drew equally from the stream
-    for (key, found), (_, expected) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
-        assert torch.equal(found, expected), key
-        assert vars(found) == vars(expected) == marks[key], key
+    for (key, actual), (_, expected) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
+        assert torch.equal(actual, expected), key
+        assert vars(actual) == vars(expected) == marks[key], key
     ids, labels = batch()
     assert torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
 
@@ -62,10 +62,10 @@ def _materialize_sharded():
         fully_shard(layer)
     fully_shard(model)
     materialize(model)
-    for (name, found), (_, expected) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
-        assert isinstance(found, DTensor)
-        assert torch.equal(found.full_tensor(), expected), name
-        assert {key: getattr(found, key) for key in vars(expected)} == vars(expected), name
+    for (name, actual), (_, expected) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
+        assert isinstance(actual, DTensor)
+        assert torch.equal(actual.full_tensor(), expected), name
+        assert {key: getattr(actual, key) for key in vars(expected)} == vars(expected), name
     ids, labels = batch()
     return torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
 
@@ -90,7 +90,7 @@ def test_seed_and_names_decide_initial_values():
     assert not layers[0].mlp.linear_fc1.bias.any()
 
 
-def test_without_initialization_nothing_is_filled(monkeypatch):
+def test_perform_initialization_false_leaves_memory(monkeypatch):
     filled = []
     monkeypatch.setattr(gpt_model, "initialize_parameters", lambda model, seed: filled.append(seed))
     seeds = []

@@ -121,8 +121,8 @@ def _equals(case: str, wrapper: str, tolerance: float, fields: dict[str, Any]) -
     losses, weights, collectives = _steps(case, wrapper, **fields, **FUSED)
     torch.manual_seed(0)
     expected_losses, expected_weights, expected_collectives = _steps(case, wrapper, **fields)
-    for found, expected in zip(losses, expected_losses, strict=True):
-        assert relative_error(found, expected) <= tolerance
+    for actual, expected in zip(losses, expected_losses, strict=True):
+        assert relative_error(actual, expected) <= tolerance
     assert weights.keys() == expected_weights.keys()
     for name, expected in expected_weights.items():
         assert relative_error(weights[name], expected) <= tolerance, name
@@ -133,7 +133,7 @@ def _equals(case: str, wrapper: str, tolerance: float, fields: dict[str, Any]) -
     ("case", "wrapper"),
     quick(product((TIED, UNTIED), WRAPPERS), lambda case: case[0] == TIED or case[1] in ("zero2", "zero3")),
 )
-def test_steps_under_every_wrapper_are_those_of_whole_logits(case, wrapper):
+def test_fused_loss_equals_whole_logits_under_every_wrapper(case, wrapper):
     run_distributed(_equals, 2, case, wrapper, 1e-5, {})
 
 
@@ -155,7 +155,7 @@ SOFT = {
         lambda case: case[1] == "zero3" or case == ("bf16", "fsdp2"),
     ),
 )
-def test_settings_that_touch_the_head_compose(soft, wrapper):
+def test_head_settings_compose(soft, wrapper):
     case, tolerance, fields = SOFT[soft]
     run_distributed(_equals, 2, case, wrapper, tolerance, fields)
 
@@ -168,17 +168,17 @@ def _train_on_two(case: str, sequence_parallel: bool) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 @pytest.mark.parametrize("case", [TIED, UNTIED])
-def test_two_vocabulary_ranks_train_as_one_with_whole_logits(case, sequence_parallel):
+def test_two_tp_ranks_equal_serial_whole_logits(case, sequence_parallel):
     losses, gradients, weights = _train(build(CASES[case]))
     for rank in run_distributed(_train_on_two, 2, case, sequence_parallel):
-        for found, expected in zip(rank[0], losses, strict=True):
-            assert relative_error(found, expected) < 1e-6
-        for found, expected in ((rank[1], gradients), (rank[2], weights)):
+        for actual, expected in zip(rank[0], losses, strict=True):
+            assert relative_error(actual, expected) < 1e-6
+        for actual, expected in ((rank[1], gradients), (rank[2], weights)):
             for name, tensor in expected.items():
-                assert relative_error(found[name], tensor) < 1e-5, name
+                assert relative_error(actual[name], tensor) < 1e-5, name
 
 
-def test_logits_without_labels_are_whole_and_the_same():
+def test_logits_without_labels_are_whole():
     ids, _ = batch(0)
     assert torch.equal(build(CASES[UNTIED], **FUSED)(ids), build(CASES[UNTIED])(ids))
     assert torch.equal(build(CASES[TIED], **FUSED)(ids), build(CASES[TIED])(ids))
@@ -189,7 +189,7 @@ class _OwnLoss(GPTModel):
         return logits.float().mean(-1)
 
 
-def test_what_cannot_be_fused_is_refused_in_one_line():
+def test_unfusable_heads_are_refused():
     small = CASES[UNTIED].config
     with pytest.raises(ConfigError, match="set both"):
         TransformerConfig(**small, cross_entropy_fusion_impl="linear")

@@ -35,10 +35,10 @@ class Bomb:
 def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = False) -> dict[str, torch.Tensor]:
     """Returns the same weights under Megatron-LM's names and in its shapes."""
     layers: dict[int, dict[str, torch.Tensor]] = {}
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if not name.startswith("decoder.layers."):
-            found[name] = tensor
+            actual[name] = tensor
             continue
         number, rest = name.removeprefix("decoder.layers.").split(".", 1)
         layer = layers.setdefault(int(number), {})
@@ -52,10 +52,10 @@ def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = 
             layer[rest] = tensor
     for rest in layers[0]:
         if stacked:
-            found[f"decoder.layers.{rest}"] = torch.stack([layers[n][rest] for n in sorted(layers)])
+            actual[f"decoder.layers.{rest}"] = torch.stack([layers[n][rest] for n in sorted(layers)])
         else:
-            found |= {f"decoder.layers.{n}.{rest}": layer[rest] for n, layer in layers.items()}
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+            actual |= {f"decoder.layers.{n}.{rest}": layer[rest] for n, layer in layers.items()}
+    return {name: tensor.detach().clone() for name, tensor in actual.items()}
 
 
 def _write(folder: Path, state: dict[str, Any], bomb: Path) -> Path:
@@ -78,7 +78,7 @@ def _write(folder: Path, state: dict[str, Any], bomb: Path) -> Path:
     [{"stacked": True, "fused_norms": True}, {"stacked": False, "fused_norms": False, "halves": True}],
     ids=["stacked", "numbered"],
 )
-def test_weights_are_read_and_nothing_is_run(kind: str, details: dict[str, bool], tmp_path: Path):
+def test_import_runs_no_pickled_code(kind: str, details: dict[str, bool], tmp_path: Path):
     bomb = tmp_path / "ran"
     model = build(kind, tied=kind == "llama")
     folder = _write(tmp_path / "theirs", theirs(model, **details), bomb)
@@ -89,7 +89,7 @@ def test_weights_are_read_and_nothing_is_run(kind: str, details: dict[str, bool]
     assert not bomb.exists()
 
 
-def test_another_vocabulary_padding_and_another_model(tmp_path: Path):
+def test_other_padding_loads_and_other_model_is_refused(tmp_path: Path):
     model = build("llama")
     folder = _write(tmp_path / "theirs", theirs(model, stacked=True, fused_norms=True), tmp_path / "ran")
     back = build("llama", vocab_size=64, seed=4)
@@ -105,7 +105,7 @@ def test_another_vocabulary_padding_and_another_model(tmp_path: Path):
         load_megatron(build("llama"), _write(tmp_path / "other", other, tmp_path / "ran"))
 
 
-def test_what_is_no_megatron_checkpoint_is_refused(tmp_path: Path):
+def test_other_folders_are_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint"):
         load_megatron(build("llama"), tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
@@ -116,7 +116,7 @@ def test_what_is_no_megatron_checkpoint_is_refused(tmp_path: Path):
         load_megatron(build("llama"), tmp_path)
 
 
-def test_an_index_of_megatrons_own_class_is_read_as_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_megatron_classes_in_index_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import sys
     import types
 
@@ -129,8 +129,8 @@ def test_an_index_of_megatrons_own_class_is_read_as_inert(tmp_path: Path, monkey
     model = build("llama")
     folder = _write(tmp_path / "theirs", theirs(model, stacked=True, fused_norms=True), tmp_path / "ran")
     path = folder / "iter_0000020" / ".metadata"
-    found = pickle.loads(path.read_bytes())
-    own = module.MCoreMetadata(**vars(found))  # type: ignore[attr-defined]
+    actual = pickle.loads(path.read_bytes())
+    own = module.MCoreMetadata(**vars(actual))  # type: ignore[attr-defined]
     own.mcore_data = {"optimizer.state": {"nd_reformulated_orig_global_shape": (2, 3)}}
     path.write_bytes(pickle.dumps(own))
     monkeypatch.undo()
@@ -160,11 +160,11 @@ def _write_and_read_in_pieces(folder: Path) -> list[str]:
         model = wrap_model(gpt, gpt.config, TorchFullyShardedDataParallelConfig())
         load_megatron(model, folder)
         for name, tensor in model_state_dict(gpt).items():
-            found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            if not torch.equal(found, expected[name]):
+            actual = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if not torch.equal(actual, expected[name]):
                 problems.append(f"tp {tp}: {name}")
     return problems
 
 
-def test_pieces_of_theirs_go_into_pieces_of_ours(tmp_path: Path):
+def test_sharded_import_into_sharded_model(tmp_path: Path):
     assert run_distributed(_write_and_read_in_pieces, 2, tmp_path) == [[], []]

@@ -14,7 +14,7 @@ from core.transformer.transformer_block import TransformerBlockSubmodules
 from tests.unit.models._cases import LENGTH, VOCAB, batch, small_config
 
 
-def test_arguments_stand_in_megatrons_order():
+def test_argument_order_is_megatrons():
     model = GPTModel(small_config(), get_gpt_layer_local_spec(), VOCAB, LENGTH)
     assert model.position_embedding_type == "learned_absolute" and model.embedding.position_embeddings is not None
     with pytest.raises(ConfigError, match="transformer_layer_spec is 16; as in Megatron-LM the second argument"):
@@ -25,7 +25,7 @@ def test_arguments_stand_in_megatrons_order():
     assert torch.equal(model(ids, None, None, None, labels), model(ids, labels=labels))
 
 
-def test_a_spec_of_the_same_classes_is_the_same_model():
+def test_default_spec_builds_equal_model():
     models = []
     for spec in (None, get_gpt_layer_local_spec(), ModuleSpec(("core.transformer", "TransformerLayer"))):
         torch.manual_seed(3)
@@ -42,7 +42,7 @@ class _Halved(MLP):
         return super().forward(hidden_states) / 2, torch.ones(1)
 
 
-def test_a_spec_may_name_other_classes():
+def test_spec_with_other_classes():
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
     spec.submodules.mlp = _Halved
     layer = GPTModel(small_config(), spec, VOCAB, LENGTH).eval().decoder.layers[0]
@@ -57,7 +57,7 @@ def test_a_spec_may_name_other_classes():
         GPTModel(small_config(), spec, VOCAB, LENGTH)
 
 
-def test_the_ends_of_a_model_may_be_left_out():
+def test_model_without_embedding_or_head():
     torch.manual_seed(3)
     whole = GPTModel(small_config(), None, VOCAB, LENGTH).eval()
     first = GPTModel(small_config(), None, VOCAB, LENGTH, post_process=False).eval()
@@ -78,12 +78,12 @@ def test_the_ends_of_a_model_may_be_left_out():
         GPTModel(small_config(), None, VOCAB, LENGTH, pre_process=False, share_embeddings_and_output_weights=True)
 
 
-def test_what_a_model_computes_is_described_as_it_was_built():
+def test_architecture_of_built_model():
     model = GPTModel(
         small_config(), None, VOCAB, LENGTH, position_embedding_type="rope", rotary_base=500, rotary_percent=0.5
     )
-    found = architecture_of(model)
-    assert (found["rotary_base"], found["rotary_percent"]) == (500.0, 0.5)
+    actual = architecture_of(model)
+    assert (actual["rotary_base"], actual["rotary_percent"]) == (500.0, 0.5)
     with pytest.raises(CheckpointError, match=r"layer 0 of the model was built by a transformer_layer_spec"):
         architecture_of(GPTModel(small_config(), get_gpt_layer_local_spec(normalization="RMSNorm"), VOCAB, LENGTH))
     named = GPTModel(small_config(activation_func=torch.sin), None, VOCAB, LENGTH)

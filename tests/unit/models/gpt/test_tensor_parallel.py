@@ -54,16 +54,16 @@ def _train_on_two(name, sequence_parallel, sum_partial_gradients=True):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one(name, sequence_parallel):
+def test_two_tp_ranks_equal_serial(name, sequence_parallel):
     # The sum over ranks rounds once more than the serial product: 1e-7, amplified tenfold in a gradient.
     losses, gradients, weights = _train(build(CASES[name]))
     for rank in run_distributed(_train_on_two, 2, name, sequence_parallel):
-        for found, expected in zip(rank[0], losses, strict=True):
-            assert relative_error(found, expected) < 1e-6
-        for found, expected in ((rank[1], gradients), (rank[2], weights)):
-            assert list(found) == list(expected)
+        for actual, expected in zip(rank[0], losses, strict=True):
+            assert relative_error(actual, expected) < 1e-6
+        for actual, expected in ((rank[1], gradients), (rank[2], weights)):
+            assert list(actual) == list(expected)
             for parameter, tensor in expected.items():
-                assert relative_error(found[parameter], tensor) < 1e-5, parameter
+                assert relative_error(actual[parameter], tensor) < 1e-5, parameter
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_two_ranks_train_as_one(name, sequence_parallel):
         ("qk-norm-partial-rope-tied", False, "decoder.layers.0.self_attention.q_layernorm.weight"),
     ],
 )
-def test_gradients_that_are_marked_partial_are_partial(name, sequence_parallel, parameter):
+def test_marked_gradients_are_partial_sums(name, sequence_parallel, parameter):
     gradients = _train(build(CASES[name]))[1]
-    found = run_distributed(_train_on_two, 2, name, sequence_parallel, False)[0][1]
-    assert relative_error(found[parameter], gradients[parameter]) > 1e-2
+    actual = run_distributed(_train_on_two, 2, name, sequence_parallel, False)[0][1]
+    assert relative_error(actual[parameter], gradients[parameter]) > 1e-2
 
 
 def _initial_values(name, start_on_meta):
@@ -99,7 +99,7 @@ def _initial_values(name, start_on_meta):
 
 
 @pytest.mark.parametrize("start_on_meta", [False, True])
-def test_initial_values_do_not_depend_on_the_cut(start_on_meta):
+def test_initial_values_do_not_depend_on_tp(start_on_meta):
     name = "swiglu-gqa-rope-rms"
     torch.manual_seed(3)
     serial = GPTModel(
@@ -122,7 +122,7 @@ def _logits(parallel_output):
     return model(ids).detach(), model(ids, labels=labels).detach()
 
 
-def test_logits_stay_cut_unless_gathered_and_losses_are_the_same():
+def test_sharded_and_gathered_logits_give_equal_losses():
     model = build(CASES["swiglu-gqa-rope-rms"])
     ids, labels = batch()
     logits, losses = model(ids).detach(), model(ids, labels=labels).detach()
@@ -160,13 +160,13 @@ def _with_dropout(granularity, sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
-def test_recomputation_draws_the_dropout_of_the_forward(sequence_parallel):
+def test_recomputation_repeats_dropout(sequence_parallel):
     plain = run_distributed(_with_dropout, 2, None, sequence_parallel)
     assert torch.equal(plain[0][0], plain[1][0])  # the ranks agree on the loss, whichever masks they drew
     for granularity in ("selective", "full"):
-        for found, expected in zip(
+        for actual, expected in zip(
             run_distributed(_with_dropout, 2, granularity, sequence_parallel), plain, strict=True
         ):
-            assert torch.equal(found[0], expected[0])
-            assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
-            assert all(map(torch.equal, found[1], expected[1]))
+            assert torch.equal(actual[0], expected[0])
+            assert torch.equal(actual[2], expected[2]) and torch.equal(actual[3], expected[3])
+            assert all(map(torch.equal, actual[1], expected[1]))

@@ -12,7 +12,7 @@ def embedding(kind, dropout=0.0):
     return LanguageModelEmbedding(config, 32, 6, kind)
 
 
-def test_rows_of_the_tables_with_the_sequence_first():
+def test_embedding_output_is_sequence_first():
     ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
     words = embedding("rope")
     assert torch.equal(words(ids), words.word_embeddings.weight[ids].transpose(0, 1))

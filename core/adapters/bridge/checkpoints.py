@@ -1,0 +1,222 @@
+"""A trained model and its optimizer in a folder of this library's format, and other values as JSON.
+
+Tensors are ``model.<name>`` and ``optimizer.<kind>.<name>``, with fp32 masters in the place of parameters in low
+precision, as in the checkpoints of a pretraining run. Any sharding and number of ranks continues from them, and
+`core.training.checkpointing.load_weights` reads the weights.
+
+JSON has neither tuples, keys that are no text, nor numbers that are not finite. Each is an object with one key, the
+name of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
+from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.flat_range import whole
+from ...dist_checkpointing.format.folders import existing_folder
+from ...dist_checkpointing.format.reader import read_index
+from ...distributed import _BaseDataParallel
+from ...distributed.data_parallel_base import unwrap_model
+from ...errors import CheckpointError
+from .optimizers import TorchOptimizer
+from .trained import Trained
+
+_MODEL, _OPTIMIZER, _MASTER = "model.", "optimizer.", "master."
+
+
+def save_trained(
+    folder: Path,
+    trained: Trained,
+    model: Mapping[str, Tensor],
+    *,
+    with_optimizer: bool = True,
+    others: Mapping[str, Tensor] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a checkpoint, atomically; replaces one of that name. Collective.
+
+    Args:
+        model: the tensors of the model to save, by name.
+        others: further tensors, and `metadata` further values.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on one.
+    """
+    tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
+    described = {"model_tensors": sorted(tensors), **(metadata or {})}
+    if with_optimizer and trained.updates is not None and trained.optimizer is not None:
+        for name, tensor in trained.optimizer_tensors().items():
+            kept = _stored_name(name, ())
+            if kept.startswith(_OPTIMIZER) or kept in tensors:
+                tensors[kept] = tensor
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
+        inside: dict[str, Tensor] = {}
+        described |= {"optimizer": trained.updates.state_scalars(), "param_groups": encode(groups, "groups", inside)}
+        if inside:
+            raise CheckpointError(
+                f"groups of the optimizer hold tensors ({', '.join(inside)}); give numbers, as for lr"
+            )
+    save(tensors | dict(others or {}), folder, metadata=described)
+
+
+def load_trained(
+    folder: Path,
+    trained: Trained,
+    model: Mapping[str, Tensor],
+    *,
+    with_optimizer: bool = True,
+    strict: bool = True,
+    others: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Continues from `save_trained`'s, which any sharding and number of ranks has written. Collective.
+
+    Args:
+        model: the tensors of the model to fill, by name.
+        strict: the checkpoint has to hold all of these, and no others of a model.
+        others: further tensors to fill.
+
+    Raises:
+        CheckpointError: on all ranks: another model or optimizer, before anything is changed; or damaged.
+    """
+    index = Ranks().from_first(lambda: read_index(existing_folder(folder)))
+    stored, metadata = index.tensors, index.metadata
+    wanted = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
+    differing = wanted.keys() ^ {name for name in stored if name.startswith(_MODEL)}
+    if strict and differing:
+        shown = ", ".join(sorted(differing)[:5])
+        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {shown}")
+    wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
+    updates, groups = (trained.updates, trained.optimizer) if with_optimizer else (None, None)
+    saved: list[dict[str, Any]] = []
+    if updates is not None and groups is not None:
+        # Earlier checkpoints of accelerate have the name "groups".
+        saved = decode(metadata.get("param_groups", metadata.get("groups", [])), dict[str, Tensor]().__getitem__)
+        if len(saved) != len(groups.param_groups):
+            raise CheckpointError(
+                f"{folder} was saved with {len(saved)} groups of parameters, and the optimizer has "
+                f"{len(groups.param_groups)}; build it as it was then"
+            )
+        if isinstance(updates, TorchOptimizer):
+            updates.create(dict.fromkeys(name.split(".")[1] for name in stored if name.startswith(_OPTIMIZER)))
+        state = {_stored_name(name, stored): tensor for name, tensor in trained.optimizer_tensors().items()}
+        wanted |= {name: tensor for name, tensor in state.items() if name.startswith(_OPTIMIZER) or name in wanted}
+        lacking = [name for name in wanted if name not in stored]
+        dropped = [name for name in stored if name.startswith(_OPTIMIZER) and name not in wanted]
+        if lacking or dropped:
+            raise CheckpointError(
+                f"{folder} is of another optimizer: it lacks {', '.join(lacking[:5]) or 'nothing'} that this one has, "
+                f"and holds {', '.join(dropped[:5]) or 'nothing'} that this one lacks; build it as it was then"
+            )
+    load(wanted | dict(others or {}), folder, strict=False, cast=True)
+    if updates is not None and groups is not None:
+        updates.load_state_scalars(metadata["optimizer"])
+        for group, values in zip(groups.param_groups, saved, strict=True):
+            group.update({name: value for name, value in values.items() if name in group})
+    trained.wrapper.note_step()
+
+
+def _stored_name(name: str, stored: Any) -> str:
+    """Returns the name in a checkpoint of a tensor of the optimizer: a master takes its parameter's place, unless the
+    checkpoint holds it under its own name."""
+    own = f"{_OPTIMIZER}{name}"
+    return own if own in stored or not name.startswith(_MASTER) else f"{_MODEL}{name.removeprefix(_MASTER)}"
+
+
+def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Returns the whole model's tensors on the CPU, one gathered at a time; every rank calls it.
+
+    Of several names of one tensor (tied weights) it has the first.
+
+    Args:
+        model: a wrapper, or a plain model.
+        keep: whether this rank needs them; else it gets an empty dict.
+    """
+    if isinstance(model, _BaseDataParallel):
+        model.settle_parameters()
+    found = {}
+    for name, tensor in model_state_dict(unwrap_model(model)).items():
+        gathered = whole(tensor)
+        if keep:
+            found[name] = gathered.to("cpu", copy=True)
+    return found
+
+
+def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, Tensor]) -> None:
+    """Copies what a plain model of this kind has saved into the wrapped one; every rank gives the whole tensors."""
+    wrapper.settle_parameters()
+    load_model_state_dict(unwrap_model(wrapper), state_dict, strict=False)
+    wrapper.note_step()
+
+
+_TENSOR, _TUPLE, _SET, _ITEMS, _FLOAT = "__tensor__", "__tuple__", "__set__", "__items__", "__float__"
+_KINDS = (_TENSOR, _TUPLE, _SET, _ITEMS, _FLOAT)
+
+
+def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """Returns `value` as JSON; its tensors are added to `tensors`, by names that begin with `where`.
+
+    Mappings become dicts, and paths text. Subclasses of numbers and text lose their class.
+
+    Raises:
+        CheckpointError: names what no checkpoint holds, and where it is.
+    """
+
+    def each(items: Any) -> list[Any]:
+        return [encode(item, f"{where}.{number}", tensors) for number, item in enumerate(items)]
+
+    match value:
+        case None | bool():
+            return value
+        case str() | PurePath():
+            return str(value)
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+        case torch.Tensor():
+            tensors[where] = value.detach()
+            return {_TENSOR: where}
+        case list():
+            return each(value)
+        case tuple():
+            return {_TUPLE: each(value)}
+        case set() | frozenset():
+            return {_SET: each(sorted(value, key=repr))}
+        case Mapping() if all(isinstance(key, str) and key not in _KINDS for key in value):
+            return {str(key): encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
+        case Mapping():
+            return {_ITEMS: each(list(value.items()))}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, text, lists, dicts and tensors; leave "
+        "it out (self.save_hyperparameters(ignore=...), on_save_checkpoint), or convert it"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Returns what `encode` was given; `tensor` returns a tensor by its name.
+
+    Raises:
+        CheckpointError: JSON that `encode` does not write.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next((name for name in _KINDS if name in value), None)
+    if kind is None:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    held = value[kind]
+    try:
+        if kind in (_TENSOR, _FLOAT):
+            return tensor(held) if kind == _TENSOR else float(held)
+        return {_TUPLE: tuple, _SET: set, _ITEMS: dict}[kind](decode(held, tensor))
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the checkpoint's values hold an invalid {kind} ({error})") from None

@@ -1,0 +1,143 @@
+"""What becomes of another library's settings and versions: a table says what is honoured, refused or ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata, util
+from typing import Any
+
+from torch.torch_version import TorchVersion
+
+from ...distributed import DistributedDataParallelConfig
+from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from ...distributed.torch_fully_sharded_data_parallel_config import config_class as class_for_strategy
+from ...errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
+
+FSDP2 = "fsdp2"
+STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
+"""Those of ``data_parallel_sharding_strategy``, on flat buffers, and torch's FSDP2."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of another library; `honoured`, `refused` and `ignored` make it."""
+
+    name: str
+    """The setting's name there."""
+    field: str = ""
+    """The field of the wrapper's config that it becomes; "" if it is refused or ignored."""
+    value: Callable[[Any], Any] = lambda value: value
+    """Returns the field's value for the setting's."""
+    reason: str = ""
+    """Why it is refused, and what to do; or why it changes nothing."""
+    is_refused: bool = False
+    concerns: Callable[[Any], bool] | None = None
+    """Whether a value is refused or ignored; None: one that is neither the default nor empty."""
+
+
+def honoured(name: str, field: str = "", value: Callable[[Any], Any] = lambda value: value) -> Row:
+    """A setting that becomes a field of the wrapper's config, of the same name by default."""
+    return Row(name, field or name, value)
+
+
+def refused(name: str, reason: str, concerns: Callable[[Any], bool] | None = None) -> Row:
+    """A setting that cannot be honoured; `reason` says why, and what to do."""
+    return Row(name, reason=reason, is_refused=True, concerns=concerns)
+
+
+def ignored(name: str, reason: str, concerns: Callable[[Any], bool] | None = None) -> Row:
+    """A setting that changes no number here; `reason` says why."""
+    return Row(name, reason=reason, concerns=concerns)
+
+
+def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[str, Any]:
+    """Returns the fields of the wrapper's config that another library's settings become.
+
+    Warns once of each setting that is given and ignored.
+
+    Args:
+        settings: a mapping; or an object, whose default values, if it is a dataclass, ask for nothing.
+        where: what refuses, for the message.
+
+    Raises:
+        ParallelConfigError: a setting that is refused.
+    """
+    values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
+    has_defaults = dataclasses.is_dataclass(settings)
+    defaults = {f.name: f.default for f in dataclasses.fields(settings)} if has_defaults else {}
+    found: dict[str, Any] = {}
+    for row in rows:
+        value = values[row.name]
+        if row.field:
+            found[row.field] = row.value(value)
+            continue
+        is_given = value != defaults[row.name] if row.name in defaults else bool(value)
+        if row.concerns(value) if row.concerns else is_given:
+            shown = value.name if isinstance(value, Enum) else value
+            if row.is_refused:
+                raise ParallelConfigError(f"{row.name} is {shown!r}{where}: {row.reason}")
+            warn_once(f"{row.name}={shown} changes nothing: {row.reason}")
+    return found
+
+
+def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
+    """Returns the class of the config of a strategy's wrapper."""
+    return class_for_strategy(strategy == FSDP2, strategy)
+
+
+def config_of(
+    strategy: str, settings: Any = None, rows: Iterable[Row] = (), **fields: Any
+) -> DistributedDataParallelConfig:
+    """Returns the config of a strategy's wrapper.
+
+    Args:
+        settings: another library's, which become fields by `rows`.
+        fields: further fields of the config.
+
+    Raises:
+        ParallelConfigError: a setting that is refused, or settings that contradict each other.
+    """
+    kind = config_class(strategy)
+    if kind is DistributedDataParallelConfig:
+        fields["data_parallel_sharding_strategy"] = strategy
+    return kind(**fields, **translate(settings, rows))
+
+
+SUPPORTED = {
+    "accelerate": ("1.15", "2", "hf"),
+    "lightning": ("2.6", "2.7", "lightning"),
+    "megatron-core": ("0.16", "0.21", "megatron"),
+    "torchtitan": ("0.3", "0.4", "titan"),
+    "transformers": ("5.23", "6", "hf"),
+}
+"""The first version that an adapter supports, the first that it does not, and the extra that installs it; `setup.py`
+has the same."""
+
+
+def check_version(package: str, adapter: str) -> None:
+    """Raises unless a supported version of a package is installed; adapters call it when they are imported.
+
+    Args:
+        package: of `SUPPORTED`.
+        adapter: its name, for messages.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        ConfigError: another version.
+    """
+    at_least, below, extra = SUPPORTED[package]
+    if util.find_spec(package.partition("-")[0]) is None:
+        raise MissingExtraError(package, extra, adapter)
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(package, extra, adapter) from None
+    released = found.split("rc")[0].split(".dev")[0]  # which a candidate or a development version precedes
+    if TorchVersion(found) < TorchVersion(at_least) or not TorchVersion(released) < TorchVersion(below):
+        raise ConfigError(
+            f"{package} {found} is installed, and {adapter} knows {package}>={at_least},<{below}; install one of "
+            f"these: pip install 'shardstack[{extra}]'"
+        )

@@ -1,0 +1,384 @@
+"""Optimus-dl's transforms, which make a model data parallel: their settings become replicas or FSDP2's settings.
+
+A transform works over the ranks of a `MeshCollective`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+from .. import device
+from .._torch_compat import fsdp_param_groups
+from ..distributed.fully_sharded_data_parallel_config import Reshard
+from ..distributed.plan.units import UnitChoice
+from ..dtypes import DTYPE_NAMES, as_dtype
+from ..errors import ConfigError, ParallelConfigError
+from ..text import choices
+from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.units import CONTAINERS
+from .bridge.wrapping import Replicas, wrap_for_trainer
+
+_AXES = ("dp_replicate", "dp_shard", "tp")
+_OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
+    """Returns the dtype of this name, torch's older names included.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    try:
+        return as_dtype(_OTHER_NAMES.get(plain, plain) if isinstance(plain, str) else plain, field)
+    except (ParallelConfigError, AttributeError) as error:
+        raise ConfigError(f"{field} is {name!r}; {choices(str(name), (*DTYPE_NAMES, *_OTHER_NAMES))}") from error
+
+
+@dataclass
+class DDPTransformConfig:
+    """Settings of torch's DDP; accepted and ignored, because buffers here always behave as each field says."""
+
+    find_unused_parameters: bool = False
+    """A parameter that no backward reaches has a zero gradient here in any case."""
+
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buffers here in any case."""
+
+    static_graph: bool = False
+    """The graph may change from step to step here in any case."""
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """Dtypes by name, as ``bfloat16``, ``bf16``, ``fp16``, ``float32`` or ``double``; None changes nothing.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+
+    param_dtype: str | None = None
+    """Dtype of computation and of all-gathers."""
+
+    reduce_dtype: str | None = None
+    """Dtype of gradient reduction."""
+
+    output_dtype: str | None = None
+    """Dtype of the model's outputs."""
+
+    cast_forward_inputs: bool = True
+    """Cast inputs of the model and of each unit to `param_dtype`."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype_of(getattr(self, name), name)
+
+
+@dataclass
+class OffloadConfig:
+    """Settings of the memory that holds shards."""
+
+    cpu_offload: bool = False
+    """Keep shards in the host's memory."""
+
+    pin_memory: bool = True
+    """Pin that memory; without an accelerator a warning says that there is nothing to pin for."""
+
+
+@dataclass
+class FullyShardTransformConfig:
+    """Settings of sharding, and of when units are gathered."""
+
+    reshard_after_forward: bool | int = False
+    """Free gathered parameters between forward and backward; a number keeps them whole among so many ranks."""
+
+    mixed_precision: MixedPrecisionConfig | None = None
+    """None casts nothing."""
+
+    offload: OffloadConfig | None = None
+    """None keeps shards on the device."""
+
+    use_hybrid_sharding: bool = True
+    """Shard over the mesh's ``dp_shard`` and replicate over ``dp_replicate``; else shard over all."""
+
+    sync_grad_accum: bool = False
+    """Reduce the gradient of every micro-batch, not of the last alone."""
+
+
+class Collective:
+    """One rank among several, or alone.
+
+    Raises:
+        ParallelConfigError: a rank that is not among them.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        if not 0 <= rank < world_size:
+            raise ParallelConfigError(f"rank is {rank} of a world of {world_size}; it takes 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks; None for one alone."""
+        return None
+
+
+class MeshCollective(Collective):
+    """All ranks, as a mesh ``(dp_replicate, dp_shard, tp)``. Missing arguments are read from the launcher's variables.
+
+    Args:
+        rank: this process's rank.
+        world_size: number of ranks.
+        local_world_size: number of ranks on a machine.
+        local_rank: this process's rank on its machine.
+        device_type: device type of the mesh.
+        mesh: a mesh with these three axes; made here by default.
+        process_group: a group of all ranks; the default group by default.
+        tp_size: number of ranks that share each layer.
+        sharding_world_size: number of ranks that share a parameter; by default the data-parallel ranks of a machine.
+
+    Attributes:
+        dp_mesh, tp_mesh: the meshes ``(dp_replicate, dp_shard)`` and ``(tp,)``.
+        dp_world_size, dp_rank: the data-parallel ranks, and this rank's place among them; likewise with ``tp_``.
+        local_rank: this process's rank on its machine.
+
+    Raises:
+        ParallelConfigError: sizes that do not divide the ranks, or differ from what the process group has.
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_world_size: int | None = None,
+        local_rank: int | None = None,
+        device_type: str | None = None,
+        mesh: DeviceMesh | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sharding_world_size: int | None = None,
+    ) -> None:
+        device.init_process_group()
+        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
+        for name, given, found in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
+            if given not in (None, found):
+                raise ParallelConfigError(f"{name} is {given}, but the process group has {found}; leave it out")
+        self._local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        default_local_rank = os.environ.get("LOCAL_RANK", self.rank % self._local_world_size)
+        self.local_rank = int(default_local_rank) if local_rank is None else local_rank
+        self._group = dist.group.WORLD if process_group is None else process_group
+        kind = device_type or device.device_type()
+        mesh = self._make_mesh(kind, tp_size, sharding_world_size) if mesh is None else mesh
+        if tuple(mesh.mesh_dim_names or ()) != _AXES:
+            raise ParallelConfigError(f"the mesh has the axes {mesh.mesh_dim_names}; it takes {_AXES}")
+        self.dp_mesh, self.tp_mesh = mesh["dp_replicate", "dp_shard"], mesh["tp"]
+        self.tp_world_size = self.tp_mesh.size()
+        self.dp_world_size = self.world_size // self.tp_world_size
+        self.dp_rank, self.tp_rank = divmod(self.rank, self.tp_world_size)
+
+    def _make_mesh(self, device_type: str, tp_size: int, sharding_world_size: int | None) -> DeviceMesh:
+        shard_size = sharding_world_size or max(1, self._local_world_size // tp_size)
+        if self.world_size % (shard_size * tp_size):
+            raise ParallelConfigError(
+                f"sharding_world_size {shard_size} times tp_size {tp_size} does not divide the {self.world_size} ranks"
+            )
+        shape = (self.world_size // (shard_size * tp_size), shard_size, tp_size)
+        if self._group is dist.group.WORLD:
+            return init_device_mesh(device_type, shape, mesh_dim_names=_AXES)
+        ranks = torch.tensor(dist.get_process_group_ranks(self._group))
+        return DeviceMesh(device_type, ranks.view(shape), mesh_dim_names=_AXES)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return self._group
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device on which this process computes."""
+        return device.current_device()
+
+
+_REPLICATED = (
+    ignored("find_unused_parameters", "parameters that no backward reaches have zero gradients in any case"),
+    ignored("gradient_as_bucket_view", "gradients are views of the buffers in any case"),
+    ignored("static_graph", "the graph may change from step to step, at no cost, in any case"),
+)
+_SHARDED = (
+    honoured("reshard_after_forward"),
+    honoured("sync_grad_accum", "reduce_every_micro_batch"),
+    honoured("offload", "cpu_offload", lambda offload: offload is not None and offload.cpu_offload),
+    honoured("offload", "pin_memory", lambda offload: offload is not None and offload.pin_memory),
+)
+
+
+class BaseDistributedTransform:
+    """Base of the transforms.
+
+    Args:
+        cfg: the transform's settings.
+        collective: the ranks.
+        device: the device to move the model to.
+    """
+
+    def __init__(self, cfg: Any, collective: Collective, device: torch.device, **kwargs: Any) -> None:
+        self.cfg = cfg
+        self.collective = collective
+        self.device = torch.device(device)
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """Returns the transformed model."""
+        raise NotImplementedError(f"{type(self).__name__} has no apply(model)")
+
+    def _moved(self, model: nn.Module) -> nn.Module:
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        return model if on_meta else model.to(self.device)  # what is on meta goes there when it is drawn
+
+    def _data_mesh(self) -> DeviceMesh:
+        mesh = getattr(self.collective, "dp_mesh", None)
+        if not isinstance(mesh, DeviceMesh):
+            raise ParallelConfigError(
+                f"{type(self).__name__} was given a {type(self.collective).__name__} of {self.collective.world_size} "
+                "ranks; it takes a MeshCollective, whose dp_mesh it shards over"
+            )
+        return mesh
+
+
+class DDPWrappedModel(Replicas):
+    """A model replicated over a group; gradients are in ``param.grad`` after backward."""
+
+    def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
+        """Encloses forward and backward of a micro-batch; only the last one of a step communicates."""
+        return nullcontext() if is_last_microbatch else self.no_sync()
+
+    def make_parameter_groups(self) -> Any:
+        """Returns the model's own, or all of its parameters by name."""
+        own = getattr(self.module, "make_parameter_groups", None)
+        return own() if callable(own) else {"params": self.module.named_parameters()}
+
+    def fully_shard(self, **fsdp_kwargs: Any) -> Any:
+        """Returns the model's own way to shard itself.
+
+        Raises:
+            ParallelConfigError: it has none.
+        """
+        own = getattr(self.module, "fully_shard", None)
+        if not callable(own):
+            raise ParallelConfigError(
+                f"{type(self.module).__name__} has no fully_shard(**kwargs) of its own; use FullyShardTransform"
+            )
+        return own(**fsdp_kwargs)
+
+
+class DDPTransform(BaseDistributedTransform):
+    """Replicates the model over the data-parallel ranks; leaves the model unchanged on a single rank."""
+
+    cfg: DDPTransformConfig
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """Returns the model in a `DDPWrappedModel`, or on one rank itself, with an ``accumulation_context``."""
+        translate(self.cfg, _REPLICATED)
+        model = self._moved(model)
+        if self.collective.world_size <= 1:
+            return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
+        mesh, tensor_mesh = self._data_mesh(), getattr(self.collective, "tp_mesh", None)
+        if tensor_mesh is not None and tensor_mesh.size() > 1:
+            raise ParallelConfigError(
+                f"DDPTransform was given a collective with {tensor_mesh.size()} tensor-parallel ranks, and flat "
+                "buffers take no DTensors; use FullyShardTransform"
+            )
+        return DDPWrappedModel(model, mesh)
+
+
+class FullyShardTransform(BaseDistributedTransform):
+    """Shards the model in place over the data-parallel ranks; leaves the model unchanged on a single rank.
+
+    If the model has a method ``fully_shard(**kwargs)``, units and their resharding are those that the method chooses;
+    else units are the items of the model's lists. The method runs on a copy of the model without values, to find the
+    units, which this library then shards.
+    """
+
+    cfg: FullyShardTransformConfig
+
+    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """Returns the same model, sharded, with an ``accumulation_context``."""
+        model = self._moved(model)
+        if self.collective.world_size <= 1:
+            return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
+        mesh = self._data_mesh()
+        if mesh.ndim == 2 and (mesh.size(0) == 1 or not self.cfg.use_hybrid_sharding):
+            mesh = mesh._flatten()
+        mp_policy = self._mp_policy()
+        units: list[UnitChoice] = list(CONTAINERS)
+        chosen: dict[str, Reshard] = {}
+        if callable(getattr(model, "fully_shard", None)):
+            fsdp_kwargs: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.cfg.reshard_after_forward}
+            if self.cfg.mixed_precision is not None:
+                fsdp_kwargs["mp_policy"] = mp_policy
+            if self.cfg.offload is not None and self.cfg.offload.cpu_offload:
+                fsdp_kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=self.cfg.offload.pin_memory)
+            chosen = _units_by_own_hook(model, fsdp_kwargs)
+            units = [model.get_submodule(name) for name in chosen]
+        overrides = tuple(f"{name}={value}" for name, value in chosen.items())
+        config = config_of(FSDP2, self.cfg, _SHARDED, reshard_overrides=overrides)
+        wrapper = wrap_for_trainer(model, config, mesh, units, in_place=True, mp_policy=mp_policy)
+        return _with_accumulation_context(
+            model, lambda is_last_microbatch: nullcontext() if is_last_microbatch else wrapper.no_sync()
+        )
+
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        config = self.cfg.mixed_precision
+        if config is None:
+            return MixedPrecisionPolicy()
+        param, reduce, output = (dtype_of(d) for d in (config.param_dtype, config.reduce_dtype, config.output_dtype))
+        return MixedPrecisionPolicy(param, reduce, output, cast_forward_inputs=config.cast_forward_inputs)
+
+
+def _with_accumulation_context(model: nn.Module, context: Callable[[bool], AbstractContextManager[None]]) -> nn.Module:
+    # Set once on the user's model, never removed: Optimus's loop reads it there, for every micro-batch.
+    model.accumulation_context = context  # type: ignore[assignment]
+    return model
+
+
+def _units_by_own_hook(model: nn.Module, fsdp_kwargs: dict[str, Any]) -> dict[str, Reshard]:
+    """Returns the units that ``model.fully_shard(**kwargs)`` makes below the root, with their resharding, by name."""
+    tensors = [*model.parameters(), *model.buffers()]
+    without_values: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
+    shadow: Any = copy.deepcopy(model, without_values)
+    shadow.fully_shard(**fsdp_kwargs)
+    found: dict[str, Reshard] = {}
+    for name, module in shadow.named_modules():
+        if name and isinstance(module, FSDPModule):
+            found[name] = _reshards(module, fsdp_kwargs["mesh"])
+    return found
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    moved = tensor.detach().to("meta")
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+
+
+def _reshards(module: FSDPModule, mesh: DeviceMesh) -> Reshard:
+    for group in fsdp_param_groups(module._get_fsdp_state()):
+        if group.post_forward_mesh_info is None:
+            return False
+        size: int = group.post_forward_mesh_info.shard_mesh_size
+        return True if size == mesh.get_group(-1).size() else size
+    return True

@@ -1,0 +1,147 @@
+"""What code between steps sees and may change: parameters where they were put, and gradients in ``param.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import WrapError
+from ..model.rewrapping import reject_changed
+from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
+from .bucket_group import BucketGroup
+
+
+class _Checks(Enum):
+    """Where parameters are checked in each step: once, by the optimizer where it does so, as it comes last."""
+
+    WHEN_REDUCED = auto()
+    """No optimizer has checked yet; gradients are checked when they are finished, and parameters when they are
+    gathered."""
+    BY_OPTIMIZER = auto()
+    """An optimizer checks before it steps, and has not done so in this step."""
+    DONE = auto()
+    """It has: what it updates now is in place."""
+
+
+class ParamPlacement:
+    """Remembers the memory of each parameter at wrapping, and compares it later.
+
+    Args:
+        model: the model inside the wrapper.
+        params: names and parameters of the buffers.
+    """
+
+    def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._model = model
+        # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
+        self._names: dict[nn.Parameter, str] = {}
+        self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
+        self.note_moved(params)
+        # `check_step` sets DONE. `begin_step`, which `check_gather` and zeroing gradients call, turns DONE into
+        # BY_OPTIMIZER. Main thread only.
+        self._checks = _Checks.WHEN_REDUCED
+
+    def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Remembers where the engine has moved parameters to."""
+        for name, param in params:
+            self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
+
+    def check_reduced(self) -> None:
+        """Checks when gradients are finished, unless an optimizer will."""
+        if self._checks is _Checks.WHEN_REDUCED:
+            self.check()
+
+    def check_step(self) -> None:
+        """Checks before an optimizer steps."""
+        self.check()
+        self._checks = _Checks.DONE
+
+    def check_gather(self) -> None:
+        """Checks before updated parameters are gathered, unless the optimizer that updated them has."""
+        if self._checks is not _Checks.DONE:
+            self.check()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Requires a new check for the next step."""
+        if self._checks is _Checks.DONE:
+            self._checks = _Checks.BY_OPTIMIZER
+
+    def check(self) -> None:
+        """Compares the model's parameters with those at wrapping.
+
+        Raises:
+            WrapError: a parameter was moved, replaced, added, removed or made trainable since.
+        """
+        reject_changed(self._model, self._names)
+        for param in self._model.parameters():
+            if param in self._places and self._places[param] != (param.data_ptr(), param.dtype):
+                raise WrapError(
+                    f"the storage of parameter {self._names[param]} was replaced after the model was wrapped (a move "
+                    "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+                )
+
+
+class ShownGradients:
+    """Sets ``param.grad`` of the parameters of flat buffers, from `finish_grad_sync` to the optimizer's step.
+
+    A whole gradient is shown as a tensor that shares the memory of ``main_grad``. If gradients are sharded, or in
+    another dtype than the parameter, ``param.grad`` is a tensor that raises when it is read. None is what users set.
+
+    Args:
+        group_of: the bucket of each parameter.
+        is_sharded: whether a rank keeps only a shard of each gradient.
+    """
+
+    def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
+        self._group_of, self._is_sharded = group_of, is_sharded
+        # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
+        # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
+        self._stepped: set[nn.Parameter] | None = None
+        # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
+        self._unreadable = {param: make_unreadable_gradient(param) for param in group_of}
+
+    def take_written(self) -> None:
+        """Replaces this rank's gradients by those that the user has assigned to ``param.grad``."""
+        for param, group in self._group_of.items():
+            if param.grad is not None and not shows_main_grad(param):
+                group.replace_gradient(param, param.grad)
+            param.grad = None
+
+    def show(self) -> None:
+        """Shows reduced gradients; None for a frozen parameter without a gradient."""
+        self._stepped = None
+        for param, group in self._group_of.items():
+            slot = group.bucket.slot_of(param)
+            if not slot.has_gradient:
+                param.grad = param.main_grad = None  # type: ignore[attr-defined]
+                continue
+            is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
+            param.grad = param.main_grad if is_readable else self._unreadable[param]  # type: ignore[attr-defined]
+
+    def hide_after_step(self) -> None:
+        """Clears ``param.grad`` after a step, if gradients are sharded."""
+        if self._is_sharded and self._stepped is None:
+            self._stepped = {param for param in self._group_of if param.grad is not None}
+            for param in self._stepped:
+                param.grad = None
+
+    def has_gradient(self, param: nn.Parameter) -> bool:
+        """Returns whether a step reads a gradient of the parameter, which the user has not set to None."""
+        return param.grad is not None if self._stepped is None else param in self._stepped
+
+    def find_written(self) -> nn.Parameter | None:
+        """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""
+        if not self._is_sharded:
+            return None
+        return next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)
+
+
+def shows_main_grad(param: Any) -> bool:
+    """Returns whether ``param.grad`` is still what `ShownGradients.show` has set it to."""
+    grad = param.grad
+    return grad is not None and (is_unreadable(grad) or grad is getattr(param, "main_grad", None))

@@ -1,0 +1,196 @@
+"""Gathers units before their forward and backward, and prefetches them in the order of the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..._torch_compat import NO_BACKWARD, current_backward
+from ...comm.lane import CommLane
+from ...errors import UnitError, warn_once
+from ..plan import Plan
+from ..saved_weights import SavedWeights, in_use_message
+from .unit import Unit
+
+
+class ParameterGathering:
+    """Gathers and hides the parameters of units around the calls of their modules (`install_call_hooks`).
+
+    The main thread calls it in forward, autograd's in backward; never both at once.
+
+    Args:
+        units: in the plan's order, the root last.
+        shards: this rank's shards of all parameters.
+        lane: runs the gathers, in the order in which they are started.
+        note_moved: called with names and parameters when a unit gets other memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit],
+        shards: Sequence[Tensor],
+        lane: CommLane,
+        note_moved: Callable[[Iterable[tuple[str, nn.Parameter]]], None],
+    ) -> None:
+        self._units, self._shards, self._lane = units, shards, lane
+        self._note_moved = note_moved
+        self._root = units[-1]
+        # Number of units to prefetch in forward (False) and in backward (True); fixed.
+        self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
+        # The unit that followed each unit, in forward (False) and in backward (True). `ensure_gathered` updates it
+        # during a pass, and `_prefetch` reads the order of the pass before. Never cleared.
+        self._next: dict[tuple[bool, Unit], Unit] = {}
+        # The last unit, except the root, that `ensure_gathered` gathered in this forward or backward; None before the
+        # first one. `before_call` clears it for each forward of the model, `ensure_gathered` for each backward.
+        self._last: Unit | None = None
+        # The backward that `_last` belongs to, or NO_BACKWARD. `ensure_gathered` sets it.
+        self._pass = NO_BACKWARD
+        # Count of writes to the shards when gathered units last had their values. `forget` sets it.
+        # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or load has written since.
+        self._version = self._count_writes()
+        for unit in units:
+            unit.on_use = partial(self._on_use, unit)
+            if unit.plan.is_freed and unit.slot is not None:
+                unit.saved = SavedWeights(unit.memory, partial(self._gather_saved, unit))
+
+    # ---- calls of modules
+
+    def before_call(self, unit: Unit) -> None:
+        """Gathers a unit before a module of it runs its forward or another method."""
+        if unit is self._root and not unit.running and current_backward() == NO_BACKWARD:
+            self._last = None  # a forward of the model begins
+        unit.running += 1
+        self.ensure_gathered(unit)
+        if unit.saved is not None:
+            unit.saved.begin()
+
+    def after_call(self, unit: Unit, output: Any) -> None:
+        """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
+        unit.running = max(unit.running - 1, 0)
+        has_ended = not unit.running and current_backward() == NO_BACKWARD
+        if unit.saved is not None:
+            unit.saved.end()
+            if has_ended and unit.takes_turns:
+                if output is not None and unit.saved.are_in_use():
+                    self._keep(unit)
+                else:
+                    unit.hide()
+        if torch.is_grad_enabled():
+            if unit.plan.is_needed_in_backward:
+                self._watch(unit, output)
+        elif has_ended and not self._root.running:
+            self.settle()  # nothing else would free it before the next forward
+
+    # ---- the whole model
+
+    def end_running(self) -> None:
+        """Resets the counts of running forwards, which a forward that was interrupted leaves above zero."""
+        for unit in self._units:
+            unit.running = 0
+            if unit.saved is not None:
+                unit.saved.end_all()
+
+    def settle(self) -> None:
+        """Hides all parameters: outside of forward and backward a rank may use only its shards.
+
+        Raises:
+            UnitError: a parameter was written while it was gathered.
+        """
+        for unit in self._units:
+            unit.finish_gather()
+        for unit in self._units:
+            unit.hide()
+
+    def forget(self) -> None:
+        """Invalidates all gathered parameters, after the shards were written."""
+        self.settle()
+        for unit in self._units:
+            unit.drop_part()
+            if unit.slot is not None:
+                unit.slot.owner = None
+        self._version = self._count_writes()
+
+    def _count_writes(self) -> int:
+        return sum(shards._version for shards in self._shards)
+
+    # ---- one unit
+
+    def ensure_gathered(self, unit: Unit) -> None:
+        """Gathers a unit, waits for its parameters, and prefetches the units that followed it in the last pass."""
+        is_backward = current_backward() != NO_BACKWARD
+        if not is_backward and self._version != self._count_writes():
+            self.forget()
+        if current_backward() != self._pass:
+            self._pass, self._last = current_backward(), None
+        if not unit.is_gathered:
+            self._reject_running(unit)
+            unit.start_gather(self._lane, waits=not self._depth[is_backward])
+        unit.finish_gather()
+        unit.show()
+        unit.used_in = current_backward()
+        if is_backward:
+            unit.drop_part()
+        if unit is self._last or unit is self._root:
+            return
+        if self._last is not None:
+            self._next[is_backward, self._last] = unit
+        self._last = unit
+        self._prefetch(unit, is_backward)
+
+    def _prefetch(self, unit: Unit, is_backward: bool) -> None:
+        ahead: Unit | None = unit
+        for _ in range(self._depth[is_backward]):
+            ahead = self._next.get((is_backward, ahead)) if ahead is not None else None
+            if ahead is None or ahead is unit:
+                return
+            owner = None if ahead.slot is None else ahead.slot.owner
+            if not ahead.is_gathered and owner is not unit and (owner is None or not owner.running):
+                ahead.start_gather(self._lane, waits=False)
+
+    def _reject_running(self, unit: Unit) -> None:
+        owner = None if unit.slot is None else unit.slot.owner
+        if owner is not None and owner.running:
+            raise UnitError(
+                f"unit {unit.name} is needed while unit {owner.name} runs, and both are gathered into one memory; "
+                f"keep one of them apart, with reshard_overrides=({owner.name + '=False'!r},)"
+            )
+
+    def _watch(self, unit: Unit, output: Any) -> None:
+        """Makes a backward gather the unit when it reaches one of the unit's outputs."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit))
+
+    def _on_use(self, unit: Unit) -> None:
+        """Gathers a hidden unit when one of its parameters is used, or raises."""
+        if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
+            first = next(iter(unit.name_of.values()))
+            raise UnitError(
+                f"a parameter of unit {unit.name} (it begins with {first}) was used outside of a forward, where each "
+                "rank holds its shard alone; enter the wrapper's whole_parameters() on every rank, or save and load "
+                "with core.dist_checkpointing"
+            )
+        self.ensure_gathered(unit)
+        if current_backward() == NO_BACKWARD and not unit.running and unit.takes_turns:
+            self._keep(unit)
+
+    def _keep(self, unit: Unit) -> None:
+        """Leaves a unit the memory that it is gathered into, because its weights are used outside of its forwards."""
+        warn_once(in_use_message(unit.name))
+        for moved in unit.take_slot():
+            self._note_moved((name, param) for param, name in moved.name_of.items())
+
+    def _gather_saved(self, unit: Unit) -> None:
+        """Gathers a unit, of which backward is about to read a weight that autograd has saved."""
+        if not unit.is_ready or unit.used_in != current_backward():
+            self.ensure_gathered(unit)
+
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+        """Gathers a unit for its backward; autograd calls it with the gradient of each of its outputs."""
+        self.ensure_gathered(unit)

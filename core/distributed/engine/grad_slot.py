@@ -1,0 +1,254 @@
+"""One parameter's place in a bucket, where its gradient is accumulated and reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch_compat import NO_BACKWARD, current_backward
+from ...errors import ShardstackError
+
+_ALLOCATION_ALIGNMENT = 64
+"""Bytes, of every tensor that torch allocates on the CPU. `PARAM_ALIGNMENT` elements are aligned so too."""
+
+
+class Content(Enum):
+    """The contents of the memory of one parameter's gradient on this rank::
+
+        STALE ---> LENT ---> GRADIENT ---> SENT
+          |                   ^    ^
+          +-------------------+    |
+          +---> ZEROS -------------+
+
+    SENT continues as STALE does, and each step begins with STALE. Only methods of `GradSlot` change it: autograd's
+    thread during a backward, the main thread between steps, never both at once.
+    """
+
+    STALE = "stale"
+    """Invalid: no memory, or values of an earlier step. The first gradient overwrites them. ``main_grad`` is None."""
+
+    LENT = "lent"
+    """A layer's backward computes the gradient in the memory (`GradSlot.lend`). Ends when the gradient arrives.
+
+    After a backward that raised no gradient arrives: ends when gradients are cleared, or the bucket is sent.
+    """
+
+    ZEROS = "zeros"
+    """Zeros, to which the first gradient is added: of a new buffer, so that values written before a backward count,
+    for a layer that adds in its own backward, and to send an incomplete bucket."""
+
+    GRADIENT = "gradient"
+    """The sum of the gradients so far, to which the next one is added. Ends with `release` or with the step."""
+
+    SENT = "sent"
+    """Invalid, because the gradient was sent and its memory released. Otherwise like STALE."""
+
+
+@dataclass(eq=False, slots=True)
+class GradSlot:
+    """One parameter's place in a bucket.
+
+    ``param.main_grad`` is a view of the place. After `clear` it is None until the first gradient arrives, which is
+    copied into the place instead of added to zeros.
+    """
+
+    param: nn.Parameter
+    name: str
+    """The parameter's name in the model, for messages."""
+
+    start: int
+    end: int
+    """Elements ``[start, end)`` of the bucket."""
+
+    grad_dtype: torch.dtype
+    """Dtype of `view`."""
+
+    allocate: Callable[[], None]
+    """Allocates the bucket's whole gradient and calls `hold` of each slot of the bucket."""
+
+    accumulates_in_fp32: bool = False
+    """``param.main_grad`` is `accumulator`; its values are rounded into `view` when the bucket is reduced."""
+
+    accumulator: Tensor | None = None
+    """fp32, in the parameter's shape, owned by the slot; None unless `accumulates_in_fp32`. Allocated when a gradient
+    arrives, freed by `release`. Where the bucket keeps whole gradients, it stays allocated from step to step."""
+
+    view: Tensor | None = None
+    """The parameter's part of the bucket's whole gradient, in the parameter's shape; the bucket or its buffer owns the
+    memory. `hold` sets it when the bucket gets the memory, `release` clears it."""
+
+    content: Content = Content.STALE
+    """The state of the gradient in memory."""
+
+    borrower: int = NO_BACKWARD
+    """The backward that computes the gradient in the memory. `lend` sets it; valid only while `content` is LENT."""
+
+    is_written_by_layer: bool = False
+    """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
+    gradient or the wrapper sets it; never cleared."""
+
+    @property
+    def main_grad_dtype(self) -> torch.dtype:
+        """Dtype of ``param.main_grad``."""
+        return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
+
+    @property
+    def counts(self) -> bool:
+        """Whether the values in memory are valid: the next gradient is added to them, not copied over them."""
+        return self.content in (Content.ZEROS, Content.GRADIENT)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a gradient has arrived in this step."""
+        return self.content in (Content.GRADIENT, Content.SENT)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an optimizer has to read a gradient of this parameter.
+
+        True for a trainable parameter, whose gradient is zero if no backward reached it. For a frozen parameter true
+        if a gradient arrived before it was frozen.
+        """
+        return self.param.requires_grad or self.has_arrived
+
+    # ---- memory
+
+    def view_of(self, memory: Tensor) -> Tensor:
+        """Returns the slot's part of `memory` `[numel]`, in the parameter's shape."""
+        return memory[self.start : self.end].view(self.param.shape)
+
+    def hold(self, data: Tensor) -> None:
+        """Makes `view` the slot's part of the bucket's whole gradient `data` `[numel]`."""
+        self.view = self.view_of(data)
+        if self.accumulates_in_fp32:
+            self.param.main_grad_copy_in_grad_buffer = self.view  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Drops the memory, after its values were sent."""
+        self.view = self.accumulator = None
+        self.restart()
+        if self.accumulates_in_fp32:
+            self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
+
+    def restart(self) -> None:
+        """Keeps the memory, whose values were set aside; the next gradient is copied over them."""
+        self.content = Content.SENT if self.has_arrived else Content.STALE
+        self.param.main_grad = None  # type: ignore[attr-defined]
+
+    def show(self) -> Tensor:
+        """Sets ``main_grad`` to the slot's memory, which is allocated if it was released."""
+        memory = self._memory()
+        self.param.main_grad = memory  # type: ignore[attr-defined]
+        return memory
+
+    def _memory(self) -> Tensor:
+        """Returns the memory in which the gradient accumulates."""
+        if not self.accumulates_in_fp32:
+            return self._place()
+        if self.accumulator is None:
+            self.accumulator = torch.zeros(self.param.shape, dtype=torch.float32, device=self.param.device)
+        return self.accumulator
+
+    def _place(self) -> Tensor:
+        if self.view is None:
+            self.allocate()
+        return self.view  # type: ignore[return-value]
+
+    # ---- gradients that arrive
+
+    def lend(self) -> Tensor | None:
+        """Lends ``main_grad`` to a layer, which computes a gradient in it; returns None if it cannot be lent.
+
+        It cannot be lent if it holds a gradient already, has another dtype than the parameter, or is lent already. Nor
+        if it is less aligned than an allocation of torch: the last bits of a matrix product depend on the alignment,
+        and results would differ between sharding strategies, which place parameters at different addresses.
+        """
+        if self.content is Content.LENT or self.counts or self.param.dtype != self.main_grad_dtype:
+            return None
+        memory = self._memory()
+        if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
+            return None
+        self.content, self.borrower = Content.LENT, current_backward()
+        return memory.detach()  # autograd copies a gradient that has other references, so not the view
+
+    def take_back(self) -> None:
+        """Ends a loan of `lend`, when the gradient arrives.
+
+        Raises:
+            ShardstackError: another backward has borrowed the memory and has not returned it.
+        """
+        if self.content is not Content.LENT:
+            return
+        if self.borrower != current_backward():
+            raise ShardstackError(
+                f"parameter {self.name} got a gradient while another backward had begun to compute one and has not "
+                "brought it: a checkpoint with use_reentrant=True inside (use False), or a backward that raised (call "
+                "zero_grad_buffer); or set gradient_accumulation_fusion to False"
+            )
+        self.content = Content.STALE
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds a dense or sparse `gradient` into ``main_grad``; does nothing if it was computed in that memory."""
+        memory = self.show()
+        if gradient.is_sparse:
+            if not self.counts:
+                memory.zero_()
+            memory.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
+        elif gradient.data_ptr() == memory.data_ptr():
+            pass
+        elif self.counts:
+            memory.add_(gradient)
+        else:
+            memory.copy_(gradient)
+        self.content = Content.GRADIENT
+
+    def replace(self, gradient: Tensor) -> None:
+        """Replaces the accumulated gradient by `gradient`."""
+        self.take_back()
+        self.content = Content.STALE
+        self.add(gradient)
+
+    def note_written_by_layer(self) -> None:
+        """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
+        self.content, self.is_written_by_layer = Content.GRADIENT, True
+
+    # ---- steps
+
+    def clear(self) -> None:
+        """Makes the gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
+        if self.counts:  # else it is None already
+            self.param.main_grad = None  # type: ignore[attr-defined]
+        self.content = Content.STALE
+
+    def complete(self) -> None:
+        """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
+        memory = self.show()
+        if not self.counts:
+            memory.zero_()
+            self._note_zeroed()
+        if self.accumulator is not None:
+            self._place().copy_(self.accumulator)
+
+    def note_zeros(self) -> None:
+        """Exposes zeroed memory as ``main_grad``; the next backward adds to values written there before it."""
+        self.show()
+        self._note_zeroed()
+
+    def prepare_for_layer(self) -> None:
+        """Zeros ``main_grad`` for a layer that adds into it itself."""
+        if self.is_written_by_layer:
+            self.show().zero_()
+            self._note_zeroed()
+
+    def _note_zeroed(self) -> None:
+        # A gradient that was sent is to be sent again, with zeros.
+        self.content = Content.GRADIENT if self.has_arrived else Content.ZEROS
+
+    def take_reduced(self) -> None:
+        """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""
+        if self.accumulator is not None and self.view is not None:
+            self.accumulator.copy_(self.view)

@@ -1,0 +1,301 @@
+"""Units of sharded parameters, and their slots: the memory that they are gathered into and parameters are views of."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..._torch_compat import NO_BACKWARD
+from ...comm import collectives
+from ...comm.collectives import Allocate
+from ...comm.lane import CommLane, Handle
+from ...errors import UnitError
+from ...host_memory import transient_memory
+from ...pending_parameters import can_be_pending, end_pending, make_pending
+from ...tensor_parallel.allocation import has_no_memory
+from ..plan import UnitPlan
+from ..saved_weights import SavedWeights
+from .buffer import Bucket
+
+POISONS = "SHARDSTACK_POISON_SLOTS"
+"""If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
+views, C++) become visible. Each use gathers again."""
+
+
+def _poisons() -> bool:
+    return os.environ.get(POISONS) == "1"
+
+
+class Slot:
+    """Memory that units of one size are gathered into, one at a time.
+
+    The lane that fills it begins after what was queued before (`CommLane.submit`), so that computation with the unit
+    before has read it; `Unit.finish_gather` makes the computation that follows wait for the lane.
+
+    Args:
+        sizes: elements, dtype and device of each of its parts.
+        allocate: allocates their memory.
+
+    Attributes:
+        parts: memory for the whole parameters of a unit, by kind. Kept as long as the model is wrapped; the
+            parameters of every unit of the slot are views of it. A lane writes it during a gather.
+        units: the units that take turns with it. Each adds itself when it is built; `leave_to` removes all but one.
+        owner: the unit whose values are in it, or are being gathered. `Unit.start_gather` sets it; None before the
+            first gather, after the shards were written (`ParameterGathering.forget`), while the parameters are in
+            memory of their own (`Unit.gather_apart`), and where one was written while it was gathered.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
+        self._sizes, self._allocate = sizes, allocate
+        self.parts = [allocate(*size) for size in sizes]
+        self.units: list[Unit] = []
+        self.owner: Unit | None = None
+
+    def leave_to(self, unit: Unit) -> Sequence[Unit]:
+        """Leaves the memory, with its values, to `unit`; returns the others, which take turns with new memory."""
+        others = [other for other in self.units if other is not unit]
+        rest = Slot(self._sizes, self._allocate)
+        self.units = [unit]
+        for other in others:
+            other.move_to(rest)
+        return others
+
+
+class UnitPhase(Enum):
+    """The state of a unit's parameters::
+
+        READABLE <--- show, hide ---> HIDDEN
+           ^                            |
+           +--- return_to_slot --- APART <--- gather_apart, from either
+
+    A unit without a slot is always READABLE. Autograd's thread changes it during a backward, else the main thread.
+    """
+
+    READABLE = auto()
+    """In the slot, with its values: those of the shards once a gather is finished."""
+    HIDDEN = auto()
+    """Their use calls `on_use`, which gathers them or raises."""
+    APART = auto()
+    """In memory of their own."""
+
+
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        plan: of the unit: its modules, and whether it is freed after their forward.
+        slot: its memory while it is gathered; None where one rank has all.
+        buckets: its parameters of each dtype and device, in the order of the slot's parts.
+        group: the ranks that have shards.
+        neighbours: those of them that together keep all of it between forward and backward; None means all.
+
+    Attributes:
+        name: of its modules, for messages.
+        name_of: its parameters, each with its name in the model; fixed.
+        part: of each bucket the part that this rank keeps for its neighbours between forward and backward, in memory
+            of its own; else empty. Set when another unit takes the slot in forward; `drop_part` clears it once
+            backward has gathered from it, and when the shards are written.
+        on_use: what a use of a hidden parameter calls, and saved: what autograd saves in its forwards, if it is freed
+            after them. `ParameterGathering` sets both when it is built.
+        running: calls of its modules that have begun and not ended, counted by `ParameterGathering`, which resets it
+            when gradients are zeroed.
+        used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by
+            `ParameterGathering.ensure_gathered`.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        slot: Slot | None,
+        buckets: Sequence[Bucket],
+        group: ProcessGroup,
+        neighbours: ProcessGroup | None = None,
+    ) -> None:
+        self.plan, self.slot, self.buckets, self._group, self._neighbours = plan, slot, buckets, group, neighbours
+        self.name = " + ".join(plan.names) or "of the model itself"
+        if slot is not None:
+            self._enter(slot)
+        self._what = f"the parameters of unit {self.name}"
+        self.running = 0
+        self.used_in = NO_BACKWARD
+        # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
+        self._handle: Handle | None = None
+        self.part: list[Tensor] = []
+        self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
+        # Parameters that can make their reader wait; fixed.
+        self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
+        # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
+        # slot and does not count. `hide` compares it: a write in between would be lost.
+        self._versions = self._count_writes()
+        self.phase = UnitPhase.READABLE
+        self.on_use: Callable[[], None] = self.show
+        self.saved: SavedWeights | None = None
+
+    def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
+        for bucket in self.buckets:
+            yield from bucket.local_ranges(self._group.rank())
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its parameters have the values of the shards, or are about to."""
+        return self.slot is None or self.slot.owner is self
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its parameters have the values of the shards, in memory."""
+        return self.is_gathered and self._handle is None
+
+    def memory(self) -> Sequence[Tensor]:
+        """Returns the memory that it is gathered into."""
+        return [bucket.param_data for bucket in self.buckets]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether other units are gathered into the same slot."""
+        return self.slot is not None and len(self.slot.units) > 1
+
+    def take_slot(self) -> Sequence[Unit]:
+        """Keeps the memory that it is gathered into for itself; returns the other units, which get new memory."""
+        return () if self.slot is None else self.slot.leave_to(self)
+
+    @torch.no_grad()
+    def adopt(self, *, with_values: bool) -> None:
+        """Makes the parameters views of the slot.
+
+        Args:
+            with_values: only those that have values, which go into the shards.
+        """
+        if with_values:
+            self._take_values()
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data, skip=has_no_memory if with_values else None)
+        self._versions = self._count_writes()
+
+    def move_to(self, slot: Slot) -> None:
+        """Makes the parameters, which are hidden, views of another slot."""
+        self._enter(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self.buckets:
+                bucket.place_params(bucket.param_data)
+
+    def _enter(self, slot: Slot) -> None:
+        self.slot = slot
+        slot.units.append(self)
+        for bucket, part in zip(self.buckets, slot.parts, strict=True):
+            bucket.param_data = part
+
+    def _take_values(self) -> None:
+        """Copies this rank's part of the values of the parameters into the shards."""
+        for param, own, start in self.local_ranges():
+            if not has_no_memory(param):
+                own.copy_(param.detach().flatten()[start : start + own.numel()])
+
+    def start_gather(self, lane: CommLane, *, waits: bool) -> None:
+        """Gathers the shards into the slot, in place of what another unit has there."""
+        if self.slot is None:
+            return
+        before, self.slot.owner = self.slot.owner, self
+        if before is not None and before is not self:
+            before.finish_gather()
+            before._keep_part()
+            before.hide()
+        if waits:
+            lane.run(self._gather)
+        else:
+            self._handle = lane.submit(self._gather)
+
+    def _gather(self) -> None:
+        if self.part:
+            for bucket, part in zip(self.buckets, self.part, strict=True):
+                whole, group = bucket.param_data, self._neighbours
+                collectives.all_gather(whole, part, group, what=self._what)  # type: ignore[arg-type]
+            return
+        for bucket in self.buckets:
+            bucket.gather_params(bucket.param_data, self._group, self._what)
+
+    def _keep_part(self) -> None:
+        """Copies this rank's part among its neighbours, for the backward that follows this forward."""
+        group = self._neighbours
+        if group is None or self.part or self.used_in != NO_BACKWARD or not torch.is_grad_enabled():
+            return
+        self.part = [whole.chunk(group.size())[group.rank()].clone() for whole in self.memory()]
+
+    def drop_part(self) -> None:
+        """Frees the part that this rank keeps for its neighbours between forward and backward."""
+        self.part = []
+
+    def finish_gather(self) -> None:
+        """Waits for the running gather, if any."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.wait()
+        if self.used_in != NO_BACKWARD:
+            self.drop_part()
+
+    def show(self) -> None:
+        """Makes its parameters readable; they are gathered."""
+        if self.phase is UnitPhase.HIDDEN:
+            self.phase = UnitPhase.READABLE
+            end_pending(self._params_to_hide)
+
+    def hide(self) -> None:
+        """Makes a use of its parameters call `on_use`.
+
+        Raises:
+            UnitError: a parameter was written while it was gathered; the write would be lost.
+        """
+        if self.phase is not UnitPhase.READABLE or self.slot is None:
+            return
+        before, self._versions = self._versions, self._count_writes()
+        self.phase = UnitPhase.HIDDEN
+        make_pending(self._params_to_hide, self.on_use)
+        if _poisons():
+            self._poison(self.slot)
+        if before != self._versions:
+            self.slot.owner = None
+            changes = zip(self.name_of.values(), before, self._versions, strict=True)
+            name = next(name for name, old, new in changes if old != new)
+            raise UnitError(
+                f"parameter {name} was written while its unit was gathered, and the write would be lost; write "
+                "parameters between steps, inside the wrapper's whole_parameters()"
+            )
+
+    def _poison(self, slot: Slot) -> None:
+        if slot.owner is self:
+            slot.owner = None
+        if slot.owner is None:
+            for whole in self.memory():
+                if whole.is_floating_point():
+                    whole.fill_(math.nan)
+
+    def gather_apart(self) -> None:
+        """Gathers its parameters into memory of their own, until `return_to_slot`."""
+        self.finish_gather()
+        self.show()
+        if self.slot is None:
+            return
+        self.slot.owner, self.phase = None, UnitPhase.APART
+        for bucket in self.buckets:
+            apart = transient_memory(bucket.numel, bucket.local_param_shard.dtype, bucket.param_data.device)
+            bucket.gather_params(apart, self._group, self._what)
+            bucket.place_params(apart)
+
+    def return_to_slot(self) -> None:
+        """Takes what was written since `gather_apart` into this rank's shard, and frees that memory."""
+        if self.slot is None:
+            return
+        with torch.no_grad():
+            self._take_values()
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data)
+        self._versions, self.phase = self._count_writes(), UnitPhase.READABLE
+
+    def _count_writes(self) -> list[int]:
+        return [param._version for param in self.name_of]

@@ -1,0 +1,334 @@
+"""The one file that knows FSDP2's private state, for what torch has no public interface.
+
+Nothing of torch is replaced here. What is written is what torch's own hooks write too: gradients, and the state of an
+iteration that an exception or an evaluation has left unfinished. `tests/unit/distributed/fsdp2/test_torch_private.py`
+pins every name, and lists the few places elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from ..._torch_compat import fsdp_param_groups
+from ...diagnostics.step_marks import mark_as_gathered
+from ...errors import UnitError, WrapError
+from ...local_parts import local_part
+
+
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """Returns the same module, by the type that `fully_shard` has given it.
+
+    Raises:
+        WrapError: it is not sharded.
+    """
+    if not isinstance(module, FSDPModule):
+        raise WrapError(f"{type(module).__name__} is not sharded; apply fully_shard to it first")
+    return module
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    """Returns torch's `FSDPParamGroup` of a sharded module's own parameters, as a list of one, or of none."""
+    # Without ``_get_fsdp_state`` wrapping raises.
+    return fsdp_param_groups(module._get_fsdp_state())  # type: ignore[operator]
+
+
+def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """Returns the collectives of a module; None where it has no parameters of its own."""
+    for group in groups_of(module):  # type: ignore[arg-type]
+        # What `set_custom_all_gather` and `set_custom_reduce_scatter` set. Under other names wrapping raises.
+        return group._all_gather_comm, group._reduce_scatter_comm
+    return None
+
+
+def has_all_reduce_hook(module: FSDPModule) -> bool:
+    """Returns whether `set_all_reduce_hook` was called on a module."""
+    # Under another name a sum with ``reproducible_across_ranks`` raises.
+    return any(group._all_reduce_hook is not None for group in groups_of(module))  # type: ignore[arg-type]
+
+
+def gathered_tensors_of(module: FSDPModule) -> list[Tensor]:
+    """Returns the tensors that one unit is gathered into; empty before its first gather."""
+    # Torch makes each once, and frees a unit by resizing storages: made anew, `SavedWeights` would not find them.
+    groups = groups_of(module)  # type: ignore[arg-type]
+    return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
+
+
+def name_of_parameter(parameter: Any) -> str:
+    """Returns the name below the root, of torch's object for a sharded parameter."""
+    # Without these names the messages that name a parameter raise an AttributeError in place of their own.
+    return str(parameter._param_fqn or parameter._module_info.param_name)
+
+
+class TorchState:
+    """What FSDP2 holds for the units and parameters of one sharded model.
+
+    Torch has an `FSDPParam` for each parameter: its shard (``sharded_param``, and ``_sharded_param_data`` with the
+    padding) and the gathered parameter (``_unsharded_param``), whose memory is ``all_gather_outputs``. Renamed, the
+    first forward raises. The parameters of a unit are an `FSDPParamGroup`.
+
+    Args:
+        root: the sharded model; what is sharded in it later is not found.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        # All are fixed: `fully_shard` makes them, and nothing replaces them. Modules of one unit share a state.
+        self._root = root
+        self._state = root._get_fsdp_state()  # type: ignore[operator]
+        of_modules = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
+        states = {id(state): state for state in of_modules}.values()
+        self._groups = [group for state in states for group in fsdp_param_groups(state)]
+        self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+        # ``requires_grad`` of each gathered parameter when `keep_changes` last looked; a parameter is here once it has
+        # been gathered.
+        self._trained: dict[Any, bool] = {}
+        for parameter in self._parameters:
+            if parameter.sharded_param._backward_hooks is None:
+                parameter.sharded_param._backward_hooks = OrderedDict()
+
+    # ---- whole gradients
+
+    # Inside `no_sync` torch leaves them in ``_unsharded_param.grad`` and, where they are reduced in another dtype, in
+    # ``unsharded_accumulated_grad``. Kept elsewhere, `drop_unsharded_gradients` would leave them, and the next step
+    # would add to them.
+
+    def whole_gradients(self) -> Iterator[Tensor]:
+        """Yields gradients that this rank holds whole, until they are reduced."""
+        for parameter in self._parameters:
+            unsharded = getattr(parameter, "_unsharded_param", None)  # absent before the first all-gather
+            for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                if gradient is not None:
+                    yield gradient
+
+    def reduce_unsharded_gradients(self) -> None:
+        """Reduces whole gradients, those of a last micro-batch inside `no_sync` too; every rank must call it."""
+        if any(True for _ in self.whole_gradients()):
+            # The callback of a backward's end, which reduces each unit once. Under another name this raises.
+            self._state._root_post_backward_final_callback()
+
+    def drop_unsharded_gradients(self) -> None:
+        """Drops whole gradients, as after a step that was abandoned."""
+        for parameter in self._parameters:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    def complete_accumulated_gradients(self) -> None:
+        """Adds zero gradients for parameters that `no_sync` left without one, if others of their group have one.
+
+        Accumulated gradients have the dtype of the reduction. A gradient that only the last backward computes has that
+        of the computation, and FSDP2 reduces one dtype at a time.
+        """
+        for group in self._groups:
+            gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            trained = [p for p in gathered if p._unsharded_param.requires_grad]
+            accumulated = (p.unsharded_accumulated_grad for p in trained)
+            if (found := next((gradient for gradient in accumulated if gradient is not None), None)) is None:
+                continue
+            for parameter in trained:
+                if parameter.unsharded_accumulated_grad is None:
+                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=found.dtype)
+                    parameter.unsharded_accumulated_grad = zeros
+
+    # ---- the iteration
+
+    def is_in_forward(self) -> bool:
+        """Returns whether a forward of the model, or of a unit called on its own, is running."""
+        # The root while its forward runs, else None. If it stayed set, no forward would look for changed shards.
+        return self._state._state_ctx.iter_forward_root is not None
+
+    def has_failed_in_backward(self) -> bool:
+        """Returns whether the last backward raised before FSDP2's callback at its end; ask outside of any backward."""
+        # True from a backward's first hook to its end. If it were cleared, a failed backward would look complete.
+        return bool(self._state._state_ctx.post_backward_final_callback_queued)
+
+    def set_root(self) -> None:
+        """Makes the model what FSDP2 calls the root, which is otherwise the first module to run."""
+        # Without this name the first forward raises.
+        self._state._lazy_init()
+
+    def reset_iteration(self) -> None:
+        """Brings units back to their shards and FSDP2 to the state between steps, after a forward or backward raised.
+
+        Gradients stay, those that accumulate on this rank too.
+        """
+        if hasattr(self._state, "_reset_iter_state"):  # torch 2.13; below, what it does, for torch before
+            self._state._reset_iter_state()
+            return
+        for each in self._state._state_ctx.all_states:
+            each._training_state = TrainingState.IDLE
+        for group in self._groups:
+            group._training_state = TrainingState.IDLE
+            group.finalize_backward()
+            group._to_sharded()
+        self._state._comm_ctx.post_forward_order.clear()
+        self._state._state_ctx.iter_forward_root = None
+        self._state._state_ctx.post_backward_final_callback_queued = False
+
+    def end_evaluation(self) -> None:
+        """Drops gathers that no unit has used, and torch's list of forwards, as the end of a backward does.
+
+        Otherwise a unit's next use would take a gather with parameters from before the optimizer's step.
+        """
+        for group in self._groups:
+            # A running gather, else None. Under another name this raises.
+            if group._all_gather_result is not None:
+                group.finalize_backward()
+            group._post_forward_indices.clear()
+        # Grows with each forward; a backward clears it, and gathers a unit that is not in it when it reaches it.
+        comm_ctx = self._state._comm_ctx
+        if hasattr(comm_ctx, "post_forward_order"):  # else no forward has run
+            comm_ctx.post_forward_order.clear()
+
+    def allocate_gathered_parameters(self) -> None:
+        """Makes the parameters that units are gathered into, as the first gather would, without communication.
+
+        Made inside `torch.inference_mode` they could never be trained. And where gradients are reduced in another
+        dtype than they are computed in, `no_sync` asks for the gradient of a unit that no forward has reached
+        (pytorch/pytorch#194058).
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for group in self._groups:
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        continue
+                    # The three methods by which torch makes the tensors. Under other names this raises; with other
+                    # sizes or dtypes the first gather does.
+                    shard, ranks = parameter._sharded_param_data, parameter.mesh_info.shard_mesh_size
+                    dtype = parameter.param_dtype or shard.dtype
+                    parameter.init_all_gather_outputs([shard.numel()], [dtype], ranks, group.device)
+                    parameter.init_unsharded_param()
+                    parameter.free_unsharded_param()
+
+    # ---- what a program does to parameters
+
+    def keep_changes(self, module: FSDPModule | None = None) -> None:
+        """Keeps what a program has set on gathered parameters, and raises where it has set another parameter.
+
+        Torch would lose a change of ``requires_grad`` with the gathered parameter (pytorch/pytorch#105371), and never
+        call the hooks of a shard, which no backward reaches: shard and gathered parameter share one dict of hooks.
+
+        Args:
+            module: of the unit to look at; by default all units.
+        """
+        for group in self._groups if module is None else groups_of(module):  # type: ignore[arg-type]
+            # Whether modules show the gathered parameters. Under another name this raises.
+            if not group.is_unsharded:
+                continue
+            for parameter in group.fsdp_params:
+                _reject_assigned(parameter)
+                shard, gathered = parameter.sharded_param, parameter._unsharded_param
+                if gathered.requires_grad != self._trained.get(parameter, gathered.requires_grad):
+                    shard.requires_grad_(gathered.requires_grad)
+                self._trained[parameter] = gathered.requires_grad
+                if gathered._backward_hooks is not shard._backward_hooks:
+                    gathered._backward_hooks = shard._backward_hooks
+
+    def reject_assigned(self, *, takes_shards: bool = False) -> None:
+        """Raises unless modules hold the parameters that FSDP2 has set on them.
+
+        Args:
+            takes_shards: permit other shards, which torch takes over before the first forward.
+
+        Raises:
+            UnitError: names the parameter.
+        """
+        for parameter in self._parameters:
+            _reject_assigned(parameter, takes_shards)
+
+    def names_of_parameters(self) -> dict[Any, str]:
+        """Returns the name of each sharded parameter, by all that modules may hold of it."""
+        return {form: name_of_parameter(parameter) for parameter in self._parameters for form in _forms(parameter)}
+
+    def shard_versions(self) -> list[int]:
+        """Returns for each parameter a number that grows when its shard, or the shard's local tensor, is written."""
+        # If torch replaced the tensors, a write would be missed.
+        return [p.sharded_param._version + p._sharded_param_data._version for p in self._parameters]
+
+    def gathered_versions(self) -> dict[Any, int]:
+        """Returns by torch's object the count of writes to each gathered parameter that modules compute with.
+
+        A gather does not count. It is -1 for a parameter whose ``data`` was replaced: gathers no longer reach it.
+        """
+        return {p: _writes(p) for p in self._parameters if hasattr(p, "_unsharded_param")}
+
+    # ---- memory: under other names a table of memory counts these as activations, or asking for it raises
+
+    def gathered_parameters(self) -> Iterator[nn.Parameter]:
+        """Yields the parameters that modules compute with, and autograd gives gradients to; none before the first
+        all-gather."""
+        for parameter in self._parameters:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
+
+    def gathered_tensors(self) -> Iterator[Tensor]:
+        """Yields what holds gathered parameters now: whole ones, and running gathers."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+            last = group.comm_ctx.all_gather_state
+            for result in (group._all_gather_result, None if last is None else last.all_gather_result):
+                if result is not None:
+                    yield result.all_gather_output
+
+    def gradient_tensors(self) -> Iterator[Tensor]:
+        """Yields what holds gradients now: sharded ones, whole ones that are not reduced yet, and running
+        reductions."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.grad is not None:
+                    yield parameter.sharded_param.grad
+            yield from (state.reduce_scatter_input for state in _running_reductions(group.comm_ctx))
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+        yield from self.whole_gradients()
+
+    def shard_tensors(self) -> Iterator[Tensor]:
+        """Yields this rank's shards, with their padding."""
+        for parameter in self._parameters:
+            yield parameter._sharded_param_data
+
+
+def mark_gathered_parameter(parameter: Any) -> None:
+    """Marks a gathered parameter, given torch's object, so that the step of an optimizer built from it raises."""
+    mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
+
+
+def _reject_assigned(parameter: Any, takes_shards: bool = False) -> None:
+    # The modules and names that torch sets parameters on. Under another name this raises.
+    info, forms = parameter._module_info, _forms(parameter)
+    places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+    for held in (getattr(module, name, None) for module, name in places):
+        if not (any(held is form for form in forms) or (takes_shards and isinstance(held, DTensor))):
+            raise UnitError(
+                f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an assignment, "
+                "tied weights, a parametrization, torch.func.functional_call), and FSDP2 would compute with the one "
+                "from before; change the model before it is wrapped, or use DistributedDataParallel"
+            )
+
+
+def _forms(parameter: Any) -> tuple[nn.Parameter | None, ...]:
+    """Returns all that modules may hold of a parameter: its shard, or gathered."""
+    return parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+
+
+def _writes(parameter: Any) -> int:
+    with torch.no_grad():
+        storage = local_part(parameter._unsharded_param).untyped_storage()._cdata
+    gathered = (output.untyped_storage()._cdata for output in parameter.all_gather_outputs)
+    return int(parameter._unsharded_param._version) if storage in gathered else -1
+
+
+def _running_reductions(comm_ctx: Any) -> list[Any]:
+    """Returns torch's running reductions; torch before 2.13 keeps one and later versions a list."""
+    states = getattr(comm_ctx, "reduce_scatter_states", None)
+    if states is None:
+        states = [comm_ctx.reduce_scatter_state]
+    return [state for state in states if state is not None]

@@ -1,0 +1,329 @@
+"""When units on flat buffers are gathered, into which slot, and what their parameters show in between."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.comm import collectives
+from core.distributed import FullyShardedDataParallel, finalize_model_grads
+from core.distributed.engine.unit import POISONS
+from core.distributed.report.facts import model_facts
+from core.errors import ParallelConfigError, UnitError, WrapError, warn_once
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._rounding import assert_same_sums
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, toy
+
+
+@contextmanager
+def _gathers() -> Iterator[list[str]]:
+    """Returns the names of what is gathered, in order."""
+    all_gather, names = collectives.all_gather, list[str]()
+
+    def recorded(*args: Any, what: str, **options: Any) -> None:
+        names.append(what.removeprefix("the parameters of unit "))
+        all_gather(*args, what=what, **options)
+
+    with mock.patch.object(collectives, "all_gather", recorded):
+        yield names
+
+
+def _stacked(**settings: Any) -> FullyShardedDataParallel:
+    model = build("zero3", Stack(layers=4), unit_classes=(nn.Linear,), **settings)
+    os.environ[POISONS] = "0"  # what is there already is not gathered again
+    assert isinstance(model, FullyShardedDataParallel)
+    return model
+
+
+ROOT = "of the model itself"
+
+
+def _orders(settings: dict[str, Any], micro_batches: int) -> list[list[str]]:
+    model = _stacked(**settings)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    found = []
+    for _ in range(2):
+        with _gathers() as names:
+            model.zero_grad_buffer()
+            for index in range(micro_batches):
+                if index < micro_batches - 1:
+                    with model.no_sync():
+                        model(torch.ones(2, 6)).sum().backward()
+                else:
+                    model(torch.ones(2, 6)).sum().backward()
+            finalize_model_grads([model])
+            optimizer.step()
+        found.append([name.removeprefix("layers.") for name in names])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro_batches", "expected"),
+    [
+        # Layers 2 and 3 are in the two slots when backward begins; 1 and 0 are gathered again.
+        ({}, 1, [ROOT, "0", "1", "2", "3", "1", "0"]),
+        # Layers 0 and 1 are in them when the second forward begins.
+        ({}, 2, [ROOT, "0", "1", "2", "3", "1", "0", "2", "3", "1", "0"]),
+        ({"forward_prefetch": 0, "backward_prefetch": 0}, 1, [ROOT, "0", "1", "2", "3", "2", "1", "0"]),
+        ({"forward_prefetch": 2}, 1, [ROOT, "0", "1", "2", "3", "0"]),
+        ({"reshard_after_forward": False}, 2, [ROOT, "0", "1", "2", "3"]),
+        ({"reshard_overrides": ("layers.0=False",)}, 1, [ROOT, "0", "1", "2", "3", "1"]),
+    ],
+)
+def test_units_are_gathered_where_another_has_had_their_slot(settings, micro_batches, expected):
+    for rank in run_distributed(_orders, 2, settings, micro_batches):
+        assert rank == [expected, expected]
+
+
+def _described(settings: dict[str, Any], micro_batches: int) -> list[int]:
+    model = _stacked(**settings)
+    return [
+        sum(entry.calls for entry in unit.traffic if entry.kind == "all-gather")
+        for unit in model_facts(model.plan, model.module, micro_batches).units
+    ]
+
+
+@pytest.mark.parametrize(("micro_batches", "expected"), [(1, 7), (2, 11)])
+def test_the_description_counts_the_same_gathers(micro_batches, expected):
+    for calls in run_distributed(_described, 2, {}, micro_batches):
+        assert sum(calls) == expected
+
+
+def _spared() -> tuple[int, int]:
+    """Returns all-gathers as counted and as planned, where units take turns with a slot and one has no backward."""
+    stack = Stack(layers=4)
+    stack.layers[0].weights_used_in_backward = False
+    model = build("zero3", stack, unit_classes=(nn.Linear,), forward_prefetch=0, backward_prefetch=0)
+    os.environ[POISONS] = "0"
+    with _gathers() as names:
+        for index in range(3):
+            with model.no_sync() if index < 2 else nullcontext():
+                model(torch.ones(2, 6)).sum().backward()
+        model.finish_grad_sync()
+    return len(names), sum(entry.calls for entry in model.plan.traffic(3) if entry.kind == "all-gather")
+
+
+def test_a_unit_without_backward_is_gathered_in_each_forward():
+    for counted, planned in run_distributed(_spared, 2):
+        assert counted == planned == 1 + 3 * 4 + 3 * 2
+
+
+def _ahead() -> list[bool]:
+    """Returns whether the next layer is gathered, or on its way, in each forward of the second step."""
+    model = _stacked()
+    units = {unit.name: unit for unit in model.units}
+    found: list[bool] = []
+
+    def look(layer: int, *unused: Any) -> None:
+        if layer < 3:
+            found.append(units[f"layers.{layer + 1}"].is_gathered)
+
+    for layer, module in enumerate(model.module.layers):  # type: ignore[arg-type]
+        module.register_forward_hook(lambda *args, layer=layer: look(layer))
+    model(torch.ones(2, 6)).sum().backward()
+    model.zero_grad_buffer()
+    model.note_step()
+    del found[:]
+    model(torch.ones(2, 6))
+    return found
+
+
+def test_the_next_unit_of_the_last_step_is_gathered_ahead():
+    for found in run_distributed(_ahead, 2):
+        assert found == [True, True, True]
+
+
+def _gradients_in_order(kind: str, order: list[int]) -> dict[str, torch.Tensor]:
+    """Returns gradients of the second step, in which units are gathered ahead."""
+    module = Stack(layers=4)
+    module.order = order
+    model = build(kind, module, unit_classes=(nn.Linear,))
+    os.environ[POISONS] = "0"
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(torch.ones(2, 6) + model.process_group.rank()).sum().backward()
+        finalize_model_grads([model])
+    return gradients(model)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 0, 2], [0, 1, 0, 2, 3, 0]])
+def test_units_run_in_any_order(order):
+    found, expected = (run_distributed(_gradients_in_order, 2, kind, order)[0] for kind in ("zero3", "ddp"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Pair(nn.Module):
+    """A unit inside a unit of the same size, so that both take turns with one slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.weight
+
+
+class Pairs(nn.Module):
+    _fsdp_modules = (nn.Linear,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([Pair(), Pair()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in self.pairs:
+            x = pair(x)
+        return x
+
+
+def _nests(settings: dict[str, Any]) -> str:
+    model = build("zero3", Pairs(), unit_classes=(Pair,), forward_prefetch=0, backward_prefetch=0, **settings)
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except UnitError as error:
+        return str(error)
+    finalize_model_grads([model])
+    return "trained"
+
+
+def test_two_units_that_run_at_once_do_not_share_a_slot():
+    for message in run_distributed(_nests, 2, {}):
+        assert message == (
+            "unit pairs.0.inner is needed while unit pairs.0 runs, and both are gathered into one memory; keep one of "
+            "them apart, with reshard_overrides=('pairs.0=False',)"
+        )
+    apart = {"reshard_overrides": ("pairs.0=False", "pairs.1=False")}
+    assert run_distributed(_nests, 2, apart) == ["trained", "trained"]
+
+
+def _uses(kind: str) -> str:
+    model = build("zero3", toy(tied=False))
+    weight = model.module.blocks[0].up.weight
+    assert weight.shape == (5, 7) and weight.dtype == torch.float32 and weight.grad is None  # these may be asked
+    (tokens,) = batches(0, 1)
+    try:
+        if kind == "read":
+            weight.sum()
+        elif kind == "write while gathered":
+            loss_of(model, tokens).backward()
+            with torch.no_grad():
+                model.module.head.weight.mul_(2.0)
+            model.finish_grad_sync()
+        elif kind == "assign":
+            model.load_state_dict(toy().state_dict(), assign=True)
+    except (UnitError, ParallelConfigError, WrapError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("read", "a parameter of unit blocks.0 .* was used outside of a forward, where each rank holds its shard"),
+        ("write while gathered", "parameter head.weight was written while its unit was gathered"),
+        ("assign", "assign=True"),
+    ],
+)
+def test_what_would_be_lost_or_stale_is_refused(kind, message):
+    for found in run_distributed(_uses, 2, kind):
+        assert re.search(message, found), found
+
+
+def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
+    """Returns what a micro-batch gathers, and from how many ranks; the numbers are those of one process."""
+    model = _stacked(reshard_after_forward=reshard)
+    expected, x = Stack(layers=4), torch.full((2, 6), 1.0 + dist.get_rank())
+    with torch.no_grad():
+        model(x)
+    assert not any(unit.part for unit in model.units)
+    with model.no_sync():
+        model(2.0 * x).sum().backward()
+    found = []
+    all_gather = collectives.all_gather
+
+    def recorded(whole: torch.Tensor, own: torch.Tensor, group: Any, *, what: str) -> None:
+        found.append((what.removeprefix("the parameters of unit layers."), group.size()))
+        all_gather(whole, own, group, what=what)
+
+    with mock.patch.object(collectives, "all_gather", recorded):
+        loss = model(x).sum()
+        parts = {unit.name: [len(part) for part in unit.part] for unit in model.units if unit.part}
+        numel = model.plan.buckets_of(model.plan.units[0])[0][1].elements
+        assert parts == ({f"layers.{layer}": [numel // 2] for layer in (0, 1)} if reshard == 2 else {})
+        assert reshard != 2 or len(model.held_tensors()["gathered parameters"]) == 3 + 2
+        loss.backward()
+    model.finish_grad_sync()
+    assert not any(unit.part for unit in model.units)
+    for rank in range(4):
+        for factor in (2.0, 1.0):
+            expected(torch.full((2, 6), factor * (1.0 + rank))).sum().div(4).backward()
+    assert_same_sums(gradients(model), gradients(expected), additions=15)  # as under FSDP2
+    return found
+
+
+def test_a_number_gathers_for_backward_from_that_many_ranks():
+    for reshard, over in ((2, 2), (4, 4)):
+        for found in run_distributed(_keeps_parts_among_neighbours, 4, reshard):
+            assert found == [("2", 4), ("3", 4), ("1", over), ("0", over)]
+    for found in run_distributed(_keeps_parts_among_neighbours, 4, 1):
+        assert not found  # all is there since the first micro-batch
+
+
+def _describes_parts() -> list[str]:
+    model = _stacked(reshard_after_forward=2)
+    return [unit.after_forward for unit in model_facts(model.plan, model.module, 1).units]
+
+
+def test_the_description_says_among_how_many():
+    assert set(run_distributed(_describes_parts, 4)[0]) == {"1/2", "stays"}
+
+
+def _allocations() -> list[int]:
+    """Returns the bytes that a step in steady state allocates for whole parameters and gradients."""
+    model = _stacked()
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    found: list[int] = []
+    for _ in range(3):
+        taken = mock.Mock(side_effect=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        for buffer in model._flat_buffers:
+            buffer.grad_memory._allocate = taken
+        model.zero_grad_buffer()
+        model(torch.ones(2, 6)).sum().backward()
+        finalize_model_grads([model])
+        optimizer.step()
+        found.append(sum(call.args[0] for call in taken.call_args_list))
+    return found
+
+
+def test_memory_for_gradients_of_layers_is_taken_once():
+    for first, second, third in run_distributed(_allocations, 2):
+        assert second == third < first  # the root's alone: no other unit has its size
+        assert second == 128
+
+
+def _settings_of_buckets() -> tuple[str, set[int]]:
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = build("zero3", toy(), bucket_size=50, num_buckets=None, pad_buckets_for_high_nccl_busbw=True)
+    sizes = {bucket.elements for buffer in model.plan.buffers for bucket in buffer.buckets}
+    return str(caught[0].message), sizes
+
+
+def test_settings_of_buckets_act_or_are_named():
+    for said, sizes in run_distributed(_settings_of_buckets, 2):
+        assert said == "bucket_size: where parameters are sharded a unit is the bucket. No number changes"
+        assert sizes == {2**16}

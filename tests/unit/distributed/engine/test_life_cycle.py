@@ -1,0 +1,128 @@
+"""The phases of a bucket and the contents of its places, and a bucket that some micro-batches do not reach."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed.engine.grad_slot import Content, GradSlot
+from core.errors import ShardstackError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import build, gradients
+
+
+def _slot() -> GradSlot:
+    slot = GradSlot(nn.Parameter(torch.zeros(2)), "w", 0, 2, torch.float32, lambda: slot.hold(torch.full((2,), 7.0)))
+    return slot
+
+
+def test_a_slot_remembers_its_gradient_until_the_step_ends():
+    slot = _slot()
+    assert slot.content is Content.STALE and not slot.counts
+    assert slot.lend() is not None and slot.content is Content.LENT and slot.lend() is None
+    slot.take_back()
+    slot.add(torch.ones(2))
+    slot.add(torch.ones(2))
+    assert slot.counts and slot.has_arrived and slot.param.main_grad.tolist() == [2.0, 2.0]
+    slot.release()
+    assert slot.content is Content.SENT and slot.has_arrived and not slot.counts and slot.param.main_grad is None
+    slot.complete()
+    assert slot.content is Content.GRADIENT and slot.param.main_grad.tolist() == [0.0, 0.0]  # sent again, with zeros
+    slot.clear()
+    assert slot.content is Content.STALE and slot.param.main_grad is None
+
+
+@pytest.mark.parametrize("content", [Content.STALE, Content.LENT, Content.ZEROS])
+def test_a_slot_without_a_gradient_counts_as_zeros(content: Content):
+    slot = _slot()
+    if content is Content.LENT:
+        slot.lend()
+    elif content is Content.ZEROS:
+        slot.complete()
+    assert slot.content is content and not slot.has_arrived
+    slot.complete()
+    assert slot.content is Content.ZEROS and slot.param.main_grad.tolist() == [0.0, 0.0]
+    slot.release()
+    assert slot.content is Content.STALE
+
+
+def _sends_again(every: bool) -> None:
+    model = build("zero2_overlap", _Branches(), bucket_size=72, reduce_every_micro_batch=every)
+    group = model.bucket_groups[0]
+    param = group.params[0]
+    for _ in range(2):
+        model.zero_grad_buffer()
+        assert not group.has_left and not group.has_reduced
+        assert group.add_gradient(param, torch.ones_like(param))
+        group.start_grad_sync()
+        assert group.has_left and group.has_reduced
+        assert group.add_gradient(param, torch.ones_like(param)) is every  # else it is dropped
+        assert group.has_left is not every and group.has_reduced
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_gradients_after_sending_are_dropped_or_sent_again(every: bool):
+    run_distributed(_sends_again, 2, every)
+
+
+def _names_the_late_one() -> None:
+    model = build("zero2_overlap", _Branches(), bucket_size=72)
+    for _ in range(2):
+        model(_batch(dist.get_rank(), 0), True).backward()
+    late = "a backward added gradients after.*, the first of parameter second.(weight|bias); put every backward"
+    with pytest.raises(ShardstackError, match=late):
+        model.finish_grad_sync()
+    model.zero_grad_buffer()
+    model(_batch(dist.get_rank(), 0), True).backward()
+    model.finish_grad_sync()
+
+
+def test_a_gradient_after_sending_is_named():
+    run_distributed(_names_the_late_one, 2)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        x = self.first(x)
+        return (self.second(x) if uses_second else x).square().sum()
+
+
+USES_SECOND = ((True, True, True), (True, False, False))
+"""Of each rank's micro-batches."""
+
+
+def _batch(rank: int, index: int) -> torch.Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * rank + index))
+
+
+def _reaches_some_buckets(every: bool) -> None:
+    serial = _Branches()
+    for rank in range(2):
+        for index, uses_second in enumerate(USES_SECOND[rank]):
+            (serial(_batch(rank, index), uses_second) / 2).backward()
+    model = build("zero2_overlap", _Branches(), bucket_size=72, reduce_every_micro_batch=every)
+    assert len(model.bucket_groups) == 2
+    rank = dist.get_rank()
+    for _ in range(2):
+        model.zero_grad_buffer()
+        for index, uses_second in enumerate(USES_SECOND[rank]):
+            with nullcontext() if index == 2 else model.no_sync():
+                model(_batch(rank, index), uses_second).backward()
+        model.finish_grad_sync()
+        for name, gradient in gradients(model).items():
+            expected = serial.get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected)  # sums of six addends, in another order
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_bucket_one_rank_misses_is_reduced_with_zeros(every: bool):
+    run_distributed(_reaches_some_buckets, 2, every)

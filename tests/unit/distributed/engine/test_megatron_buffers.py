@@ -1,0 +1,235 @@
+"""Buffers and bucket groups as Megatron-LM's scripts use them: their attributes, and calls without the wrapper."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
+from core.errors import GradSyncError, ParallelConfigError, ShardstackError
+from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+
+PATTERNS = "param_name_patterns_for_fp32_local_accumulation"
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def _wrapped(model: nn.Module | None = None, **settings: Any) -> DistributedDataParallel:
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    return DistributedDataParallel(SimpleNamespace(), DistributedDataParallelConfig(**settings), model or _model())
+
+
+def _layouts() -> None:
+    sizes = [3, 21, 7, 35]  # in reverse order of construction
+    (replicated,) = _wrapped().buffers
+    assert replicated.numel == replicated.grad_data.numel() == sum(sizes)
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    assert [end for _, end, _ in replicated.param_index_map.values()] == ends
+    (sharded,) = _wrapped(use_distributed_optimizer=True).buffers
+    assert [start for start, _, _ in sharded.param_index_map.values()] == [0, 64, 128, 192]
+    assert max(end for _, end, _ in sharded.param_index_map.values()) == 192 + 35 and sharded.numel == 256
+
+
+def test_only_sharded_buffers_are_aligned():
+    run_distributed(_layouts, 2)
+
+
+def _ready_by_hand(overlap: bool) -> None:
+    model = _wrapped(overlap_grad_reduce=overlap)
+    (buffer,), (group,) = model.buffers, model.bucket_groups
+    params = list(model.parameters())
+    for _ in range(2):
+        group.reset()
+        buffer.grad_data.fill_(dist.get_rank() + 1.0)
+        for param in params[:-1]:
+            with nullcontext() if overlap else pytest.raises(GradSyncError, match="without overlap_grad_reduce"):
+                group.register_grad_ready(param)
+            if overlap:
+                with pytest.raises(AssertionError, match=r"when \d of 4 gradients were ready, and none had been sent"):
+                    group.finish_grad_sync()
+        assert buffer.grad_data[0] == dist.get_rank() + 1.0
+        if overlap:
+            group.register_grad_ready(params[-1])
+        group.finish_grad_sync()
+        assert torch.equal(buffer.grad_data, torch.full((66,), 1.5))
+    if overlap:
+        with pytest.raises(GradSyncError, match=r"given a parameter that is not in bucket 2.bias to 0.weight"):
+            group.register_grad_ready(nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_bucket_is_sent_when_gradients_are_registered_by_hand(overlap):
+    run_distributed(_ready_by_hand, 2, overlap)
+
+
+def _incomplete() -> None:
+    model = _wrapped(overlap_grad_reduce=True)
+    model.module[2].weight.sum().backward()
+    model.finish_grad_sync()
+    gradients = [param.main_grad.sum().item() for param in model.parameters()]
+    assert gradients == [0.0, 0.0, 21.0, 0.0]
+
+
+def test_the_wrapper_sends_an_incomplete_bucket():
+    run_distributed(_incomplete, 2)
+
+
+def _written_before_backward() -> None:
+    model = _wrapped()
+    for param in model.parameters():
+        param.main_grad.fill_(2.0 * dist.get_rank())
+    model(torch.ones(1, 5)).sum().backward()
+    alone = torch.autograd.grad(_model()(torch.ones(1, 5)).sum(), list(_model().parameters()), allow_unused=True)
+    assert alone[0] is None  # of other parameters
+    model.finish_grad_sync()
+    assert torch.equal(model.module[2].bias.main_grad, torch.full((3,), 2.0))  # 1 from backward, the mean of 0 and 2
+
+
+def test_main_grad_written_before_the_first_backward_counts():
+    run_distributed(_written_before_backward, 2)
+
+
+def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Tensor]:
+    """Returns gradients of eight micro-batches in bf16, which a bf16 sum would round each time."""
+    model = _wrapped(_model(torch.bfloat16), **{PATTERNS: patterns}, **settings)
+    data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    for _ in range(2):  # the second step begins after zero_grad_buffer
+        model.zero_grad_buffer()
+        for index, batch in enumerate(data):
+            with model.no_sync() if index < len(data) - 1 else nullcontext():
+                model(batch).square().sum().backward()
+        model.finish_grad_sync()
+        model.scale_gradients(0.5)
+    found = {name: model.local_gradient(param).clone() for name, param in model.module.named_parameters()}
+    by_name = dict(model.module.named_parameters())
+    if not settings:
+        for name, param in by_name.items():
+            if name in patterns or "all" in patterns or (patterns and name.endswith(".weight")):
+                assert param.main_grad.dtype == torch.float32
+                copy = param.main_grad_copy_in_grad_buffer
+                assert copy.dtype == torch.bfloat16 and torch.equal(copy.float(), param.main_grad)
+            else:
+                assert param.main_grad.dtype == torch.bfloat16 and not hasattr(param, "main_grad_copy_in_grad_buffer")
+    return found
+
+
+def _expected(size: int) -> dict[str, torch.Tensor]:
+    """Returns micro-batches added in fp32, rounded once on each rank, and ranks added in bf16 in rank order."""
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        model = _model(torch.bfloat16)
+        local = {name: torch.zeros_like(param, dtype=torch.float32) for name, param in model.named_parameters()}
+        for batch in data:
+            model.zero_grad()
+            model(batch).square().sum().backward()
+            for name, param in model.named_parameters():
+                local[name] += param.grad
+        for name, gradient in local.items():
+            total[name] = total[name] + gradient.bfloat16() if rank else gradient.bfloat16()
+    return {name: gradient / (2 * size) for name, gradient in total.items()}  # 2 ranks: halves are exact
+
+
+def _accumulates_in_fp32(settings: dict[str, Any]) -> None:
+    expected, plain = _expected(2), _gradients((), **settings)
+    every, weights = _gradients(("all",), **settings), _gradients(("*.weight",), **settings)
+    whole = {name: gradient.flatten() for name, gradient in expected.items()}
+    assert any(not torch.equal(plain[name].float(), every[name].float()) for name in plain), "rounding shows"
+    for name, gradient in every.items():
+        length = gradient.numel()
+        parts = [whole[name][start : start + length] for start in range(len(whole[name]) - length + 1)]
+        assert any(torch.equal(gradient.flatten().bfloat16(), part) for part in parts), name
+        assert torch.equal(weights[name], gradient if name.endswith("weight") else plain[name])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}]
+    + [{"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 20}],
+    ids=["ddp", "ddp_overlap", "zero1", "zero2"],
+)
+def test_gradients_of_some_parameters_add_up_in_fp32(settings):
+    run_distributed(_accumulates_in_fp32, 2, settings)
+
+
+def _handles_of_extra_gradients() -> None:
+    model = _wrapped(_model(torch.bfloat16), **{PATTERNS: ("*.weight",)})
+    (buffer,) = model.buffers
+    weights = [param for param in model.parameters() if param.dim() == 2]
+    assert [param.main_grad is not None and param.main_grad.dtype for param in weights] == [torch.float32] * 2
+    assert [tuple(gradient.shape) for gradient in buffer.buckets[0].accumulators] == [(3, 7), (7, 5)]
+    model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
+    model.finish_grad_sync()
+    with pytest.raises(ShardstackError, match=r"a gradient was read from param.grad.*keeps it in another dtype"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, bf16=True), [model])
+    assert optimizer.step()[0]
+    fsdp2 = DistributedDataParallelConfig(**{PATTERNS: ("all",)})
+    with pytest.raises(ParallelConfigError, match=f"{PATTERNS} adds up gradients in fp32.*FSDP2 cannot"):
+        TorchFullyShardedDataParallel(SimpleNamespace(), fsdp2, _model())
+
+
+def test_gradients_in_fp32_memory_are_for_our_optimizers():
+    run_distributed(_handles_of_extra_gradients, 2)
+
+
+def _experts(strategy: str) -> None:
+    model = _model()
+    for param in model[2].parameters():
+        param.allreduce = False
+    settings = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True}
+    layout = None
+    if strategy == "optim":
+        config = DistributedDataParallelConfig(**settings)
+        layout = DistributedOptimizer.compute_full_param_layout(list(model.parameters()), None, 2, config)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    wrapped = DistributedDataParallel(
+        SimpleNamespace(), DistributedDataParallelConfig(**settings), model, full_param_layout=layout
+    )
+    (dense,), (expert,) = wrapped.buffers, wrapped.expert_parallel_buffers
+    assert set(dense.param_index_map) == set(model[0].parameters())
+    assert set(expert.param_index_map) == set(model[2].parameters())
+    assert [group.buckets for group in wrapped.bucket_groups] == [dense.buckets]
+    assert [group.buckets for group in wrapped.expert_parallel_bucket_groups] == [expert.buckets]
+    plain = _wrapped(**settings)
+    for candidate in (wrapped, plain):
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [candidate])
+        candidate(torch.full((2, 5), dist.get_rank() + 1.0)).square().sum().backward()
+        candidate.finish_grad_sync()
+        assert optimizer.step()[0]
+    assert all(map(torch.equal, wrapped.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_marked_parameters_have_own_buffers_and_equal_updates(strategy):
+    run_distributed(_experts, 2, strategy)
+
+
+def _gathers() -> None:
+    model = _wrapped(overlap_param_gather=True)  # ignored, as nothing is cut
+    for group in model.bucket_groups:
+        group.start_param_sync()
+        assert group.param_gather_handle is None
+        handle = group.param_gather_handle = mock.Mock()
+    model.free_overlap_buffers()
+    handle.wait.assert_called_once()
+    assert group.param_gather_handle is None
+    model.disable_forward_pre_hook()
+
+
+def test_gathers_are_seen_and_waited_for():
+    run_distributed(_gathers, 2)

@@ -1,0 +1,131 @@
+"""Direct exchanges between ranks in place of torch's collectives, and units that a part of the ranks keeps whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from core import parallel_state
+from core.distributed import finalize_model_grads
+from core.distributed.fsdp2.collectives import DirectAllGather
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._rounding import assert_same_sums
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, full, gradients, loss_of, toy
+
+
+class Uneven(nn.Module):
+    """A model with parameters that ranks cut unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"large": (301, 257), "odd": (7, 3), "single": (1,), "second": (300, 260)}.items():
+            values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) / 64.0
+            setattr(self, name, nn.Parameter(values))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return sum((parameter * factor).sum() for parameter in self.parameters())
+
+
+def _is_gathered_right(options: dict) -> None:
+    parallel_state.initialize_model_parallel()
+    model, whole = fully_shard(Uneven(), mesh=parallel_state.get_data_parallel_mesh(), **options), Uneven()
+    model.set_custom_all_gather(DirectAllGather("the root unit"))
+    for asynchronous in (False, True, True):
+        handle = model.unshard(async_op=asynchronous)
+        if asynchronous:
+            handle.wait()
+        for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(found.float(), expected.to(found.dtype).float())
+        model(torch.tensor(2.0, dtype=found.dtype)).backward()
+    for parameter in model.parameters():
+        assert torch.equal(parameter.grad.to_local(), torch.full_like(parameter.grad.to_local(), 6.0))
+
+
+def test_uneven_parameters_arrive_whole():
+    run_distributed(_is_gathered_right, 2, {})
+    run_distributed(_is_gathered_right, 3, {})
+
+
+def test_parameters_arrive_in_the_dtype_of_computation():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_distributed(_is_gathered_right, 2, {"mp_policy": policy})
+
+
+def _on_the_last_dimension(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.dim() - 1)
+
+
+class Even(Uneven):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.arange(12.0).view(3, 4))
+
+
+def test_a_cut_on_another_dimension_arrives_whole():
+    run_distributed(_cut_elsewhere, 2)
+
+
+def _cut_elsewhere() -> None:
+    parallel_state.initialize_model_parallel()
+    mesh = parallel_state.get_data_parallel_mesh()
+    model = fully_shard(Even(), mesh=mesh, shard_placement_fn=_on_the_last_dimension)
+    model.set_custom_all_gather(DirectAllGather("the root unit"))
+    model.unshard()
+    assert torch.equal(model.weight, Even().weight)
+
+
+def _computes_after_an_unused_gather() -> None:
+    model, tokens = build("fsdp2", toy()), batches(0)[0]
+    with torch.no_grad():
+        before = model(tokens)  # which sets FSDP2 up
+        model.module.blocks[0].unshard(async_op=True)
+        model.sharded.reshard()
+        for parameter in model.parameters():
+            parameter.to_local().mul_(0.5)
+        assert not torch.equal(model(tokens), before)
+        whole = toy()
+        for parameter in whole.parameters():
+            parameter.mul_(0.5)
+        assert torch.equal(model(tokens), whole(tokens))
+    dist.barrier()
+
+
+def test_an_unused_gather_is_forgotten():
+    run_distributed(_computes_after_an_unused_gather, 2)
+
+
+def _reduces_in_double() -> None:
+    model = build("fsdp2", toy().double())
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    serial = toy().double()
+    for rank in range(dist.get_world_size()):
+        (loss_of(serial, batches(rank)[0]) / dist.get_world_size()).backward()
+    assert_same_sums(gradients(model), gradients(serial), additions=3)
+
+
+def test_gradients_that_torch_divides_are_right():
+    run_distributed(_reduces_in_double, 4)
+
+
+# ---- units that two of four ranks keep whole between forward and backward
+
+
+def _step_after_an_unused_forward(reshard_after_forward: int | bool) -> list[torch.Tensor]:
+    model = build("fsdp2", toy(), reshard_after_forward=reshard_after_forward)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    (tokens,) = batches(model.process_group.rank(), 1)
+    loss_of(model, tokens).backward()
+    finalize_model_grads([model])
+    loss_of(model, tokens)  # with a graph that no backward uses
+    optimizer.step()
+    return [full(parameter) for parameter in model.module.parameters()]
+
+
+def test_a_forward_before_the_update_changes_nothing():
+    partly, fully = (run_distributed(_step_after_an_unused_forward, 4, reshard)[0] for reshard in (2, True))
+    assert all(map(torch.equal, partly, fully))
