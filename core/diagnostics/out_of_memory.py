@@ -153,9 +153,10 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     num_ranks, asked_by = wrapper.process_group.size(), plan.asked_by
     spared = 1.0 - 1.0 / num_ranks
     is_fully_sharded = plan.shards_parameters
-    units = plan.units if is_fully_sharded else ()
+    units = [unit for unit in plan.units if unit.params] if is_fully_sharded else []
     num_units = max(1, len(units))
-    stay_gathered = is_fully_sharded and sum(unit.is_freed for unit in units) < num_units - 1  # the last one always
+    # The last unit and the model itself stay gathered in any case: backward begins with them.
+    stay_gathered = is_fully_sharded and sum(unit.is_freed and not unit.kept_among for unit in units) < num_units - 2
     recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
     in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16")) and not plan.casts_parameters
     replicated = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}

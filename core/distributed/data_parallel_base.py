@@ -25,7 +25,7 @@ from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
 from .model.unfit_models import reject_unfit
 from .parameter_owner import local_gradient, own_parameters
-from .plan import GradientReduction, ShardingPlan, plan_model
+from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
 from .report import describe, model_facts
 from .torch_fully_sharded_data_parallel_config import Engine
@@ -68,9 +68,7 @@ class _BaseDataParallel(nn.Module, ABC):
     checks_placement = False
     """Whether `check_may_step` raises if a parameter was moved or replaced after wrapping. Fixed by each class."""
 
-    def __init__(
-        self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
-    ) -> None:
+    def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
         self.config = config
         self.module = module

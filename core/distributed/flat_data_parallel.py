@@ -20,7 +20,7 @@ from .engine.buffer import Bucket, ParamAndGradBuffer
 from .engine.reduction import BucketReduction
 from .engine.schedule import ReductionSchedule
 from .gradient_state import Phase
-from .plan import FlatPlan
+from .plan import Plan
 from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
 
@@ -38,12 +38,10 @@ class _FlatDataParallel(_BaseDataParallel):
         inter_instance_group: the ranks with the same shard, one per optimizer instance; None with one instance.
     """
 
-    plan: FlatPlan
+    plan: Plan
     checks_placement = True
 
-    def __init__(
-        self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: FlatPlan
-    ) -> None:
+    def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__(config, module, ddp_config, plan)
         self._is_sharded = not plan.is_replicated
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole

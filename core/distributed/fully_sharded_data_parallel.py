@@ -32,7 +32,7 @@ from .model.broadcast import broadcast_tensors
 from .model.initial_values import InitialValues, cast_buffers
 from .model.same_model import reject_different_models
 from .model.unit_transforms import transform_units
-from .plan import FullyShardedPlan
+from .plan import Plan
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 from .torch_fully_sharded_data_parallel_config import Engine
@@ -77,7 +77,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
     """
 
     engine = Engine.FULLY_SHARDED
-    plan: FullyShardedPlan
+    plan: Plan
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from ..local_parts import local_part
-from .plan import ShardingPlan
+from .plan import Plan
 from .unreadable_gradient import is_unreadable
 
 
@@ -24,7 +24,7 @@ class TrainsParameters(Protocol):
     """The part of a wrapper that optimizers use."""
 
     @property
-    def plan(self) -> ShardingPlan:
+    def plan(self) -> Plan:
         """The wrapper's plan, which lists the parameters."""
 
     def check_may_step_directly(self, optimizer: str) -> None:

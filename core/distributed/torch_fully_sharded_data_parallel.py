@@ -69,7 +69,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     Attributes:
         sharded: the sharded model, which frees, reduces and recovers its units.
-        units: the plan's units.
+        units: the plan's units, without the model itself.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
@@ -97,7 +97,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
         super().__init__(config, module, ddp_config, plan)
         self.sharded = ShardedModel(module, plan, initializes=initializes)
-        self.units = plan.units
+        self.units = plan.units[:-1]
         self._replicas = plan.groups.replicate
         # Sums of a step's gradients, with ``reproducible_across_ranks``; else None. Backwards fill it, the last one of
         # a step empties it, and `zero_grad_buffer` clears it.

@@ -116,7 +116,7 @@ def train_step(
     `calculate_per_token_loss` losses are summed, and `finalize_model_grads` divides by the number of tokens of all
     micro-batches and ranks.
 
-    Where the wrapper computes the same bits on any number of ranks (`ShardingPlan.tree`), each loss is divided by the
+    Where the wrapper computes the same bits on any number of ranks (`Plan.tree`), each loss is divided by the
     number of micro-batches on all ranks, which does not depend on the number of ranks; and reported losses are added
     exactly.
 

@@ -14,7 +14,7 @@ from ...comm.lane import CommLane, Handle
 from ...errors import GradSyncError, ShardstackError
 from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ..gradient_tree import GradientTree
-from ..plan import FlatPlan
+from ..plan import Plan
 from .buffer import Bucket
 from .reduction import BucketReduction, BucketSums
 
@@ -65,7 +65,7 @@ class BucketGroup:
     def __init__(
         self,
         bucket: Bucket,
-        plan: FlatPlan,
+        plan: Plan,
         reduction: BucketReduction,
         inspect: Callable[[Bucket], None],
         lane: CommLane,

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
 from ...host_memory import ReusedMemory, transient_memory
-from ..plan import BucketPlan, BufferPlan, FlatPlan, FullyShardedPlan
+from ..plan import BufferPlan, PiecePlan, Plan
 from .grad_slot import GradSlot
 
 _KEPT_GRADS = 2
@@ -55,7 +55,7 @@ class ParamAndGradBuffer:
 
     def __init__(
         self,
-        sharding: FlatPlan,
+        sharding: Plan,
         plan: BufferPlan,
         params: Mapping[str, nn.Parameter],
         allocate: Allocate = transient_memory,
@@ -75,7 +75,7 @@ class ParamAndGradBuffer:
         if plan.is_trained and not plan.releases_grads:
             self.grad_data = torch.zeros(self.numel, dtype=plan.grad_dtype, device=self.device)
         reused = Counter[int]()
-        if isinstance(sharding, FullyShardedPlan):
+        if sharding.shards_parameters:
             self.shard_device = torch.device("cpu") if sharding.offloads else self.device
             self._pins_memory = sharding.pins_memory
             self.shards = self.zeros_for_shards(self.numel // sharding.num_shards, plan.param_dtype)
@@ -103,7 +103,7 @@ class ParamAndGradBuffer:
             return streams.pinned([numel], dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.shard_device)
 
-    def cut_params(self, bucket: BucketPlan) -> tuple[Tensor, Tensor]:
+    def cut_params(self, bucket: PiecePlan) -> tuple[Tensor, Tensor]:
         """Returns a bucket's whole parameters and this rank's shard of them, both empty where there are none here.
 
         The whole parameters of a buffer of shards are the shard itself, until a unit gathers the bucket elsewhere.
@@ -141,7 +141,7 @@ class Bucket:
             first asked for in a step; dropped by `clear_grads`, and by `BucketSums`, which then owns it.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, plan: BucketPlan, params: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, buffer: ParamAndGradBuffer, plan: PiecePlan, params: Mapping[str, nn.Parameter]) -> None:
         self.buffer, self.offset, self.numel = buffer, plan.layout.start, plan.elements
         self.slots = tuple(
             GradSlot(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm.lane import CommLane
 from ...errors import UnitError, warn_once
-from ..plan import FullyShardedPlan
+from ..plan import Plan
 from ..saved_weights import SavedWeights, in_use_message
 from .unit import Unit
 
@@ -32,7 +32,7 @@ class ParameterGathering:
 
     def __init__(
         self,
-        plan: FullyShardedPlan,
+        plan: Plan,
         units: Sequence[Unit],
         shards: Sequence[Tensor],
         lane: CommLane,

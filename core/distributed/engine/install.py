@@ -15,14 +15,14 @@ from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
 from ..groups import subgroup
 from ..model.forward_methods import find_forward_methods
-from ..plan import FullyShardedPlan
+from ..plan import Plan
 from .buffer import ParamAndGradBuffer
 from .gathering import ParameterGathering
 from .unit import Slot, Unit
 
 
 def build_units(
-    plan: FullyShardedPlan, buffers: Sequence[ParamAndGradBuffer], allocate: Allocate = transient_memory
+    plan: Plan, buffers: Sequence[ParamAndGradBuffer], allocate: Allocate = transient_memory
 ) -> list[Unit]:
     """Builds the units of a plan, in its order, and the slots that they share; every rank calls it.
 
@@ -42,7 +42,7 @@ def build_units(
     return units
 
 
-def _groups_of_neighbours(plan: FullyShardedPlan) -> Mapping[int | None, ProcessGroup]:
+def _groups_of_neighbours(plan: Plan) -> Mapping[int | None, ProcessGroup]:
     """Makes the group of this rank for each number of neighbours that units are kept among."""
     group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
     for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
@@ -51,7 +51,7 @@ def _groups_of_neighbours(plan: FullyShardedPlan) -> Mapping[int | None, Process
     return made
 
 
-def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
+def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
     """Gathers parameters around every forward of the units' modules, and around the methods that the plan names.
 
     Also makes a state dict hold this rank's shards. Hooks and replaced methods are never removed.
@@ -65,11 +65,11 @@ def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering:
     (root,) = plan.units[-1].modules
     members = [module for planned in plan.units[:-1] for module in planned.modules]
     methods = find_forward_methods(root, members, plan.forward_methods)
-    shows_ranges = _CallHooks(plan, units[-1], gathering).before_state_dict
+    shows_ranges = _CallHooks(units[-1], gathering).before_state_dict
     for module in root.modules():
         module.register_state_dict_pre_hook(shows_ranges)
     for unit in units:
-        around = _CallHooks(plan, unit, gathering)
+        around = _CallHooks(unit, gathering)
         for module in unit.plan.modules:
             module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
             module.register_forward_hook(around.after, always_call=True)
@@ -80,10 +80,10 @@ def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering:
 class _CallHooks:
     """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
 
-    def __init__(self, plan: FullyShardedPlan, unit: Unit, gathering: ParameterGathering | None) -> None:
-        precision, is_root = plan.precision, unit.plan is plan.units[-1]
+    def __init__(self, unit: Unit, gathering: ParameterGathering | None) -> None:
+        precision = unit.plan.precision
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
-        self._outputs = precision.output_dtype if is_root else None
+        self._outputs = precision.output_dtype
         # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.
         self._unit, self._gathering = unit, gathering
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ...comm import collectives
 from ...errors import ShardstackError
 from ..gradient_tree import GradientTree, PartialSums
-from ..plan import FlatPlan, GradientReduction
+from ..plan import GradientReduction, Plan
 from .buffer import Bucket
 
 
@@ -34,7 +34,7 @@ class BucketReduction:
         order: the order in which ranks of `shard_group`, or else of `group`, are added; None leaves it to the backend.
     """
 
-    def __init__(self, plan: FlatPlan, shard_group: ProcessGroup) -> None:
+    def __init__(self, plan: Plan, shard_group: ProcessGroup) -> None:
         self._plan, self.group, self.order = plan, plan.groups.whole, plan.sum_order
         self.shard_group = None if plan.is_replicated else shard_group
         self.replica_group = None if plan.is_replicated else plan.groups.replicate

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..gradient_tree import GradientTree
-from ..plan import FlatPlan
+from ..plan import Plan
 from .bucket_group import BucketGroup
 
 
@@ -41,7 +41,7 @@ class ReductionSchedule:
     def __init__(
         self,
         groups: Sequence[BucketGroup],
-        plan: FlatPlan,
+        plan: Plan,
         finish: Callable[[], None] | None = None,
         tree: GradientTree | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from ...errors import UnitError
 from ...host_memory import transient_memory
 from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ...tensor_parallel.allocation import has_no_memory
-from ..plan import FlatUnitPlan
+from ..plan import UnitPlan
 from ..saved_weights import SavedWeights
 from .buffer import Bucket
 
@@ -111,7 +111,7 @@ class Unit:
 
     def __init__(
         self,
-        plan: FlatUnitPlan,
+        plan: UnitPlan,
         slot: Slot | None,
         buckets: Sequence[Bucket],
         group: ProcessGroup,

@@ -21,11 +21,11 @@ from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm import collectives, gloo, streams
 from ...comm.record import recorded
 from ..groups import subgroup
-from ..plan import FSDP2Plan, FSDP2UnitPlan
+from ..plan import Plan, UnitPlan
 from .torch_private import as_fsdp, communication_of
 
 
-def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
+def set_direct_collectives(plan: Plan, *, gathers: bool) -> None:
     """Makes every unit reduce by `comm.collectives`, in the plan's order of ranks.
 
     Args:
@@ -37,7 +37,7 @@ def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
         module.set_custom_reduce_scatter(DirectReduceScatter(unit_text(unit), plan))
 
 
-def record_collectives(plan: FSDP2Plan, parts: Mapping[str, KeptPart]) -> None:
+def record_collectives(plan: Plan, parts: Mapping[str, KeptPart]) -> None:
     """Wraps each unit's collectives in recorders. Call it again after the user has replaced one.
 
     Args:
@@ -94,11 +94,11 @@ class KeptPart:
         self.tensor = None
 
 
-def kept_parts(plan: FSDP2Plan) -> dict[str, KeptPart]:
+def kept_parts(plan: Plan) -> dict[str, KeptPart]:
     """Makes a `KeptPart` for each unit that is kept among a part of the ranks, by its name; every rank calls it."""
     group, neighbours = plan.groups.shard, dict[int, dist.ProcessGroup]()
     parts: dict[str, KeptPart] = {}
-    for unit in (*plan.units, plan.root):
+    for unit in plan.units:
         if (size := unit.kept_among) is not None:
             if size not in neighbours:
                 first = group.rank() // size * size
@@ -107,12 +107,12 @@ def kept_parts(plan: FSDP2Plan) -> dict[str, KeptPart]:
     return parts
 
 
-def units_of(plan: FSDP2Plan) -> Sequence[tuple[FSDP2UnitPlan, FSDPModule]]:
+def units_of(plan: Plan) -> Sequence[tuple[UnitPlan, FSDPModule]]:
     """Returns each unit and the first of its modules, which all share one state of FSDP2."""
-    return [(unit, as_fsdp(unit.modules[0])) for unit in (*plan.units, plan.root)]
+    return [(unit, as_fsdp(unit.modules[0])) for unit in plan.units]
 
 
-def unit_text(unit: FSDP2UnitPlan) -> str:
+def unit_text(unit: UnitPlan) -> str:
     """Returns the name of a unit in messages."""
     return f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
 
@@ -154,7 +154,7 @@ class DirectAllGather(_Direct, AllGather):
 class DirectReduceScatter(_Direct, ReduceScatter):
     """`comm.collectives.reduce_scatter`, in the order of ranks of the plan."""
 
-    def __init__(self, unit: str, plan: FSDP2Plan) -> None:
+    def __init__(self, unit: str, plan: Plan) -> None:
         self.unit, self._order = unit, plan.sum_order
 
     def __call__(

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...errors import ShardstackError, UnitError, warn_once
-from ..plan.fsdp2_plan import FSDP2UnitPlan
+from ..plan import UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
 from .torch_private import TorchState, as_fsdp, gathered_tensors_of, mark_gathered_parameter, name_of_parameter
 
@@ -72,7 +72,7 @@ class FreedWeights:
         ShardstackError: in a backward whose gradients keep a graph (``create_graph=True``).
     """
 
-    def __init__(self, unit: FSDP2UnitPlan) -> None:
+    def __init__(self, unit: UnitPlan) -> None:
         self._unit, self._module = unit, as_fsdp(unit.modules[0])
         self._saved = SavedWeights(self._memory, self._gather)
         for module in unit.modules:
@@ -107,6 +107,6 @@ class FreedWeights:
         self._module.unshard()
 
 
-def keep_freed_weights_readable(units: Sequence[FSDP2UnitPlan]) -> list[FreedWeights]:
+def keep_freed_weights_readable(units: Sequence[UnitPlan]) -> list[FreedWeights]:
     """Adds `FreedWeights` to each unit that is freed after its forward."""
-    return [FreedWeights(unit) for unit in units if not unit.stays_gathered]
+    return [FreedWeights(unit) for unit in units if unit.is_freed]

@@ -21,7 +21,7 @@ from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm import collectives, streams
 from ...errors import ShardstackError, UnitError
 from ..gradient_tree import GradientTree, PartialSums
-from ..plan import FSDP2Plan
+from ..plan import Plan
 from .collectives import DirectReduceScatter, unit_text, units_of
 from .torch_private import TorchState, has_all_reduce_hook
 
@@ -37,7 +37,7 @@ class GradientSums:
         state: of the model.
     """
 
-    def __init__(self, plan: FSDP2Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
+    def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
         self._modules, self._state, self._of_shards = list(modules), state, plan.reduces_every_micro_batch
         # The units' reduce-scatters; fixed.
         self._units = [_TreeReduceScatter(unit_text(unit), plan, tree, module) for unit, module in units_of(plan)]
@@ -83,7 +83,7 @@ class _TreeReduceScatter(DirectReduceScatter):
         module: the first of the unit.
     """
 
-    def __init__(self, unit: str, plan: FSDP2Plan, tree: GradientTree, module: FSDPModule) -> None:
+    def __init__(self, unit: str, plan: Plan, tree: GradientTree, module: FSDPModule) -> None:
         super().__init__(unit, plan)
         self._tree, self._module, self._replicas = tree, module, plan.groups.replicate
         self._of_shards, self._is_alone = plan.reduces_every_micro_batch, plan.groups.shard.size() == 1

@@ -15,12 +15,12 @@ from ...errors import WrapError
 from ..model.parameter_attributes import parameter_attributes_kept
 from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
-from ..plan import FSDP2Plan, GradientReduction
+from ..plan import GradientReduction, Plan
 from .collectives import set_direct_collectives
 from .torch_private import as_fsdp
 
 
-def shard_model(plan: FSDP2Plan) -> None:
+def shard_model(plan: Plan) -> None:
     """Shards a model in place, unit by unit and then the root.
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
@@ -37,16 +37,16 @@ def shard_model(plan: FSDP2Plan) -> None:
     _reject_what_cannot_be_sharded(module)
     offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.offloads else OffloadPolicy()
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
-        for unit in (*plan.units, plan.root):
+        for unit in plan.units:
             fully_shard(
                 unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
                 mesh=mesh,
-                reshard_after_forward=not unit.stays_gathered,
+                reshard_after_forward=unit.is_freed,
                 mp_policy=unit.precision,
                 offload_policy=offload_policy,
             )
     note_sharded(fsdp_modules(module))
-    for unit in plan.units:
+    for unit in plan.units[:-1]:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
                 as_fsdp(member).set_unshard_in_backward(False)

@@ -19,7 +19,7 @@ from ..model.forward_methods import find_forward_methods
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
 from ..model.unit_transforms import transform_units
-from ..plan import FSDP2Plan
+from ..plan import Plan
 from .collectives import kept_parts, record_collectives
 from .gathered_weights import GatheredValues, keep_freed_weights_readable
 from .prefetch import Prefetcher
@@ -32,7 +32,7 @@ class ShardedModel:
 
     Args:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
-        plan: what is to be done to it, from `plan_fsdp2`.
+        plan: what is to be done to it, from `plan_model`.
         initializes: if False, ranks keep their tensors, and those on the meta device stay there, sharded: the caller
             allocates and fills them before the first forward, for example with ``to_empty`` and its own
             initialization.
@@ -47,8 +47,8 @@ class ShardedModel:
         WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
     """
 
-    def __init__(self, module: nn.Module, plan: FSDP2Plan, *, initializes: bool = True) -> None:
-        reject_different_models(module, plan, [unit.names for unit in plan.units])
+    def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
+        reject_different_models(module, plan, [unit.names for unit in plan.units[:-1]])
         start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
         if start is not None:
             start.equalize()
@@ -61,8 +61,8 @@ class ShardedModel:
         # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
         self._prefetcher = Prefetcher(
             module,
-            [unit.modules[0] for unit in plan.units],
-            [unit.modules[0] for unit in plan.units if unit.is_needed_in_backward],
+            [unit.modules[0] for unit in plan.units[:-1]],
+            [unit.modules[0] for unit in plan.units[:-1] if unit.is_needed_in_backward],
             plan.forward_prefetch,
             plan.backward_prefetch,
         )
@@ -96,7 +96,7 @@ class ShardedModel:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
             submodule.register_forward_pre_hook(self._keep_changes)  # after torch has gathered
             submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
-        self._freed_weights = keep_freed_weights_readable(plan.units)
+        self._freed_weights = keep_freed_weights_readable(plan.units[:-1])
         if plan.buffer_dtype is not None:
             cast_buffers(module, plan.buffer_dtype)
         reject_plain_state_dicts(module)
@@ -189,11 +189,11 @@ class _KeptBetweenMicroBatches:
     computation overlaps with those gathers.
 
     Args:
-        plan: says of each unit, and of the root, whether it is kept (`FSDP2UnitPlan.is_kept`).
+        plan: says of each unit, and of the root, whether it is kept (`UnitPlan.is_kept`).
     """
 
-    def __init__(self, plan: FSDP2Plan) -> None:
-        kept = [unit for unit in (*plan.units, plan.root) if unit.is_kept]
+    def __init__(self, plan: Plan) -> None:
+        kept = [unit for unit in plan.units if unit.is_kept]
         # Both lists are fixed; the settings of their modules change with each micro-batch, by `expect` alone.
         # Units not needed in backward stay gathered through it; the rest are gathered again in backward and kept.
         self._gathered_once = [

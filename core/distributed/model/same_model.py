@@ -20,13 +20,13 @@ from ... import device
 from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
 from ...errors import WrapError
 from ...text import listed, rank_list
-from ..plan import ShardingPlan
+from ..plan import Plan
 
 Description = dict[str, str]
 """Description of a rank's model: values by the name in messages, in the model's order."""
 
 
-def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequence[Sequence[str]] = ()) -> None:
+def reject_different_models(module: nn.Module, plan: Plan, units: Sequence[Sequence[str]] = ()) -> None:
     """Raises, on every rank of the group, unless all of them wrap the same model with the same settings.
 
     Args:

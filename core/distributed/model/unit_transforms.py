@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
-from ..plan.values import UnitTransform
+from ..plan.parts import UnitTransform
 from .compilation import compiled
 
 SAVED_OPERATIONS: tuple[str, ...] = (

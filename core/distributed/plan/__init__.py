@@ -1,17 +1,13 @@
 """The plan of a model: decides everything that a wrapper will do to it, before the model is changed.
 
-values              the plan itself: the fields of every plan
-flat_plan           the plan of whole parameters on flat buffers; `make_flat_plan` makes it
-fully_sharded_plan  of sharded parameters on flat buffers; `make_fully_sharded_plan` makes it
-fsdp2_plan          of FSDP2; `make_fsdp2_plan` makes it
-common              makes the fields that plans share
-units               which modules are gathered together
-layout, cuts        where parameters are in flat buffers, and where ranks cut them
-names               the names of parameters
-transforms          which units are recomputed, and which compiled
-resharding          whether gathered parameters are freed between forward and backward
-precision           dtypes of gathering, computing and reducing
-reproducible        settings that are refused for equal sums on any number of ranks
+values           the plan itself: the fields of every plan, its bytes and its traffic
+parts            its units, their pieces and parameters
+make_flat_plan   plans a model on flat buffers, whole or sharded
+make_fsdp2_plan  plans a model on FSDP2
+settings         what settings mean for any plan, and which exclude each other
+units            which modules are gathered together, and the names of parameters
+transforms       which units are recomputed, and which compiled
+layout           where parameters are in flat buffers, and where ranks cut them
 
 Settings are read here and nowhere else. Nothing here talks to another rank, or changes a module.
 """
@@ -26,35 +22,19 @@ from torch import nn
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine, engine_of
-from .flat_plan import BucketPlan, BufferPlan, FlatPlan
-from .fsdp2_plan import FSDP2Plan, FSDP2UnitPlan
-from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan
-from .make_flat_plan import plan_flat
+from .make_flat_plan import plan_fully_sharded, plan_whole
 from .make_fsdp2_plan import plan_fsdp2
-from .make_fully_sharded_plan import plan_fully_sharded
+from .parts import BufferPlan, ParamPlan, PiecePlan, UnitPlan
 from .units import UnitChoice
-from .values import (
-    GradientReduction,
-    ParamPlan,
-    ShardingPlan,
-    UnitPlan,
-)
+from .values import GradientReduction, Plan
 
 __all__ = [
-    "BucketPlan",
     "BufferPlan",
-    "FSDP2Plan",
-    "FlatPlan",
-    "FlatUnitPlan",
-    "FullyShardedPlan",
     "GradientReduction",
-    "FSDP2UnitPlan",
     "ParamPlan",
-    "ShardingPlan",
+    "PiecePlan",
+    "Plan",
     "UnitPlan",
-    "plan_flat",
-    "plan_fsdp2",
-    "plan_fully_sharded",
     "plan_model",
 ]
 
@@ -69,7 +49,7 @@ def plan_model(
     engine: Engine | None = None,
     caller: str = "plan_model",
     **options: Any,
-) -> ShardingPlan:
+) -> Plan:
     """Plans what a wrapper does to a model; every wrapper is built from the result.
 
     Args:
@@ -89,8 +69,8 @@ def plan_model(
     return plan_for(module, config, ddp_config, groups, unit_classes, caller=caller, **options)
 
 
-_PLANNERS: dict[Engine, Callable[..., ShardingPlan]] = {
-    Engine.FLAT_BUFFERS: plan_flat,
+_PLANNERS: dict[Engine, Callable[..., Plan]] = {
+    Engine.FLAT_BUFFERS: plan_whole,
     Engine.FULLY_SHARDED: plan_fully_sharded,
     Engine.FSDP2: plan_fsdp2,
 }

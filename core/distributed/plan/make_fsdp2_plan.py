@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -15,15 +16,20 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .common import common_plan, gathering_plan, settings_as
-from .fsdp2_plan import FSDP2Plan, FSDP2UnitPlan
-from .names import ParameterNames
-from .precision import compute_dtype, mixed_precision_policy
-from .reproducible import check_one_rounding
-from .resharding import check_reshard, reshard_of
+from .parts import ParamPlan, PieceKind, PiecePlan, UnitPlan
+from .settings import (
+    check_one_rounding,
+    check_reshard,
+    common_plan,
+    compute_dtype,
+    gathering_plan,
+    mixed_precision_policy,
+    reshard_of,
+    settings_as,
+)
 from .transforms import plan_transforms
-from .units import UnitChoice, UnitModules, find_units, own_parameters
-from .values import ParamPlan
+from .units import ParameterNames, UnitChoice, UnitModules, find_units, own_parameters
+from .values import Plan
 
 _BUFFER_FIELDS = (
     "overlap_grad_reduce",
@@ -44,7 +50,7 @@ def plan_fsdp2(
     *,
     caller: str,
     mp_policy: MixedPrecisionPolicy | None = None,
-) -> FSDP2Plan:
+) -> Plan:
     """Plans a model on FSDP2; see `plan_model`.
 
     Args:
@@ -53,42 +59,48 @@ def plan_fsdp2(
     """
     settings = _own_settings(ddp_config)
     policy = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
-    found = find_units(module, unit_classes)
-    kept = _kept_between_micro_batches(found, settings)
-    reshards = _reshards(found, settings, groups.shard.size())
-    params = _params_of_units(module, found, groups.shard.size())
-    inner = replace(policy, output_dtype=None)  # only the model's outputs are cast, as `Float16Module` does
-    units = tuple(
-        FSDP2UnitPlan(
-            params=params[index],
-            modules=unit.modules,
-            names=unit.names,
-            reshard_after_forward=reshards[index],
-            is_needed_in_backward=unit.is_needed_in_backward,
-            is_minority=unit.is_minority,
-            is_kept=unit in kept,
-            precision=inner,
+    num_shards = groups.shard.size()
+    units = find_units(module, unit_classes)
+    kept, reshards = _kept_between_micro_batches(units, settings), _reshards(units, settings, num_shards)
+    names, with_root = ParameterNames(module), [*units, UnitModules((module,), ("",))]
+    own = list(own_parameters(with_root))
+    pieces = [_pieces(names, params, policy, num_shards) for params in own]
+    trained = [
+        param.places[0] for of_unit in pieces for piece in of_unit if piece.is_trained for param in piece.params
+    ]
+    planned = []
+    for index, (unit, reshard) in enumerate(zip(with_root, reshards, strict=True)):
+        is_root, is_needed = index == len(units), unit.is_needed_in_backward
+        is_kept = _keeps(settings) != "none" if is_root else unit in kept
+        # Backward begins with the root, and runs from the loss to the first trained weight.
+        last = max((param.places[0] for piece in pieces[index] for param in piece.params), default=-1)
+        in_backward = is_needed and (is_root or (bool(trained) and last >= min(trained)))
+        # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
+        kept_among = reshard if is_needed and not isinstance(reshard, bool) else None
+        planned.append(
+            UnitPlan(
+                modules=unit.modules,
+                names=unit.names,
+                pieces=pieces[index],
+                # Only the model's outputs are cast, as `Float16Module` does.
+                precision=policy if is_root else replace(policy, output_dtype=None),
+                is_gathered=True,
+                is_freed=reshard is not False,
+                kept_among=kept_among,
+                is_needed_in_backward=is_needed,
+                stays_whole=reshard is False or (is_kept and not is_needed),
+                gathered_again_over=(kept_among or num_shards) if reshard is not False and in_backward else 0,
+                is_kept=is_kept,
+            )
         )
-        for index, unit in enumerate(found)
-    )
-    root = FSDP2UnitPlan(
-        params=params[-1],
-        modules=(module,),
-        names=("",),
-        reshard_after_forward=reshards[-1],
-        is_needed_in_backward=UnitModules((module,), ("",)).is_needed_in_backward,
-        is_kept=_keeps(settings) != "none",
-        precision=policy,
-    )
     computed = [(policy.param_dtype or p.dtype, p.dtype) for p in module.parameters() if p.is_floating_point()]
     check_one_rounding(settings, ((policy.reduce_dtype or computes_in, kept) for computes_in, kept in computed))
     given = {f.name: getattr(policy, f.name) for f in fields(policy)} if mp_policy is not None else {}
-    return FSDP2Plan(
+    return Plan(
         **common_plan(config, settings, groups, caller=caller, given=given),
         **gathering_plan(settings),
-        transforms=plan_transforms(found, settings),
-        units=units,
-        root=root,
+        transforms=plan_transforms(units, settings),
+        units=tuple(planned),
         collectives=settings.collectives,
         adds_gradient_rows=bool(getattr(config, "gradient_accumulation_fusion", True)),
     )
@@ -133,20 +145,32 @@ def _reshards(
     for unit in [*units, None]:
         name = "" if unit is None else unit.names[0]
         stays = unit is None or unit is last
-        reshard = check_reshard(reshard_of(name, False if stays else default, overrides), shard_size)
-        if unit is not None and not unit.is_needed_in_backward:
-            reshard = reshard is not False  # a unit kept among some ranks would never be gathered again
-        found.append(reshard)
+        found.append(check_reshard(reshard_of(name, False if stays else default, overrides), shard_size))
     return found
 
 
-def _params_of_units(module: nn.Module, units: Sequence[UnitModules], shard_size: int) -> list[tuple[ParamPlan, ...]]:
-    """Returns for each unit, and last for the root, the parameters that no unit before it has."""
-    names = ParameterNames(module)
-    return [
-        tuple(_cut_by_rows(names, parameter, shard_size) for parameter in own)
-        for own in own_parameters([*units, UnitModules((module,), ("",))])
-    ]
+def _pieces(
+    names: ParameterNames, params: Iterable[nn.Parameter], policy: MixedPrecisionPolicy, num_shards: int
+) -> tuple[PiecePlan, ...]:
+    """Returns a unit's parameters by their dtype, and whether they are trained."""
+    pieces: dict[PieceKind, list[ParamPlan]] = {}
+    for param in params:
+        gathered_dtype = _cast(param.dtype, policy.param_dtype)
+        kind = PieceKind(
+            is_trained=param.requires_grad,
+            param_dtype=param.dtype,
+            gathered_dtype=gathered_dtype,
+            grad_dtype=_cast(gathered_dtype, policy.reduce_dtype),
+            shard_grad_dtype=param.dtype,
+            device=param.device,
+            num_param_shards=num_shards,
+        )
+        pieces.setdefault(kind, []).append(_cut_by_rows(names, param, num_shards))
+    return tuple(PiecePlan(**vars(kind), params=tuple(own)) for kind, own in pieces.items())
+
+
+def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
 def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int) -> ParamPlan:

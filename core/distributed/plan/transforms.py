@@ -9,8 +9,8 @@ from torch import nn
 from ...errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from .parts import UnitTransform
 from .units import UnitModules
-from .values import UnitTransform
 
 
 def plan_transforms(

@@ -1,4 +1,4 @@
-"""Finds the modules that become units, sets of parameters that are gathered and reduced together."""
+"""Finds the modules that become units, whose parameters are gathered and reduced together, and names parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from ...errors import WrapError
+from ...tensor_parallel.layers import ColumnParallelLinear
+from .parts import ParamPlan
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
@@ -213,3 +215,43 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.M
         if group.isdisjoint(modules[index + 1 :]):
             units.append(tuple(member for member in modules if member in group))
     return units
+
+
+class ParameterNames:
+    """The names of a model's parameters; a tied parameter has several.
+
+    A GPT's embedding weight that its output projection borrows is also listed under the projection's name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters(remove_duplicate=False))
+        # Filled here, then fixed: the names of each parameter, its first one first.
+        self.of: dict[nn.Parameter, tuple[str, ...]] = {}
+        for name, parameter in named:
+            self.of[parameter] = (*self.of.get(parameter, ()), name)
+        names = [name for name, _ in named]
+        borrowers = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, ColumnParallelLinear) and module.weight is None
+        ]
+        for parameter in self.of:
+            if getattr(parameter, "shared_embedding", False):
+                self.of[parameter] = (*self.of[parameter], *borrowers)
+        # The place of each name, borrowed ones last; fixed.
+        self._place = {name: place for place, name in enumerate([*names, *borrowers])}
+
+    def plan_of(self, parameter: nn.Parameter, **cut: Any) -> ParamPlan:
+        """Returns the plan of a parameter; `cut` holds the fields `shape`, `cut` and `bounds`."""
+        names = self.of[parameter]
+        return ParamPlan(
+            names=names,
+            places=tuple(self._place[name] for name in names),
+            dtype=parameter.dtype,
+            is_trained=parameter.requires_grad,
+            **cut,
+        )
+
+    def position(self, parameter: nn.Parameter) -> int:
+        """Returns a parameter's place among the model's parameters, which is roughly the order of execution."""
+        return self._place[self.of[parameter][0]]

@@ -1,29 +1,25 @@
 """The plan of a wrapped model, as data: made once, before the model changes, and never changed.
 
-`plan_model` makes the plan of any wrapper; a wrapper calls its own one of `plan_flat`, `plan_fully_sharded` and
-`plan_fsdp2`.
-
-A `ShardingPlan` has a `UnitPlan` for each unit of FSDP2 or bucket of a flat buffer, and a `UnitPlan` has a `ParamPlan`
-for each parameter. Engines are built from a plan; reports, checks and error messages read it.
+A `Plan` has a `UnitPlan` for everything that is gathered or reduced together, a `UnitPlan` has a `PiecePlan` for each
+dtype and place of its parameters, and a `PiecePlan` has a `ParamPlan` for each parameter, whatever the engine. Engines
+are built from a plan, and keep it. Reports, checks and error messages read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from torch import nn
 
 from ...micro_batch_tree import MicroBatchTree
-from ..distributed_data_parallel_config import ActivationCheckpointing, shards_parameters
+from ..distributed_data_parallel_config import shards_parameters
 from ..groups import DataParallelGroups
-
-Cut = Literal["whole", "flat", "rows", "tensor", "block"]
-"""How a parameter is divided: not at all; between any elements; by its first dimension, as DTensors are; not at all,
-but held by one rank; or between blocks of elements."""
+from ..torch_fully_sharded_data_parallel_config import Engine
+from .layout import FullParamLayout
+from .parts import BufferPlan, Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 
 
 class GradientReduction(Enum):
@@ -35,103 +31,98 @@ class GradientReduction(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamPlan:
-    """One parameter; sizes and elements are those of this rank's part under tensor parallelism."""
-
-    names: tuple[str, ...]
-    """All names in the model; several for a tied parameter."""
-    places: tuple[int, ...]
-    """Index of each name in the model's list of parameter names, which is roughly the order of execution."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_trained: bool
-    cut: Cut
-    bounds: tuple[int, ...]
-    """Rank `i` of the ranks that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
-    parameter."""
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        return self.bounds[-1]
-
-    @property
-    def shard_numel(self) -> int:
-        """Number of elements in a shard, including the padding that makes all shards equally long."""
-        return max(end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False))
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitPlan:
-    """Parameters that are gathered and reduced together."""
-
-    params: tuple[ParamPlan, ...]
-    """The unit's parameters, except those of units before it."""
-
-    @property
-    def numel(self) -> int:
-        return sum(param.numel for param in self.params)
-
-    @property
-    def place(self) -> int:
-        """The place of the unit's first parameter; see `ParamPlan.places`."""
-        return min(param.places[0] for param in self.params)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitTransform:
-    """Recomputation and compilation of a unit's modules, applied before the model is wrapped."""
-
-    modules: tuple[nn.Module, ...]
-    recomputes: ActivationCheckpointing
-    is_compiled: bool
-    memory_budget: float | None = None
-    """The share of activations that compiled code saves for backward: from 0, only its inputs, to 1, all that make
-    backward fast. None takes torch's setting of the process, 1 by default."""
-
-    @property
-    def computes_again(self) -> bool:
-        """Whether backward computes activations again, to save their memory."""
-        return self.recomputes != "none" or (self.memory_budget is not None and self.memory_budget < 1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingPlan:
-    """The part of a plan that every engine needs."""
-
-    asked_by: ClassVar[Mapping[str, str]] = {
-        "recomputes": "activation_checkpointing='full'",
-        "reduces_every_micro_batch": "reduce_every_micro_batch=True",
-    }
-    """Maps a property of a plan or unit to the setting that changes it, for advice in messages."""
+class Plan:
+    """Everything that a wrapper does to a model, and in a step. `plan_model` makes it."""
 
     caller: str
     """The wrapper class or function that the user called, for messages."""
+    engine: Engine
     strategy: str
     """``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
     groups: DataParallelGroups
-    reduction: GradientReduction
-    reduces_every_micro_batch: bool
-    """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
-    checks_for_nan: bool
-    checks_for_large: bool
-    broadcasts_buffers: bool | None = None
-    """Buffers are rank 0's after each reduction; None: where the model has running statistics."""
-    is_reproducible: bool = False
-    """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
-    frozen: tuple[ParamPlan, ...] = ()
-    """Parameters that are in no unit; whole on every rank."""
     settings: tuple[tuple[str, str], ...] = ()
     """Names and values, as text, of all settings that must be equal on all ranks."""
     changed_settings: str = ""
     """The wrapper's settings that differ from their defaults, as text for reports."""
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+
+    units: tuple[UnitPlan, ...]
+    """Children before parents; the last one is the model, with the parameters that are in no other unit."""
     transforms: tuple[UnitTransform, ...] = ()
     """Recomputation and compilation of units, applied before parameters are sharded."""
+    broadcasts_buffers: bool | None = None
+    """Buffers are rank 0's after each reduction; None: where the model has running statistics."""
+    equalizes: bool = False
+    """The first rank's values replace those of the others before sharding."""
+    buffer_dtype: torch.dtype | None = None
+    """Dtype that the model's buffers are cast to; None leaves them."""
+    forward_methods: tuple[str, ...] = ()
+    """Names of methods that gather parameters as a forward does."""
+
+    reduction: GradientReduction
+    is_reproducible: bool = False
+    """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
+    reduces_every_micro_batch: bool
+    """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
+    checks_for_nan: bool
+    checks_for_large: bool
+
+    forward_prefetch: int = 0
+    """Number of units to prefetch in forward."""
+    backward_prefetch: int = 0
+    """Number of units to prefetch in backward."""
+    offloads: bool = False
+    """Shards are in the host's memory."""
+    pins_memory: bool = False
+    registers_memory: bool = False
+    """Buffers of collectives are in memory that the backend allocates, if it can."""
+
+    # On flat buffers:
+    buffers: tuple[BufferPlan, ...] = ()
+    reduction_order: tuple[tuple[int, int], ...] = ()
+    """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
+    reduces_during_backward: bool = True
+    """Buckets are sent when their gradients are complete, instead of all at the end."""
+    overlaps_grads: bool = True
+    """Reductions run while backward goes on."""
+    overlaps_params: bool = True
+    """Parameters are gathered while forward runs."""
+    averages_in_collective: bool = False
+    lends_gradients: bool = False
+    """Layers compute gradients in the memory of buckets (`GradSlot.lend`)."""
+    layers_add_gradients: bool = False
+    """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
+    adds_in_fp32: bool = False
+    """Gradients are sent in their own dtype and added in fp32."""
+    finishes_in_backward: bool = False
+    """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
+    shards_update_over_replicas: bool = False
+    """Each optimizer instance updates a part of the shards, and gathers the other parts."""
+
+    # On FSDP2:
+    collectives: Literal["auto", "torch"] = "auto"
+    adds_gradient_rows: bool = False
+    """Embeddings add gradients row by row, in place."""
+
+    @property
+    def root(self) -> UnitPlan:
+        """The model, as a unit."""
+        return self.units[-1]
+
+    @property
+    def trained(self) -> dict[str, ParamPlan]:
+        """The parameters with gradients, by name."""
+        return {param.name: param for unit in self.units for param in unit.params if param.is_trained}
+
+    @property
+    def layout(self) -> FullParamLayout:
+        """The layout of all buffers."""
+        return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))
+
+    def buckets_of(self, unit: UnitPlan) -> tuple[tuple[BufferPlan, PiecePlan], ...]:
+        """Returns a unit's buckets, each with its buffer."""
+        return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)
 
     @property
     def shards_parameters(self) -> bool:
@@ -146,12 +137,31 @@ class ShardingPlan:
     @property
     def casts_parameters(self) -> bool:
         """Whether parameters are cast to the dtype of computation when they are gathered."""
-        return False
+        return self.root.precision.param_dtype is not None
 
     @property
     def recomputes(self) -> bool:
         """Whether backward recomputes activations of some units."""
         return any(transform.computes_again for transform in self.transforms)
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether some units are prefetched."""
+        return self.forward_prefetch + self.backward_prefetch > 0
+
+    @property
+    def asked_by(self) -> Mapping[str, str]:
+        """Maps a property of the plan or a unit to the setting that changes it, for advice in messages."""
+        asked = {
+            "recomputes": "activation_checkpointing='full'",
+            "reduces_every_micro_batch": "reduce_every_micro_batch=True",
+        }
+        if self.shards_parameters:
+            kept = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
+            asked["is_freed"] = f"reshard_after_forward=True{kept}"
+            asked["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
+            asked["offloads"] = "cpu_offload=True"
+        return asked
 
     @property
     def tree(self) -> MicroBatchTree | None:
@@ -186,43 +196,65 @@ class ShardingPlan:
         return 0 if self.is_replicated else self.groups.shard.rank()
 
     @property
+    def num_replicas(self) -> int:
+        """Number of ranks with the same shard; with the same whole parameters if nothing is sharded."""
+        return self.groups.whole.size() // self.num_shards
+
+    @property
     def num_updated_parts(self) -> int:
         """Number of ranks that share the update of a parameter."""
-        return self.num_shards
+        return self.num_shards * (self.groups.num_replicas if self.shards_update_over_replicas else 1)
 
     @property
     def updated_part(self) -> int:
         """Index `i` of this rank's update: elements ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
-        return self.shard_index
+        if self.groups.replicate is None or not self.shards_update_over_replicas:
+            return self.shard_index
+        return self.shard_index * self.groups.num_replicas + self.groups.replicate.rank()
 
+    def kept_bytes(self) -> int:
+        """Returns the bytes of the parameters that this rank always keeps."""
+        return sum(piece.kept_bytes for piece in self._pieces())
 
-@dataclass(frozen=True, kw_only=True)
-class GatheringPlan(ShardingPlan):
-    """The plan of an engine that gathers units before use."""
+    def gathered_bytes(self) -> int:
+        """Returns the bytes of all whole parameters that are gathered before use, as if all were at once."""
+        return sum(piece.gathered_bytes for unit in self.units if unit.is_gathered for piece in unit.pieces)
 
-    asked_by: ClassVar[Mapping[str, str]] = {
-        **ShardingPlan.asked_by,
-        "is_freed": "reshard_after_forward=True",
-        "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
-        "offloads": "cpu_offload=True",
-    }
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of this rank's gradients after a step's reduction."""
+        return sum(piece.gradient_bytes for piece in self._pieces())
 
-    forward_prefetch: int
-    """Number of units to prefetch in forward."""
-    backward_prefetch: int
-    """Number of units to prefetch in backward."""
-    offloads: bool
-    """Shards are in the host's memory."""
-    pins_memory: bool
-    registers_memory: bool
-    """Buffers of collectives are in memory that the backend allocates, if it can."""
-    equalizes: bool
-    """The first rank's values replace those of the others before sharding."""
-    buffer_dtype: torch.dtype | None
-    forward_methods: tuple[str, ...]
-    """Names of methods that gather parameters as a forward does."""
+    def traffic(self, num_microbatches: int = 1, unit: UnitPlan | None = None) -> tuple[Traffic, ...]:
+        """Returns the collectives of a step, of one unit or of all of them.
 
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether some units are prefetched."""
-        return self.forward_prefetch + self.backward_prefetch > 0
+        Counts the wrapper's over the data-parallel group, on this rank. A unit that one forward uses several times is
+        gathered each time, but counts once here.
+        """
+        if unit is None:
+            return tuple(entry for unit in self.units for entry in self.traffic(num_microbatches, unit))
+        trained = [piece for piece in unit.pieces if piece.is_trained]
+        reduced_bytes = sum(piece.reduced_bytes for piece in trained)
+        reductions = num_microbatches if self.reduces_every_micro_batch else 1
+        if unit.is_gathered:
+            gathered_bytes = sum(piece.gathered_bytes for piece in unit.pieces)
+            # From one micro-batch to the next a unit is gathered if it never was freed, or since backward gathered it.
+            stays = unit.is_kept and (unit.stays_whole or unit.gathered_again_over)
+            gathers, again = 1 if stays else num_microbatches, num_microbatches if unit.gathered_again_over else 0
+            if unit.gathered_again_over == self.num_shards:
+                gathers, again = gathers + again, 0
+        else:  # whole parameters are gathered once, after an update that ranks share
+            gathered_bytes, gathers, again = sum(piece.kept_bytes for piece in trained), 1, 0
+        shares_update = self.shards_update_over_replicas and trained
+        over_replicas: Kind = "reduce-scatter" if shares_update else "all-reduce"
+        shard_bytes = sum(piece.kept_bytes for piece in unit.pieces) if shares_update else 0
+        planned = (
+            Traffic("all-gather", gathers, gathered_bytes, self.num_shards),
+            Traffic("all-gather", again, gathered_bytes, unit.gathered_again_over),
+            Traffic("reduce-scatter", reductions, reduced_bytes, self.num_shards),
+            Traffic(over_replicas, reductions, reduced_bytes // self.num_shards, self.num_replicas),
+            Traffic("all-gather", 1, shard_bytes, self.num_replicas),
+        )
+        return tuple(entry for entry in planned if entry.calls and entry.nbytes and entry.ranks > 1)
+
+    def _pieces(self) -> Iterable[PiecePlan]:
+        return (piece for unit in self.units for piece in unit.pieces)

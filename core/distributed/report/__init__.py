@@ -1,9 +1,7 @@
 """Describes a wrapped model as a table or as a page: `describe`.
 
-wire     computes the traffic of a unit in a step from its settings
 facts    collects from the plan what each unit is, keeps and gathers
-rows     formats the facts as cells, for both
-table    formats the facts as text
+rows     formats the facts as cells, and these as text
 page     formats the facts as HTML, with the picture
 picture  draws the units
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 from ...errors import ConfigError
 from .facts import ModelFacts, model_facts
 from .page import as_html
-from .table import as_text
+from .rows import as_text
 
 __all__ = ["describe", "model_facts"]
 

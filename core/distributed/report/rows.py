@@ -1,4 +1,4 @@
-"""Formats the facts as rows of text and numbers, for the table and the page."""
+"""Formats the facts as rows of text and numbers, for the table of a terminal and for the page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from ...dtypes import SHORT_NAMES, dtype_name
 from ...text import fold_numbered, numbered_name
+from ..plan.parts import Kind, Traffic
 from .facts import RANGE, Held, ModelFacts, UnitFacts
-from .wire import Kind, Traffic
 
 COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
 """Columns of both tables; the first two are text, the others numbers. ``then`` is what happens to gathered parameters
@@ -19,6 +19,12 @@ between forward and backward; a gradient has the dtype of the kept parameters un
 reductions and sent bytes are those of a step."""
 
 TEXT_COLUMNS = COLUMNS[:2]
+
+WIDTH = 119
+"""Most characters of a line."""
+
+_NARROWEST_COLUMNS = {"holds": 7, "unit": 12}
+"""Least widths of the text columns, in the order in which they are narrowed."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -100,23 +106,56 @@ def table(facts: ModelFacts) -> Table:
     return Table(columns, tuple(body), foot)
 
 
+def as_text(facts: ModelFacts) -> str:
+    """Returns the headline, the table, and notes below it."""
+    said = table(facts)
+    lines = [said.columns, *said.body, said.foot]
+    widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(said.columns)})
+    rows = ["  ".join(map(_pad, line, widths, widths.values())).rstrip() for line in lines]
+    rule = "-" * max(map(len, rows))
+    return "\n".join(
+        [headline(facts), "", rows[0], rule, *rows[1:-1], rule, rows[-1], "", *map(_shorten_note, notes(facts))]
+    )
+
+
+def _fit(widths: dict[str, int]) -> dict[str, int]:
+    """Narrows the column of contents, then that of names, until a line fits."""
+    fitted = dict(widths)
+    excess = sum(fitted.values()) + 2 * (len(fitted) - 1) - WIDTH
+    for column, narrowest in _NARROWEST_COLUMNS.items():
+        if excess > 0:
+            cut = min(excess, max(fitted[column] - narrowest, 0))
+            fitted[column] -= cut
+            excess -= cut
+    return fitted
+
+
+def _pad(cell: str, column: str, width: int) -> str:
+    return shorten(cell, width).ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
+
+
+def _shorten_note(note: str) -> str:
+    return note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…"
+
+
 def headline(facts: ModelFacts) -> str:
     """Says which wrapper has how many parameters on how many ranks."""
-    parameters = count(sum(unit.num_parameters for unit in facts.units))
-    whole = f"{facts.wrapper}: {parameters} parameters on {facts.num_ranks} rank{'s' if facts.num_ranks > 1 else ''}"
-    if facts.num_ranks == 1:
+    parameters, plan = count(sum(unit.num_parameters for unit in facts.units)), facts.plan
+    num_ranks = plan.groups.whole.size()
+    whole = f"{plan.caller}: {parameters} parameters on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    if num_ranks == 1:
         return whole
-    if facts.shard_size == 1:
+    if plan.num_shards == 1:
         return f"{whole}, replicated"
-    replicas = f", {facts.num_replicas} replicas of each shard" if facts.num_replicas > 1 else ""
+    replicas = f", {plan.num_replicas} replicas of each shard" if plan.num_replicas > 1 else ""
     what = "optimizer state" if any(unit.is_replicated for unit in facts.units) else "everything"
-    return f"{whole}, {what} sharded over {facts.shard_size}{replicas}"
+    return f"{whole}, {what} sharded over {plan.num_shards}{replicas}"
 
 
 def notes(facts: ModelFacts) -> list[str]:
     """Returns facts that have no column in the table."""
     traffic = [entry for unit in facts.units for entry in unit.traffic]
-    batches = facts.step.num_microbatches
+    batches = facts.num_microbatches
     kinds = [
         f"{calls} {kind}{'s' if calls > 1 else ''}"
         for kind in ("all-gather", "reduce-scatter", "all-reduce")
@@ -125,10 +164,11 @@ def notes(facts: ModelFacts) -> list[str]:
     sent = size(sum(entry.sent_bytes for entry in traffic))
     of = f"a step of {batches} micro-batch{'es' if batches > 1 else ''}"
     found = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
-    sharing = {"tensor-parallel": facts.tensor_parallel_size, "context-parallel": facts.context_parallel_size}
+    plan = facts.plan
+    sharing = {"tensor-parallel": plan.tensor_parallel_size, "context-parallel": plan.context_parallel_size}
     among = " and ".join(f"{number} {kind}" for kind, number in sharing.items() if number > 1)
     if among:
-        part = "one tensor-parallel part of the model; " if facts.tensor_parallel_size > 1 else ""
+        part = "one tensor-parallel part of the model; " if plan.tensor_parallel_size > 1 else ""
         found.append(f"{part}what layers send among {among} ranks is not counted")
     if facts.ties:
         found.append("tied: " + "; ".join(" = ".join(tie.names) for tie in facts.ties))
@@ -138,7 +178,7 @@ def notes(facts: ModelFacts) -> list[str]:
         )
     if facts.replicated:
         found.append(f"replicated and not trained: {', '.join(facts.replicated)}")
-    found.append(f"settings: {facts.settings or 'all at their defaults'}")
+    found.append(f"settings: {plan.changed_settings or 'all at their defaults'}")
     return found
 
 

@@ -78,14 +78,14 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are reduced in the compute dtype, not in reduce_dtype",
-        "core.distributed.plan.precision.mixed_precision_policy",
+        "core.distributed.plan.settings.mixed_precision_policy",
         "reduce_dtype or param_dtype",
         "param_dtype",
         _PRECISION,
     ),
     Mutation(
         "a shard ends one element early",
-        "core.distributed.plan.flat_plan.BucketPlan.places_in_shard",
+        "core.distributed.plan.parts.PiecePlan.places_in_shard",
         r"\(start, end\) if",
         "(start, end - 1) if",
         (DDP, *SHARDED_STATE),

@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -98,6 +98,25 @@ def _described(settings: dict[str, Any], micro_batches: int) -> list[int]:
 def test_the_description_counts_the_same_gathers(micro_batches, expected):
     for calls in run_distributed(_described, 2, {}, micro_batches):
         assert sum(calls) == expected
+
+
+def _spared() -> tuple[int, int]:
+    """Returns all-gathers as counted and as planned, where units take turns with a slot and one has no backward."""
+    stack = Stack(layers=4)
+    stack.layers[0].weights_used_in_backward = False
+    model = build("zero3", stack, unit_classes=(nn.Linear,), forward_prefetch=0, backward_prefetch=0)
+    os.environ[POISONS] = "0"
+    with _gathers() as names:
+        for index in range(3):
+            with model.no_sync() if index < 2 else nullcontext():
+                model(torch.ones(2, 6)).sum().backward()
+        model.finish_grad_sync()
+    return len(names), sum(entry.calls for entry in model.plan.traffic(3) if entry.kind == "all-gather")
+
+
+def test_a_unit_without_backward_is_gathered_in_each_forward():
+    for counted, planned in run_distributed(_spared, 2):
+        assert counted == planned == 1 + 3 * 4 + 3 * 2
 
 
 def _ahead() -> list[bool]:

@@ -21,22 +21,16 @@ from core._torch_compat import fsdp_param_groups
 from core.dist_checkpointing import local_tensor
 from core.distributed import (
     DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.groups import DataParallelGroups
-from core.distributed.plan import (
-    FlatPlan,
-    FlatUnitPlan,
-    FSDP2Plan,
-    FSDP2UnitPlan,
-    FullyShardedPlan,
-    GradientReduction,
-    ShardingPlan,
-    plan_model,
-)
+from core.distributed.groups import DataParallelGroups, find_groups
+from core.distributed.plan import GradientReduction, Plan, UnitPlan, plan_model
+from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from core.transformer import TransformerConfig
+from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, toy
 
@@ -70,18 +64,18 @@ def _agrees_with_torch(name: str) -> None:
     assert names == {id(p): n for n, p in module.named_parameters()}  # planning touches nothing
     model = TorchFullyShardedDataParallel(None, settings, module, [nn.Linear], process_group=dist.group.WORLD)
     plan = model.plan
-    assert isinstance(plan, FSDP2Plan) and isinstance(planned, FSDP2Plan)
+    assert plan.engine is planned.engine is Engine.FSDP2
     assert [unit.params for unit in planned.units] == [unit.params for unit in plan.units]
     groups = {id(g): g for m in module.modules() if isinstance(m, FSDPModule) for g in _groups(m) if g.fsdp_params}
     found = {tuple(sorted(_name(module, p) for p in group.fsdp_params)): group for group in groups.values()}
-    units = {tuple(sorted(p.name for p in unit.params)): unit for unit in (*plan.units, plan.root) if unit.params}
+    units = {tuple(sorted(p.name for p in unit.params)): unit for unit in plan.units if unit.params}
     assert found.keys() == units.keys()
     rank = dist.get_rank()
     parameters = dict(module.named_parameters())
     for key, unit in units.items():
         group = found[key]
         assert unit.precision == group.mp_policy and unit.is_needed_in_backward == group.unshard_in_backward
-        assert (unit.reshard_after_forward is not False) == (group.post_forward_mesh_info is not None)
+        assert unit.is_freed == (group.post_forward_mesh_info is not None)
         for param in unit.params:
             of_torch = next(p for p in group.fsdp_params if _name(module, p) == param.name)
             assert param.shard_numel == of_torch.padded_sharded_param_size.numel()
@@ -113,7 +107,7 @@ def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
     settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=bucket_size)
     model = wrap_model(toy(), None, settings, process_group=dist.group.WORLD)
     plan = model.plan
-    assert isinstance(plan, FlatPlan)
+    assert plan.engine is Engine.FLAT_BUFFERS
     rank = dist.get_rank() if plan.num_shards > 1 else 0
     buckets = [plan.buffers[index].buckets[number] for index, number in plan.reduction_order]
     assert len(buckets) == len(model.bucket_groups)
@@ -148,11 +142,11 @@ def _of_a_hybrid() -> None:
         plan = plan_model(model, config, settings, DataParallelGroups.of_mesh(mesh), UNITS)
         assert plan.reduction is GradientReduction.SUM
         assert (plan.num_shards, plan.groups.num_replicas, plan.groups.whole.size()) == (2, 2, 4)
-        if isinstance(plan, FSDP2Plan):
-            assert {unit.reshard_after_forward for unit in plan.units} == {False}
+        if plan.engine is Engine.FSDP2:
+            assert not any(unit.is_freed for unit in plan.units)
             assert plan.root.precision.param_dtype is torch.bfloat16
         else:
-            assert isinstance(plan, FlatPlan) and plan.buffers[0].param_dtype is torch.bfloat16
+            assert plan.buffers[0].param_dtype is torch.bfloat16
 
 
 def test_a_hybrid_cuts_within_its_instances():
@@ -183,15 +177,40 @@ def test_one_function_says_which_engine_a_strategy_means():
         "distributed/torch_fully_sharded_data_parallel_config.py"
     }
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/parallelize.py"}
-    makers = ("make_flat_plan", "make_fully_sharded_plan", "make_fsdp2_plan")
+    makers = ("make_flat_plan", "make_fsdp2_plan")
     plans = {f"distributed/plan/{file}.py" for file in ("values", *makers)}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 
 
-@pytest.mark.parametrize("plan", [FlatPlan, FullyShardedPlan, FSDP2Plan])
-def test_advice_names_settings_that_there_are(plan: type[ShardingPlan]):
-    settings = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
-    said = {f.name for kind in (plan, FSDP2UnitPlan, FlatUnitPlan) for f in fields(kind)} | set(dir(plan))
+def test_a_plan_ends_with_the_model_and_has_each_parameter_once():
+    module = toy(tied=False)
+    module.embedding.requires_grad_(False)
+    with fake_world(rank=0, world_size=2):
+        for settings in ALL_SETTINGS:
+            plan = plan_model(module, None, settings, find_groups("test", 1, dist.group.WORLD), UNITS)
+            assert plan.root is plan.units[-1] and plan.root.modules == (module,) and plan.root.names == ("",)
+            names = [param.name for unit in plan.units for param in unit.params]
+            assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+            assert plan.trained.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
+            in_buffers = [bucket for buffer in plan.buffers for bucket in buffer.buckets]
+            of_units = [plan.buffers[i].buckets[j] for unit in plan.units for i, j in unit.buckets]
+            assert sorted(map(id, of_units)) == sorted(map(id, in_buffers))
+            assert all(len(unit.buckets) == len(unit.pieces) for unit in plan.units if unit.buckets)
+
+
+ALL_SETTINGS = [
+    *(DistributedDataParallelConfig(data_parallel_sharding_strategy=s) for s in ("no_shard", "optim", "optim_grads")),
+    FullyShardedDataParallelConfig(),
+    TorchFullyShardedDataParallelConfig(),
+]
+
+
+@pytest.mark.parametrize("settings", ALL_SETTINGS)
+def test_advice_names_settings_that_there_are(settings: DistributedDataParallelConfig):
+    with fake_world(rank=0, world_size=2):
+        plan = plan_model(toy(), None, settings, find_groups("test", 1, dist.group.WORLD), UNITS)
+    names = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
+    said = {f.name for kind in (Plan, UnitPlan) for f in fields(kind)} | set(dir(plan))
     for name, asked_by in plan.asked_by.items():
         assert name in said
-        assert {part.partition("=")[0] for part in asked_by.split(", ")} <= settings
+        assert {part.partition("=")[0] for part in asked_by.split(", ")} <= names

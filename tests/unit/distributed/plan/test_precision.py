@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.model.initial_values import cast_buffers
-from core.distributed.plan.precision import mixed_precision_policy
+from core.distributed.plan.settings import mixed_precision_policy
 from core.errors import ParallelConfigError
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.distributed.fully_sharded_data_parallel_config import parse_overrides
-from core.distributed.plan.resharding import check_reshard, reshard_of
+from core.distributed.plan.settings import check_reshard, reshard_of
 from core.errors import ParallelConfigError
 
 

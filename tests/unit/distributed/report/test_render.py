@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from core.distributed import FullyShardedDataParallel, _BaseDataParallel
 from core.distributed.report.facts import ModelFacts, model_facts
-from core.distributed.report.table import WIDTH
+from core.distributed.report.rows import WIDTH
 from core.errors import ConfigError
 from tests.functional._runs import build_gpt
 from tests.unit._spawn import run_distributed

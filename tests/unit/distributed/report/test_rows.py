@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from core.distributed.plan.parts import Traffic
 from core.distributed.report.facts import Held, ModelFacts, UnitFacts
 from core.distributed.report.rows import amount, cells, count, fold, notes, shorten, size
-from core.distributed.report.wire import StepPlan, Traffic
 
 LAYER = UnitFacts(
     name="decoder.layers.0",
@@ -96,5 +98,6 @@ def test_long_names_lose_their_middle():
     ],
 )
 def test_traffic_inside_the_model_is_said_not_to_be_counted(tp, cp, said):
-    facts = ModelFacts("X", 1, 1, 1, StepPlan(2, False), (LAYER,), (), (), 0, 0, "", tp, cp)
+    plan: Any = SimpleNamespace(tensor_parallel_size=tp, context_parallel_size=cp, changed_settings="")
+    facts = ModelFacts(plan, 2, (LAYER,), (), (), 0, 0)
     assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
-from core.distributed.report import model_facts
-from core.distributed.report.wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
+from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
+from core.distributed.plan.parts import Traffic
+from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
 
@@ -42,9 +43,7 @@ class CollectiveBytes(TorchDispatchMode):
 
 def _said(model: Any) -> dict[tuple[str, str], int]:
     said: Counter[tuple[str, str]] = Counter()
-    for entry in (
-        entry for unit in model_facts(model.plan, model.module, MICRO_BATCHES).units for entry in unit.traffic
-    ):
+    for entry in model.plan.traffic(MICRO_BATCHES):
         said[entry.kind, "calls"] += entry.calls
         said[entry.kind, "bytes"] += entry.calls * entry.nbytes
     return dict(said)
@@ -120,9 +119,7 @@ def _counts_reshard_to_two() -> None:
         with CollectiveBytes() as counter:
             _step(model)
         assert dict(counter.counted) == _said(model)
-    within = [
-        e for unit in model_facts(model.plan, model.module, MICRO_BATCHES).units for e in unit.traffic if e.ranks == 2
-    ]
+    within = [entry for entry in model.plan.traffic(MICRO_BATCHES) if entry.ranks == 2]
     assert sum(entry.calls for entry in within) == 3 * MICRO_BATCHES  # embedding and both blocks
     assert "1/2" in model.describe()
 
@@ -150,11 +147,7 @@ def test_hybrid_units_send_what_is_said():
 
 def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
     model = build(kind, toy(), **fields)
-    sent = sum(
-        entry.sent_bytes
-        for unit in model_facts(model.plan, model.module, MICRO_BATCHES).units
-        for entry in unit.traffic
-    )
+    sent = sum(entry.sent_bytes for entry in model.plan.traffic(MICRO_BATCHES))
     with GradientTraffic() as traffic:  # between gloo's ranks every piece is a message of ours
         _step(model)
         if kind.startswith("zero"):
@@ -177,43 +170,86 @@ def test_a_rank_sends_what_is_said(kind, fields):
     run_distributed(_counts_messages, 2, kind, fields)
 
 
-UNIT = {"gathered_bytes": 800, "reduced_bytes": 1600, "shard_size": 8, "gathered_again_over": 8}
+def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **fields: Any) -> Plan:
+    """A plan of one unit of 200 fp32 elements, which are reduced in double precision."""
+    bounds = tuple(range(0, 201, 200 // shards))
+    param = ParamPlan(
+        names=("w",), places=(0,), shape=(200,), dtype=torch.float32, is_trained=is_trained, cut="flat", bounds=bounds
+    )
+    piece = PiecePlan(
+        is_trained=is_trained,
+        param_dtype=torch.float32,
+        gathered_dtype=torch.float32,
+        grad_dtype=torch.float64,
+        shard_grad_dtype=torch.float64,
+        device=torch.device("cpu"),
+        num_param_shards=shards if fields.get("is_gathered", True) else 1,
+        params=(param,),
+    )
+    of_unit = {"is_gathered": True, "is_freed": True, "stays_whole": False, "gathered_again_over": shards}
+    of_plan = {key: fields.pop(key) for key in ("strategy", "reduces_every_micro_batch") if key in fields}
+    whole, shard = (SimpleNamespace(size=lambda size=size: size) for size in (shards * replicas, shards))
+    groups: Any = SimpleNamespace(whole=whole, shard=shard, num_replicas=replicas, replicate=None)
+    return Plan(
+        caller="test",
+        engine=Engine.FSDP2,
+        groups=groups,
+        units=(UnitPlan(pieces=(piece,), **{**of_unit, **fields}),),
+        reduction=GradientReduction.MEAN,
+        checks_for_nan=False,
+        checks_for_large=False,
+        **{"strategy": "optim_grads_params", "reduces_every_micro_batch": False, **of_plan},
+    )
 
 
 @pytest.mark.parametrize(
-    ("step", "unit", "expected"),
+    ("number", "fields", "expected"),
     [
-        (StepPlan(), {}, [("all-gather", 2, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
-        (StepPlan(4), {}, [("all-gather", 8, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
+        (1, {}, [("all-gather", 2, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
+        (4, {}, [("all-gather", 8, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
         (
-            StepPlan(4),
+            4,
             {"gathered_again_over": 2},
             [("all-gather", 4, 800, 8), ("all-gather", 4, 800, 2), ("reduce-scatter", 1, 1600, 8)],
         ),
-        (StepPlan(4), {"is_kept": True}, [("all-gather", 5, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
+        (4, {"is_kept": True}, [("all-gather", 5, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
         (
-            StepPlan(4),
+            4,
             {"is_kept": True, "gathered_again_over": 0},
+            [("all-gather", 4, 800, 8), ("reduce-scatter", 1, 1600, 8)],
+        ),
+        (
+            4,
+            {"is_kept": True, "stays_whole": True, "gathered_again_over": 0},
             [("all-gather", 1, 800, 8), ("reduce-scatter", 1, 1600, 8)],
         ),
         (
-            StepPlan(4, reduces_every_micro_batch=True),
-            {"num_replicas": 3, "gathered_again_over": 0},
+            4,
+            {"replicas": 3, "gathered_again_over": 0, "reduces_every_micro_batch": True},
             [("all-gather", 4, 800, 8), ("reduce-scatter", 4, 1600, 8), ("all-reduce", 4, 200, 3)],
         ),
-        (StepPlan(4), {"reduced_bytes": 0, "gathered_again_over": 0}, [("all-gather", 4, 800, 8)]),
-        (StepPlan(4), {"shard_size": 1, "gathered_again_over": 1}, []),
+        (4, {"is_trained": False, "gathered_again_over": 0}, [("all-gather", 4, 800, 8)]),
+        (4, {"shards": 1}, []),
     ],
 )
-def test_the_traffic_of_a_sharded_unit_follows_from_its_settings(step, unit, expected):
-    assert sharded_traffic(step, **{**UNIT, **unit}) == tuple(Traffic(*entry) for entry in expected)
+def test_the_traffic_of_a_sharded_unit_follows_from_the_plan(number, fields, expected):
+    assert _planned(**fields).traffic(number) == tuple(Traffic(*entry) for entry in expected)
 
 
 def test_a_hybrid_bucket_scatters_within_and_reduces_across():
-    found = bucket_traffic(StepPlan(2), param_bytes=400, grad_bytes=800, shard_size=4, num_replicas=2)
+    whole = {"is_gathered": False, "stays_whole": True, "gathered_again_over": 0, "strategy": "optim"}
+    found = _planned(shards=4, replicas=2, **whole).traffic(2)
     assert found == (
-        Traffic("all-gather", 1, 400, 4),
-        Traffic("reduce-scatter", 1, 800, 4),
-        Traffic("all-reduce", 1, 200, 2),
+        Traffic("all-gather", 1, 800, 4),
+        Traffic("reduce-scatter", 1, 1600, 4),
+        Traffic("all-reduce", 1, 400, 2),
     )
-    assert [entry.sent_bytes for entry in found] == [300, 600, 200]
+    assert [entry.sent_bytes for entry in found] == [600, 1200, 400]
+    assert _planned(**whole, is_trained=False).traffic() == ()  # what is frozen is whole, and never moves
+
+
+def test_bytes_of_a_plan_are_those_of_its_pieces():
+    sharded, whole = _planned(), _planned(is_gathered=False, strategy="optim")
+    assert (sharded.kept_bytes(), sharded.gathered_bytes(), sharded.gradient_bytes()) == (100, 800, 200)
+    assert (whole.kept_bytes(), whole.gathered_bytes(), whole.gradient_bytes()) == (800, 0, 200)
+    assert _planned(is_trained=False).gradient_bytes() == 0

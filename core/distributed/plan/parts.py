@@ -1,0 +1,245 @@
+"""The parts of a plan, as data: units, their pieces and parameters, and what these keep and send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..distributed_data_parallel_config import ActivationCheckpointing
+from .layout import BucketLayout, Cut
+
+_NO_CASTS = MixedPrecisionPolicy()
+_NO_LAYOUT = BucketLayout(0, 0, (), ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamPlan:
+    """One parameter; sizes and elements are those of this rank's part under tensor parallelism."""
+
+    names: tuple[str, ...]
+    """All names in the model; several for a tied parameter."""
+    places: tuple[int, ...]
+    """Index of each name in the model's list of parameter names, which is roughly the order of execution."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+    accumulates_in_fp32: bool = False
+    """Its gradient accumulates over micro-batches in an fp32 tensor of its own."""
+    cut: Cut
+    bounds: tuple[int, ...]
+    """Rank `i` of the ranks that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
+    parameter."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_parts(self) -> int:
+        """Number of ranks that share the update."""
+        return len(self.bounds) - 1
+
+    @property
+    def shard_numel(self) -> int:
+        """Number of elements in a shard, including the padding that makes all shards equally long."""
+        return max(end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceKind:
+    """What the parameters of one piece, and of one buffer, have in common."""
+
+    is_trained: bool
+    """False if the parameters are frozen and have no gradients."""
+    holds_experts: bool = False
+    """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
+    param_dtype: torch.dtype
+    """Dtype of the parameters that a rank keeps and its optimizer updates."""
+    gathered_dtype: torch.dtype
+    """Dtype of gathered parameters, in which the model computes. Differs from `param_dtype` if they are cast."""
+    grad_dtype: torch.dtype
+    """Dtype in which gradients are accumulated and reduced."""
+    shard_grad_dtype: torch.dtype
+    """Dtype of the reduced gradient that a rank keeps; may be wider than `grad_dtype` if whole gradients are freed."""
+    device: torch.device
+    num_param_shards: int = 1
+    """Number of ranks that share each parameter; 1 where every rank keeps whole ones."""
+    holds_params: bool = True
+    """Parameters have the piece's padding, as views of a buffer have; else only gradients have it."""
+    releases_grads: bool = True
+    """A whole gradient is allocated when a gradient arrives, and freed when it is reduced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PiecePlan(PieceKind):
+    """Parameters of one kind: one message reduces their gradients, and one gathers them.
+
+    A bucket of a flat buffer, a unit's part of a buffer, or the parameters of one dtype in a unit of FSDP2.
+    """
+
+    params: tuple[ParamPlan, ...]
+    layout: BucketLayout = _NO_LAYOUT
+    """Its place in a flat buffer; empty where torch places it, or where nothing moves."""
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
+    def place(self) -> int:
+        """The place of the first parameter; see `ParamPlan.places`."""
+        return min(param.places[0] for param in self.params)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements, padding included."""
+        if self.layout.members:
+            return self.layout.end - self.layout.start
+        return sum(param.shard_numel * param.num_parts for param in self.params)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the parameters that this rank always keeps."""
+        length = self.elements if self.holds_params else self.numel
+        return length * self.param_dtype.itemsize // self.num_param_shards
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return self.elements * self.gathered_dtype.itemsize
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of the whole gradients, as they are reduced."""
+        return self.elements * self.grad_dtype.itemsize if self.is_trained else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of this rank's gradients after the reduction."""
+        if not self.is_trained:
+            return 0
+        if self.releases_grads:
+            return self.elements * self.shard_grad_dtype.itemsize // self.params[0].num_parts
+        in_fp32 = sum(param.numel for param in self.params if param.accumulates_in_fp32)
+        return self.reduced_bytes + in_fp32 * torch.float32.itemsize
+
+    @property
+    def gradient_dtypes(self) -> frozenset[torch.dtype]:
+        """Dtypes of this rank's gradients after the reduction."""
+        if not self.is_trained:
+            return frozenset()
+        in_fp32 = any(param.accumulates_in_fp32 for param in self.params) and not self.releases_grads
+        dtype = self.shard_grad_dtype if self.releases_grads else self.grad_dtype
+        return frozenset((dtype, torch.float32) if in_fp32 else (dtype,))
+
+    def places_in_shard(self, shard: int) -> tuple[tuple[int, int], ...]:
+        """Returns each parameter's elements in a shard, ``[start, end)``, counted from the shard's beginning."""
+        first = self.elements // self.params[0].num_parts * shard
+        places = []
+        for param, (begin, _) in zip(self.params, self.layout.ranges, strict=True):
+            start, end = (begin + bound - first for bound in param.bounds[shard : shard + 2])
+            places.append((start, end) if start < end else (0, 0))
+        return tuple(places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferPlan(PieceKind):
+    """Flat memory for parameters of one kind, and their gradients."""
+
+    buckets: tuple[PiecePlan, ...]
+    """In the order in which backward is expected to finish them."""
+
+    @property
+    def accumulated_in_fp32(self) -> frozenset[str]:
+        """Names of parameters whose gradients accumulate over micro-batches in separate fp32 tensors."""
+        params = (param for bucket in self.buckets for param in bucket.params)
+        return frozenset(param.name for param in params if param.accumulates_in_fp32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Parameters that are gathered and reduced together: of modules, or a bucket of parameters that are always whole.
+
+    The last unit of a plan is the model, with the parameters that are in no unit before it.
+    """
+
+    modules: tuple[nn.Module, ...] = ()
+    """Its parameters are whole while one of them runs; empty for a bucket."""
+    names: tuple[str, ...] = ()
+    """Name of each module in the model; empty for the model itself."""
+    pieces: tuple[PiecePlan, ...]
+    """The unit's parameters, except those of units before it."""
+    buckets: tuple[tuple[int, int], ...] = ()
+    """Indices of buffer and bucket of each piece; empty where torch has the memory."""
+    precision: MixedPrecisionPolicy = _NO_CASTS
+    """Dtypes of the modules. Units cast their inputs; only the model casts outputs."""
+    is_gathered: bool = False
+    """Its parameters are gathered before use; else they are always whole."""
+    slot: int | None = None
+    """Index of the slot that the unit is gathered into; units of equal size take turns with a slot. None if a single
+    rank has all parameters, or torch has the memory."""
+    is_freed: bool = False
+    """Gathered parameters are freed after forward, or may be: another unit may be gathered into its slot."""
+    kept_among: int | None = None
+    """Number of neighbouring ranks that together keep the whole unit between forward and backward, and gather it from
+    each other; None for one or all."""
+    is_needed_in_backward: bool = True
+    """False if the unit's backward reads no weight, as in an embedding: the unit is gathered only once."""
+    stays_whole: bool = True
+    """Each rank keeps the whole unit between forward and backward."""
+    gathered_again_over: int = 0
+    """Number of ranks among which backward gathers the unit again; 0 if it is whole, or no backward reads it."""
+    is_kept: bool = False
+    """The unit stays gathered from one micro-batch of a step to the next, if it is gathered when one ends."""
+
+    @property
+    def params(self) -> tuple[ParamPlan, ...]:
+        return tuple(param for piece in self.pieces for param in piece.params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTransform:
+    """Recomputation and compilation of a unit's modules, applied before the model is wrapped."""
+
+    modules: tuple[nn.Module, ...]
+    recomputes: ActivationCheckpointing
+    is_compiled: bool
+    memory_budget: float | None = None
+    """The share of activations that compiled code saves for backward: from 0, only its inputs, to 1, all that make
+    backward fast. None takes torch's setting of the process, 1 by default."""
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes activations again, to save their memory."""
+        return self.recomputes != "none" or (self.memory_budget is not None and self.memory_budget < 1.0)
+
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind and size that a unit starts in a step."""
+
+    kind: Kind
+    calls: int
+    nbytes: int
+    """Bytes of the whole tensor of one call: the output of an all-gather, the input of a reduction."""
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in all calls, with an algorithm that sends nothing twice, such as a ring.
+
+        ``(n - 1) / n`` of the tensor to gather or scatter it, twice that to all-reduce it.
+        """
+        passes = 2 if self.kind == "all-reduce" else 1
+        return self.calls * passes * self.nbytes * (self.ranks - 1) // self.ranks
