@@ -19,11 +19,9 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import GradientState, Phase
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
-from .model.broadcast import broadcast_buffers, has_running_statistics
-from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
-from .model.rewrapping import reject_wrapped
-from .model.unfit_models import reject_unfit
+from .model.initial_values import broadcast_buffers, has_running_statistics
+from .model.unfit_models import reject_expert_parameters, reject_unfit, reject_wrapped
 from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice

@@ -16,8 +16,7 @@ from .engine.buffer import ParamAndGradBuffer
 from .engine.schedule import wait_before_forwards
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
-from .model.broadcast import broadcast_tensors
-from .model.initial_values import start_equal
+from .model.initial_values import broadcast_tensors, start_equal
 from .model.same_model import reject_different_models
 from .model.unit_transforms import transform_units
 from .param_and_grad_buffer import MegatronBuffers

@@ -28,8 +28,7 @@ from .engine.install import build_units, install_call_hooks
 from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
-from .model.broadcast import broadcast_tensors
-from .model.initial_values import InitialValues, cast_buffers
+from .model.initial_values import InitialValues, broadcast_tensors, cast_buffers
 from .model.same_model import reject_different_models
 from .model.unit_transforms import transform_units
 from .plan import Plan

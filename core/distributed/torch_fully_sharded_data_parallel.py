@@ -24,9 +24,8 @@ from .fsdp2.gradient_sums import GradientSums
 from .fsdp2.sharded_model import ShardedModel
 from .gradient_state import Phase
 from .groups import Ranks
-from .model.broadcast import broadcast_tensors
-from .model.parameter_attributes import parameter_attributes_kept
-from .model.rewrapping import reject_changed
+from .model.initial_values import broadcast_tensors, parameter_attributes_kept
+from .model.unfit_models import reject_changed
 from .parameter_owner import local_gradient
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel_config import Engine

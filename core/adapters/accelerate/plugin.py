@@ -15,7 +15,7 @@ from ...distributed import (
     FullyShardedDataParallelConfig,
     _BaseDataParallel,
 )
-from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError
 from ...text import choices

@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_flag_from_env
 
 from ...distributed import _BaseDataParallel
-from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.model.unfit_models import reject_wrapped
 from ...errors import ConfigError
 from ..bridge.translation import check_version
 from .accelerator import ShardstackAccelerator

@@ -24,7 +24,7 @@ from torch import nn
 from ... import distributed
 from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.groups import Ranks
-from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.units import UnitChoice
 from ...errors import ParallelConfigError, ShardstackError
 from ...text import choices

@@ -30,7 +30,7 @@ from ...distributed.distributed_data_parallel_config import (
     shards_parameters,
 )
 from ...distributed.fully_sharded_data_parallel_config import Reshard
-from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.model.unfit_models import reject_wrapped
 from ...dtypes import LOW_PRECISION
 from ...errors import ParallelConfigError, warn_once
 from ...text import choices

@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ...distributed.model.broadcast import broadcast_tensors
-from ...distributed.model.parameter_attributes import parameter_attributes_kept
+from ...distributed.model.initial_values import broadcast_tensors, parameter_attributes_kept
 from ...errors import ParallelConfigError, WrapError, warn_once
 from ...text import choices
 from ..bridge.meshes import TENSOR_AXES, MeshAxes, axis_sizes

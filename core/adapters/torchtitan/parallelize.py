@@ -12,7 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.compile import apply_compile
 
 from ... import device
-from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.parameter_owner import own_parameters
 from ...distributed.plan.units import UnitChoice
 from ..bridge.translation import FSDP2, config_of, honoured, refused, translate

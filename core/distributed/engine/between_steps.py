@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...errors import WrapError
-from ..model.rewrapping import reject_changed
+from ..model.unfit_models import reject_changed
 from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .bucket_group import BucketGroup
 

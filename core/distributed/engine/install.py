@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_any, tree_map
 from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
 from ..groups import subgroup
-from ..model.forward_methods import find_forward_methods
+from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
 from .buffer import ParamAndGradBuffer
 from .gathering import ParameterGathering

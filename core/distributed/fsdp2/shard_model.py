@@ -12,9 +12,8 @@ from ..._torch_compat import reduce_parameters_without_gradient
 from ...comm.gloo import exchanges_directly
 from ...diagnostics.step_marks import replaced_parameters_marked
 from ...errors import WrapError
-from ..model.parameter_attributes import parameter_attributes_kept
-from ..model.rewrapping import note_sharded, reject_wrapped
-from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
+from ..model.initial_values import parameter_attributes_kept
+from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
 from ..plan import GradientReduction, Plan
 from .collectives import set_direct_collectives
 from .torch_private import as_fsdp

@@ -15,10 +15,9 @@ from ...comm.collectives import can_register
 from ...device import current_device
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
-from ..model.forward_methods import find_forward_methods
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
-from ..model.unit_transforms import transform_units
+from ..model.unit_transforms import find_forward_methods, transform_units
 from ..plan import Plan
 from .collectives import kept_parts, record_collectives
 from .gathered_weights import GatheredValues, keep_freed_weights_readable

@@ -1,9 +1,8 @@
 """Checks and prepares a model before it is sharded, and checks its gradients.
 
-unfit_models, rewrapping, expert_parameters  reject models that no wrapper takes
-same_model                                   rejects ranks with different models
-initial_values, broadcast                    make the values of all ranks equal
-unit_transforms, compilation                 recomputation and compilation
-parameter_attributes, forward_methods        attributes that sharding keeps, methods that gather
-gradient_checks                              gradients that are not finite, or far too large
+unfit_models     rejects models that no wrapper takes, wrapped ones, and ones that were changed after wrapping
+same_model       rejects ranks with different models
+initial_values   makes the values of all ranks equal, and keeps attributes of parameters that torch replaces
+unit_transforms  recomputation and compilation of units, and their methods that need gathered parameters
+gradient_checks  gradients that are not finite, or far too large
 """

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch._dynamo.utils import counters
 
-from core.distributed.model import compilation
+from core.distributed.model import unit_transforms
 
 
 @contextmanager
@@ -22,5 +22,5 @@ def counted_graphs(compiler: str) -> Iterator[list[int]]:
 
     torch._dynamo.reset()  # the processes of ranks are reused, and with them what is compiled
     counters.clear()
-    with mock.patch.object(compilation, "COMPILER", compile_graph):
+    with mock.patch.object(unit_transforms, "COMPILER", compile_graph):
         yield found

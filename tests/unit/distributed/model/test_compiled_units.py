@@ -16,7 +16,7 @@ from torch._functorch import config as functorch_config
 from core import _torch_compat
 from core.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
-from core.distributed.model import compilation
+from core.distributed.model import unit_transforms
 from core.errors import ParallelConfigError
 from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config, micro_batches
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
@@ -117,7 +117,7 @@ def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[
 def _saves_less_for_less(wrapper: str, budgets: list[float]) -> list[int]:
     _, expected = _bytes_and_gradients(wrapper, None)
     sizes = []
-    with mock.patch.object(compilation, "COMPILER", "aot_eager_decomp_partition"):
+    with mock.patch.object(unit_transforms, "COMPILER", "aot_eager_decomp_partition"):
         for budget in budgets:
             size, found = _bytes_and_gradients(wrapper, budget)
             # Sums over 26 tokens, over the width of a layer, and of norms, in another order.
@@ -196,9 +196,9 @@ def test_a_missing_compiler_is_one_line_with_what_to_do() -> None:
         def compile_nothing(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], error: Exception = error) -> None:
             raise error
 
-        with mock.patch.object(compilation, "COMPILER", compile_nothing):
+        with mock.patch.object(unit_transforms, "COMPILER", compile_nothing):
             torch._dynamo.reset()
-            forward = compilation.compiled(torch.nn.Linear(2, 2), budget)
+            forward = unit_transforms.compiled(torch.nn.Linear(2, 2), budget)
             with (
                 mock.patch.object(torch._dynamo, "lookup_backend", lambda backend: backend),
                 pytest.raises(ParallelConfigError, match=r"(?s)^compile_units cannot compile here \(" + said),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.distributed.model.parameter_attributes import parameter_attributes_kept
+from core.distributed.model.initial_values import parameter_attributes_kept
 from core.distributed.plan.units import find_units
 from core.errors import WrapError
 
