@@ -76,7 +76,6 @@ def _has_the_same_bits(kind: str, fields: dict[str, Any]) -> None:
         ("zero2_overlap", {"reduce_every_micro_batch": True}),
         ("zero3", {}),
         ("zero3", {"forward_prefetch": 2, "backward_prefetch": 2, "reduce_every_micro_batch": True}),
-        ("fsdp2", {}),
     ],
 )
 def test_late_collectives_change_no_bit(kind: str, fields: dict[str, Any]) -> None:

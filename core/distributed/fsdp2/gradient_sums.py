@@ -159,7 +159,7 @@ class _TreeReduceScatter(DirectReduceScatter):
         self._current = gradients if self._current is None else self._current.add_(gradients)
         if not self._tree.is_last:
             return None
-        (total,) = self._sums.added_to([self._current])
+        total = self._sums.added_to([self._current])[0]
         self._current = None
         return total
 

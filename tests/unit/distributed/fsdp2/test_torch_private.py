@@ -51,7 +51,6 @@ ORIGINS = Origins(
 
 OF_SOME_VERSIONS = {
     ("FSDPState", "_reset_iter_state"),
-    ("FSDPParamGroup", "_reset_iter_state"),
     ("FSDPCommContext", "reduce_scatter_state"),
     ("FSDPCommContext", "reduce_scatter_states"),
 }
