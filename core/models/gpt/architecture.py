@@ -84,7 +84,7 @@ def architecture_of(model: GPTModel) -> Architecture:
     """Returns the architecture of a model.
 
     Raises:
-        CheckpointError: its layers come from a spec and are not those that its config describes.
+        CheckpointError: it has experts, or its layers come from a spec and are not those that its config describes.
     """
     _check_layers(model)
     described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
@@ -99,6 +99,11 @@ def architecture_of(model: GPTModel) -> Architecture:
 
 def _check_layers(model: GPTModel) -> None:
     config = model.config
+    if config.num_moe_experts is not None:
+        raise CheckpointError(
+            f"the model has experts (num_moe_experts {config.num_moe_experts}), and only dense models are translated "
+            "from and to other layouts; use core.dist_checkpointing"
+        )
     norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     for number, layer in enumerate(model.decoder.layers):
         attention = getattr(layer, "self_attention", None)

@@ -163,7 +163,7 @@ def test_initialisers_are_those_given_or_follow_the_spread():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_moe_experts": 8}, "TransformerConfig: num_moe_experts is 8, and only None is supported; models here"),
+        ({"moe_latent_size": 8}, "TransformerConfig: moe_latent_size is 8, and only None is supported; experts have"),
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid', and only None is supported; set bf16 or fp16"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2"),
@@ -180,8 +180,10 @@ def test_a_field_that_would_change_what_is_computed_is_refused(given, message):
 
 def test_a_field_that_changes_no_number_is_ignored_with_warning():
     warn_once.cache_clear()
-    given = {"bias_dropout_fusion": True, "moe_router_topk": 4, "pipeline_dtype": torch.float32}
-    with pytest.warns(UserWarning, match="ignores bias_dropout_fusion, moe_router_topk, pipeline_dtype") as caught:
+    given = {"bias_dropout_fusion": True, "moe_token_dispatcher_type": "alltoall", "pipeline_dtype": torch.float32}
+    with pytest.warns(
+        UserWarning, match="ignores bias_dropout_fusion, moe_token_dispatcher_type, pipeline_dtype"
+    ) as caught:
         made = config(**given)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert {name: getattr(made, name) for name in given} == given
