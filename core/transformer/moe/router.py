@@ -105,36 +105,9 @@ class TopKRouter(ParameterOwner):
     def _note(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
         """Computes the auxiliary losses, in a recomputation too; keeps them and the load of the experts if it is
         none."""
-        config, num_experts, counts_tokens = self.config, logits.shape[-1], self._counts()
-        length, batch, _ = logits.shape
-        counts = count_tokens(experts.flatten(), num_experts)
-        shares = shares_of_experts(logits, config)  # [s, b, experts]
-        coefficients = dict(config.auxiliary_losses)
-        group = load_balancing.context_group()
-        ranks = group_size(group)
-        balance = shares.new_zeros(())
-        weighted = shares.new_zeros(())
-        if coefficients:
-            chosen = experts.view(length, batch, -1)
-            if self.expert_bias is not None or config.moe_router_num_groups is not None:
-                chosen = shares.detach().topk(config.moe_router_topk, dim=-1).indices
-            per_sequence = count_tokens(chosen.transpose(0, 1).flatten(1), num_experts)  # [b, experts]
-            load_balancing.sum_counts(per_sequence, group)
-            micro_batch = per_sequence.sum(0)
-            for kind, coefficient in coefficients.items():
-                if kind == "seq_aux_loss":
-                    arguments = shares.transpose(0, 1), per_sequence, length * ranks
-                else:
-                    seen = micro_batch if kind == "aux_loss" else self._global_mean(per_sequence, counts_tokens)
-                    arguments = shares.flatten(0, 1), seen, length * batch * ranks
-                loss = load_balancing.switch_loss(*arguments, config.moe_router_topk)
-                balance = balance + loss.detach()
-                weighted = weighted + coefficient * loss
-        of_logits = weighted.detach().new_zeros(())
-        if config.moe_z_loss_coeff:
-            loss = load_balancing.z_loss(logits, length * batch * ranks)
-            of_logits = loss.detach()
-            weighted = weighted + config.moe_z_loss_coeff * loss
+        counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
+        shares = shares_of_experts(logits if self.config.auxiliary_losses else logits.detach(), self.config)
+        weighted, balance, of_logits = self._auxiliary_losses(logits, shares, experts, counts_tokens)
         if not counts_tokens:
             return
         if weighted.requires_grad:
@@ -142,9 +115,44 @@ class TopKRouter(ParameterOwner):
             self.pending_loss = weighted / group_size(self.tp_group)
         with torch.no_grad():
             entropy = torch.special.entr(shares).sum()
-            zero = entropy.new_zeros(())
-            others = [entropy.new_full((), length * batch), zero, entropy, entropy.new_full((), 1 / ranks)]
+            share = entropy.new_full((), 1 / group_size(load_balancing.context_group()))
+            others = [entropy.new_full((), length * batch), torch.zeros_like(entropy), entropy, share]
+            counts = count_tokens(experts.flatten(), num_experts)
             self.step_sums += torch.cat([counts.double(), torch.stack([*others, balance, of_logits]).double()])
+
+    def _auxiliary_losses(
+        self, logits: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor, counts_tokens: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the sum of all losses times their coefficients, and without those the balancing losses and that of
+        the logits: this rank's addends.
+
+        Args:
+            logits, shares: `[s, b, experts]`.
+            counts_tokens: whether this is a training forward, and no recomputation.
+        """
+        config, (length, batch, num_experts) = self.config, logits.shape
+        weighted = balance = of_logits = shares.new_zeros(())
+        group = load_balancing.context_group()
+        ranks = group_size(group)
+        if config.auxiliary_losses:
+            chosen = experts.view(length, batch, -1)
+            if self.expert_bias is not None or config.moe_router_num_groups is not None:
+                chosen = shares.detach().topk(config.moe_router_topk, dim=-1).indices
+            per_sequence = count_tokens(chosen.transpose(0, 1).flatten(1), num_experts)  # [b, experts]
+            load_balancing.sum_counts(per_sequence, group)
+        for kind, coefficient in config.auxiliary_losses.items():
+            if kind == "seq_aux_loss":
+                arguments = shares.transpose(0, 1), per_sequence, length * ranks
+            else:
+                is_local = kind == "aux_loss"
+                counts = per_sequence.sum(0) if is_local else self._global_mean(per_sequence, counts_tokens)
+                arguments = shares.flatten(0, 1), counts, length * batch * ranks
+            loss = load_balancing.switch_loss(*arguments, config.moe_router_topk)
+            weighted, balance = weighted + coefficient * loss, balance + loss.detach()
+        if config.moe_z_loss_coeff:
+            loss = load_balancing.z_loss(logits, length * batch * ranks)
+            weighted, of_logits = weighted + config.moe_z_loss_coeff * loss, loss.detach()
+        return weighted, balance, of_logits
 
     @torch.no_grad()
     def _global_mean(self, per_sequence: torch.Tensor, counts_tokens: bool) -> torch.Tensor:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from core.errors import ConfigError
+from core.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig
-from core.errors import warn_once
 
 
 def config(**fields):
