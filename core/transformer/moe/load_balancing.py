@@ -104,7 +104,7 @@ class _WithLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, losses: torch.Tensor, group: Group, *pending: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.kinds = group, [(loss.dtype, loss.device) for loss in pending]
-        return losses.view_as(losses)
+        return losses.clone()  # FSDP2 warns of outputs that are views
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
