@@ -185,7 +185,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
 }
-_EVEN = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 16, "add_bias_linear": True}
+_EVEN = {"vocab": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 16, "add_bias_linear": True}
 
 
 def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
