@@ -74,7 +74,7 @@ def test_copies_have_counts_of_their_own():
     assert twin.router.step_sums.any() and not layer.router.step_sums.any()
 
 
-def test_checkpoints_keep_the_bias_and_name_another_number_of_experts(tmp_path):
+def test_checkpoints_keep_the_bias_and_name_other_numbers(tmp_path):
     saved = layer_of(**_BIASED)
     saved.router.expert_bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.0]))
     save(model_state_dict(saved), tmp_path / "it")
