@@ -25,6 +25,7 @@ WITH_ABSENT_NAMES = (
         "core.utils",
     ),
     *("core.models.gpt.gpt_layer_specs", "core.pipeline_parallel.schedules", "core.transformer"),
+    "core.transformer.moe",
     *("core.dist_checkpointing", "core.num_microbatches_calculator", "core.datasets.indexed_dataset"),
 )
 
