@@ -22,7 +22,7 @@ _FOREIGN = ForeignFields(
         "hierarchical_context_parallel_sizes": (None, "use context_parallel_size"),
         "hybrid_context_parallel": (False, "use context_parallel_size"),
         "max_seqlen_per_dp_cp_rank": (None, "use context_parallel_size"),
-        "expert_tensor_parallel_size": (None, "models here have no experts"),
+        "expert_tensor_parallel_size": (None, "experts are split over the ranks that split dense layers"),
         "tensor_parallel_num_weight_shards": (None, _NO_REMATERIALISED_WEIGHTS),
         "gtp_weight_remat_size": (1, _NO_REMATERIALISED_WEIGHTS),
         "expert_tensor_parallel_num_weight_shards": (None, _NO_REMATERIALISED_WEIGHTS),

@@ -15,6 +15,7 @@ from ..dist_checkpointing.model_state import sharded_state_dict
 from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
+from ..transformer.moe.step import restart_step
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import GradientState, Phase
 from .gradient_tree import GradientTree
@@ -242,6 +243,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self._zero_gradients()
         if self._tree is not None:
             self._tree.restart()
+        restart_step([self.module])
         self.gradient_state.note_zeroed()
 
     @abstractmethod

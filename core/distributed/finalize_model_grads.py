@@ -12,6 +12,7 @@ from .. import device, parallel_state
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..errors import ConfigError, ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
+from ..transformer.moe.step import finish_step
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 
 
@@ -27,7 +28,7 @@ def finalize_model_grads(
 
     In order: every chunk finishes its data-parallel reduction; gradients of parameters that are replicated over
     tensor-parallel ranks but used on different tokens (norms under sequence parallelism) are summed over those ranks;
-    with a token count, all gradients are divided by the number of tokens of all ranks.
+    with a token count, all gradients are divided by the number of tokens of all ranks. Biases of experts then move.
 
     Args:
         model: the wrapped model, in the list that Megatron's interfaces take.
@@ -58,6 +59,7 @@ def finalize_model_grads(
         scaling_factor = _one_over_global_tokens(num_tokens, model[0].process_group)
         for chunk in model:
             chunk.scale_gradients(scaling_factor)
+    finish_step(model, model[0].process_group)
     for chunk in model:
         chunk.gradient_state.note_finalized()
 

@@ -76,7 +76,7 @@ __getattr__ = absent_names(
         "linear_with_grad_accumulation_and_async_allreduce": "use ColumnParallelLinear, whose backward overlaps both",
         "CheckpointWithoutOutput": "use checkpoint",
         "convert_cuda_rng_state": "use get_rng_tracker().get_states()",
-        "get_expert_parallel_rng_tracker_name": "models here have no experts",
+        "get_expert_parallel_rng_tracker_name": "experts draw no random numbers",
         "get_data_parallel_rng_tracker_name": "replicas share the default stream; use torch's",
         "is_graph_safe_cuda_rng_tracker": "there is one kind of tracker; get_rng_tracker()",
         "all_to_all": "use torch.distributed.all_to_all_single",

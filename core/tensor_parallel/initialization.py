@@ -295,13 +295,18 @@ def _seed_of(seed: int, name: str) -> int:
 
 def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group, dtype: torch.dtype) -> None:
     whole = torch.empty(whole_shape(parameter, group), dtype=torch.float32, device="cpu")
+    call_initializer(initializer, whole, seed)
+    copy_partition(whole.to(dtype), parameter, group)
+
+
+def call_initializer(initializer: Initializer, tensor: torch.Tensor, seed: int) -> None:
+    """Fills a tensor on the CPU in place from a seed; torch's default generator is restored."""
     if _takes_generator(initializer):
-        initializer(whole, generator=torch.Generator(device="cpu").manual_seed(seed))
+        initializer(tensor, generator=torch.Generator(device="cpu").manual_seed(seed))
     else:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
-            initializer(whole)
-    copy_partition(whole.to(dtype), parameter, group)
+            initializer(tensor)
 
 
 def _takes_generator(initializer: Initializer) -> bool:

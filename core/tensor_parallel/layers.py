@@ -236,7 +236,7 @@ def _check_foreign(
     refuse(
         caller,
         stride=(stride, 1, "each rank has consecutive rows or columns"),
-        is_expert=(is_expert, False, "models here have no experts"),
+        is_expert=(is_expert, False, "the matrices of experts are one GroupedLinear"),
         keep_master_weight_for_test=(keep_master_weight_for_test, False, "gather the weight instead"),
     )
     ignore(caller, "it names a buffer of communication", tp_comm_buffer_name=(tp_comm_buffer_name, None))

@@ -172,12 +172,12 @@ def model_parallel_cuda_manual_seed(
     Args:
         seed, tp_rank: arguments of :func:`model_parallel_manual_seed`.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: other kinds of trackers, ignored.
-        ep_rank, etp_rank: ignored, as models here have no experts.
+        ep_rank, etp_rank: ignored, as experts draw no numbers of their own.
         force_reset_rng: ignored: streams are always reset.
     """
     caller = "model_parallel_cuda_manual_seed"
     _ignore_other_trackers(caller, te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    ignore(caller, "models here have no experts", ep_rank=(ep_rank, None), etp_rank=(etp_rank, None))
+    ignore(caller, "there is no stream of experts", ep_rank=(ep_rank, None), etp_rank=(etp_rank, None))
     model_parallel_manual_seed(seed, tp_rank=tp_rank)
 
 

@@ -120,8 +120,13 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
     """
     model = config.model
     attention = 2 * model.hidden_size * (model.kv_channels or 1) * model.num_attention_heads
-    mlp = model.hidden_size * (model.ffn_hidden_size or 1) * (3 if model.gated_linear_unit else 2)
-    parameters = vocab_size * model.hidden_size + model.num_layers * (attention + mlp)
+    widths = (model.num_layers - model.num_expert_layers) * (model.ffn_hidden_size or 1)
+    of_experts = (model.num_moe_experts or 0) * model.expert_ffn_size + (
+        model.moe_shared_expert_intermediate_size or 0
+    )
+    widths += model.num_expert_layers * of_experts
+    mlps = model.hidden_size * widths * (3 if model.gated_linear_unit else 2)
+    parameters = vocab_size * model.hidden_size + model.num_layers * attention + mlps
     pieces = dist.get_world_size() if config.ddp.shards_parameters else model.tensor_model_parallel_size
     needed, there = 4 * parameters // pieces, device.memory_bytes()
     if needed > there:

@@ -112,6 +112,7 @@ class RunLog:
                 "loss_scale": result.loss_scale,
                 "skipped": self._skipped,
                 "memory_bytes": memory,
+                **result.experts,
                 **hashed,
             }
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from ..optimizer.optimizer import StepOutcome
 from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
+from ..transformer.moe.step import logged_statistics
 from .data import Batch, to_device
 
 
@@ -50,6 +51,9 @@ class StepResult:
     loss_scale: float
     """The factor that losses were multiplied by before backward."""
 
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """Balance of experts, by the names of `core.transformer.moe.step`; empty for a model without experts."""
+
 
 class RunningStep:
     """A step that is queued. The device may still compute it, and decides whether it is skipped.
@@ -58,11 +62,19 @@ class RunningStep:
     before its first backward where the loss scale adapts. Then the schedule moves on.
 
     Args:
-        totals: `[3]`, over all ranks: sum of losses, what to divide it by, and how many ranks were asked to stop.
+        totals: over all ranks: sum of losses, what to divide it by, how many ranks were asked to stop, and what
+            `names` say.
+        names: names of the rest of `totals`, for the log.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, totals: torch.Tensor) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        totals: torch.Tensor,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._optimizer, self._scheduler, self._names = optimizer, scheduler, names
         # None until the host knows the outcome: the optimizer then calls `_conclude`, which sets it once.
         self._result: StepResult | None = None
         optimizer.start_step(totals, concluded=self._conclude)
@@ -70,7 +82,7 @@ class RunningStep:
     def _conclude(self, outcome: StepOutcome) -> None:
         if outcome.updated:
             self._scheduler.step(1)
-        total_loss, total_weight, stops = outcome.report
+        total_loss, total_weight, stops, *others = outcome.report
         scaled = self._optimizer.grad_scaler is not None
         counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.updated or not scaled)
         self._result = StepResult(
@@ -81,6 +93,7 @@ class RunningStep:
             stop=stops > 0,
             lr=outcome.lr,
             loss_scale=outcome.loss_scale,
+            experts=dict(zip(self._names, others, strict=True)),
         )
 
     def result(self) -> StepResult:
@@ -161,7 +174,8 @@ def train_step(
         if tree is not None:
             exact = exact_totals(rows, group)
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
-        return RunningStep(optimizer, scheduler, totals)
+        names, statistics = logged_statistics(model) or ((), totals[:0])
+        return RunningStep(optimizer, scheduler, torch.cat([totals, statistics]), names)
 
 
 @torch.no_grad()

@@ -31,7 +31,6 @@ __getattr__ = absent_names(
         "MLATransformerConfig": _ATTENTION,
         "multi_latent_attention": _ATTENTION,
         "experimental_attention_variant": _ATTENTION,
-        "moe": "models here have no experts; core.transformer.mlp",
         "multi_token_prediction": "models here predict the next token alone",
         "cuda_graphs": "no step is captured in a graph",
         "custom_layers": "Transformer Engine is not used; core.transformer's layers",

@@ -7,7 +7,7 @@ from typing import Any
 from ..foreign_arguments import ForeignFields
 
 _ONE_STAGE = "models here have one pipeline stage"
-_NO_EXPERTS = "models here have no experts"
+_ONE_ROUTER = "routers here are those that the fields moe_router_* describe"
 _NO_QUANTISATION = "set bf16 or fp16"
 _ONE_KIND = "layers here are those of a GPT: an attention and an MLP in each"
 
@@ -26,7 +26,14 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "glu_linear_offset": (0.0, "give activation_func a function"),
     "activation_func_clamp_value": (None, "give activation_func a function"),
     "activation_func_fp8_input_store": (False, _NO_QUANTISATION),
-    "num_moe_experts": (None, _NO_EXPERTS),
+    "moe_token_dropping": (False, "give moe_expert_capacity_factor"),
+    "moe_router_topk_limited_devices": (None, "use moe_router_num_groups and moe_router_group_topk"),
+    "moe_router_force_load_balancing": (False, _ONE_ROUTER),
+    "moe_router_force_biased": (None, _ONE_ROUTER),
+    "moe_enable_routing_replay": (False, _ONE_ROUTER),
+    "moe_n_hash_layers": (0, _ONE_ROUTER),
+    "moe_apply_probs_on_input": (False, "probabilities multiply the outputs of experts"),
+    "moe_latent_size": (None, "experts have the width of the residual stream"),
     "rotary_interleaved": (False, "channel i turns with channel i + r / 2; reorder the weights that are loaded"),
     "window_size": (None, "give the model an attention_mask"),
     "window_attn_skip_freq": (None, "give the model an attention_mask"),
@@ -112,4 +119,5 @@ FOREIGN_FIELDS = ForeignFields(
         *("cuda_graph_", "experimental_attention_variant_"),
     ),
 )
-"""Fields with these prefixes configure refused features, graphs, or inference."""
+"""Fields with these prefixes configure refused features, graphs, or inference; those of experts say where and how fast
+they are computed."""

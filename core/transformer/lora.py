@@ -34,6 +34,7 @@ from ..tensor_parallel.initialization import (
 from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLinear
 from ..tensor_parallel.weight_gradients import linear
 from .module import performs_initialization, root_seed
+from .moe.experts import GroupedLinear
 from .transformer_config import init_zeros
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -148,7 +149,8 @@ def add_lora(
         The names of these layers.
 
     Raises:
-        ConfigError: there is no target, a target matches no layer, or the model has adapters already.
+        ConfigError: there is no target, a target matches no layer or matrices of experts, or the model has adapters
+            already.
     """
     if rank is None:
         return []
@@ -167,6 +169,13 @@ def add_lora(
         if target not in layer_names:
             has = ", ".join(sorted(layer_names)) or "none"
             raise ConfigError(f"LoRA target {target!r} names no linear layer of the model, which has {has}")
+    of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedLinear)]
+    reached = [name for name in of_experts if name.rpartition(".")[2] in targets]
+    if reached:
+        raise ConfigError(
+            f"LoRA targets {' '.join(targets)} include {reached[0]}, and the matrices of experts take no adapters; "
+            "give linear_qkv and linear_proj alone"
+        )
     model.requires_grad_(False)
     adapted = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in targets}
     added: list[nn.Parameter] = []

@@ -54,7 +54,7 @@ class MLP(MegatronModule):
         tp_group: Group = None,
         name: str | None = None,
     ) -> None:
-        refuse("MLP", is_expert=(is_expert, False, "models here have no experts"))
+        refuse("MLP", is_expert=(is_expert, False, "experts are a GroupedMLP"))
         config.check_sizes_given("num_layers", "hidden_size", "ffn_hidden_size")
         submodules = submodules or MLPSubmodules()
         if submodules.activation_func is not None:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import takes_foreign_fields
-from ..model_parallel_config import ModelParallelConfig
 from ..ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend, backend_name
 from .foreign_config_fields import FOREIGN_FIELDS
+from .moe_config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _FromStd(Normal):
 
 @takes_foreign_fields(FOREIGN_FIELDS)
 @dataclass(kw_only=True)
-class TransformerConfig(ModelParallelConfig):
+class TransformerConfig(MoEConfig):
     """The shape of a transformer and how it is computed.
 
     Sizes of 0, Megatron-LM's defaults, are for modules that do not need them; a model refuses them. Megatron-LM's
@@ -211,6 +211,7 @@ class TransformerConfig(ModelParallelConfig):
         if self.kv_channels is None and divides:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         self.attention_backend = backend_name(self.attention_backend)
+        self._resolve_experts()
         if callable(self.activation_func):
             self.activation_func = name_of_activation(self.activation_func)
         violations += self._violations()
@@ -269,6 +270,7 @@ class TransformerConfig(ModelParallelConfig):
                 "or 'flash'"
             )
         yield from self._recompute_violations()
+        yield from self._expert_violations()
 
     def _size_violations(self, tp: int) -> Iterator[ConfigError]:
         heads, groups = self.num_attention_heads, self.num_query_groups
@@ -277,8 +279,14 @@ class TransformerConfig(ModelParallelConfig):
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "
                 f"take a hidden_size of {nearest_multiples(self.hidden_size, heads)}, or give kv_channels"
             )
-        for name in ("num_attention_heads", "ffn_hidden_size"):
-            size = getattr(self, name)
+        sizes = [
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+        ]
+        for name in sizes:
+            size = getattr(self, name) or 0
             if size % tp:
                 fitting = nearest_multiples(size, tp)
                 yield ParallelConfigError(

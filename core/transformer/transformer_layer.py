@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import parallel_state
+from ..errors import ConfigError
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
@@ -16,6 +17,7 @@ from .document_masks import PackedDocuments
 from .identity_op import IdentityOp
 from .mlp import MLP
 from .module import MegatronModule
+from .moe.moe_layer import MoELayer
 from .norms import build_norm
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
@@ -56,7 +58,7 @@ class TransformerLayer(MegatronModule):
         name: a label, which nothing reads.
 
     Raises:
-        ConfigError: the config leaves a size at 0.
+        ConfigError: the config leaves a size at 0, or the spec and the config disagree about experts.
         ParallelConfigError: other groups are given, or an argument or a submodule is refused.
     """
 
@@ -74,7 +76,10 @@ class TransformerLayer(MegatronModule):
         name: str | None = None,
     ) -> None:
         submodules = submodules or TransformerLayerSubmodules(
-            input_layernorm=build_norm, self_attention=SelfAttention, pre_mlp_layernorm=build_norm, mlp=MLP
+            input_layernorm=build_norm,
+            self_attention=SelfAttention,
+            pre_mlp_layernorm=build_norm,
+            mlp=MoELayer if config.has_experts(layer_number) else MLP,
         )
         _check_submodules(submodules)
         refuse(
@@ -92,6 +97,14 @@ class TransformerLayer(MegatronModule):
         self.self_attention = build_module(submodules.self_attention, config=config, layer_number=layer_number)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config=config, hidden_size=width, eps=eps)
         self.mlp = build_module(submodules.mlp, config=config)
+        if isinstance(self.mlp, MoELayer):
+            self.mlp.set_layer_number(layer_number)
+        if isinstance(self.mlp, (MLP, MoELayer)) and isinstance(self.mlp, MLP) == config.has_experts(layer_number):
+            raise ConfigError(
+                f"layer {layer_number} is to have {'' if config.has_experts(layer_number) else 'no '}experts "
+                f"(num_moe_experts {config.num_moe_experts}, moe_layer_freq {config.moe_layer_freq!r}), and its spec "
+                f"has a {type(self.mlp).__name__}; give get_gpt_layer_local_spec its num_experts, or no spec"
+            )
 
     def forward(
         self,

@@ -87,7 +87,8 @@ def architecture_of(model: GPTModel) -> Architecture:
     """Returns the architecture of a model.
 
     Raises:
-        CheckpointError: the model's layers come from a spec and differ from the layers that its config describes.
+        CheckpointError: the model has experts, or its layers come from a spec and differ from those that its config
+            describes.
     """
     _check_layers(model)
     described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
@@ -102,6 +103,11 @@ def architecture_of(model: GPTModel) -> Architecture:
 
 def _check_layers(model: GPTModel) -> None:
     config = model.config
+    if config.num_moe_experts is not None:
+        raise CheckpointError(
+            f"the model has experts (num_moe_experts {config.num_moe_experts}), and only dense models are translated "
+            "from and to other layouts; use core.dist_checkpointing"
+        )
     norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     for number, layer in enumerate(model.decoder.layers):
         attention = getattr(layer, "self_attention", None)

@@ -9,6 +9,7 @@ from ...transformer.attention import SelfAttention, SelfAttentionSubmodules
 from ...transformer.dot_product_attention import DotProductAttention
 from ...transformer.enums import AttnMaskType
 from ...transformer.mlp import MLP, MLPSubmodules
+from ...transformer.moe.moe_layer import MoELayer
 from ...transformer.norms import LayerNorm, RMSNorm, build_norm
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -33,8 +34,10 @@ def get_gpt_layer_local_spec(
     Args:
         qk_layernorm: norm queries and keys, as the config's `qk_layernorm` does.
         normalization: "LayerNorm" or "RMSNorm"; None means the config's.
-        num_experts, multi_latent_attention, fp8, qk_l2_norm, use_kitchen: Megatron-LM's arguments; refused unless at
-            their defaults, together with the arguments that depend on them.
+        num_experts: experts of the layer, which the config has to say too; None or 0 means an MLP.
+        moe_grouped_gemm: ignored; the config's decides.
+        multi_latent_attention, fp8, qk_l2_norm, use_kitchen: Megatron-LM's arguments; refused unless at their
+            defaults, together with the arguments that depend on them.
 
     Raises:
         ParallelConfigError: a refused argument, or another norm.
@@ -43,7 +46,6 @@ def get_gpt_layer_local_spec(
     one_kind = "layers here have one attention and one MLP"
     refuse(
         caller,
-        num_experts=(num_experts, None, "models here have no experts"),
         multi_latent_attention=(bool(multi_latent_attention), False, one_kind),
         fp8=(fp8, None, "set bf16 or fp16"),
         qk_l2_norm=(bool(qk_l2_norm), False, "use qk_layernorm"),
@@ -64,7 +66,9 @@ def get_gpt_layer_local_spec(
             k_layernorm=of_heads,
         ),
     )
-    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    mlp = ModuleSpec(MoELayer)
+    if not num_experts:
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(

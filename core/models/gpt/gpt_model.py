@@ -20,6 +20,7 @@ from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
 from ...transformer.document_masks import PackedDocuments
 from ...transformer.linear_cross_entropy import LinearCrossEntropyModule
+from ...transformer.moe.load_balancing import add_auxiliary_losses
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
@@ -256,13 +257,16 @@ class GPTModel(LanguageModule):
             losses: torch.Tensor = self.output_layer(
                 output, weight=weight, output_cross_entropy_loss=True, labels=labels
             )
-            return losses
+            return self._with_expert_losses(losses)
         logits: torch.Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
-            return self.compute_language_model_loss(labels, logits)
+            return self._with_expert_losses(self.compute_language_model_loss(labels, logits))
         if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
         return transposed(logits)
+
+    def _with_expert_losses(self, losses: torch.Tensor) -> torch.Tensor:
+        return losses if self.config.num_moe_experts is None else add_auxiliary_losses(losses, self.decoder)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.

@@ -110,6 +110,7 @@ def _field_names(kind: type) -> set[str]:
 
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "num_moe_experts": ("--num-experts",),
     "layernorm_epsilon": ("--norm-epsilon",),
     "bucket_size": ("--ddp-bucket-size",),
     "average_in_collective": ("--ddp-average-in-collective",),

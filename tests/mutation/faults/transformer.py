@@ -5,6 +5,10 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import LAYOUTS, STREAMS_OF_LAYERS
 
+_MOE_LAYER = "tests/unit/transformer/moe/test_moe_layer.py"
+_BALANCING = "tests/unit/transformer/moe/test_load_balancing.py"
+_EXPERTS_OF_RANKS = "tests/functional/test_experts.py::test_ranks_of_one_model_equal_one_process"
+
 MUTATIONS = (
     Mutation(
         "gradients of adapters stay partial under sequence parallelism",
@@ -47,6 +51,91 @@ MUTATIONS = (
         r"self\.weight, self\.eps\)$",
         "self.weight.detach(), self.eps)",
         ("tests/unit/transformer/test_norms.py",),
+    ),
+    # ---- experts
+    Mutation(
+        "experts: recomputed tokens count twice",
+        "core.transformer.moe.router.TopKRouter._counts",
+        r" and \(current_backward\(\) == NO_BACKWARD\)",
+        "",
+        (_MOE_LAYER,),
+    ),
+    Mutation(
+        "experts: balancing losses have no gradient",
+        "core.transformer.moe.load_balancing._WithLosses.backward",
+        r"weight\.to\(device, dtype\)",
+        "torch.zeros((), device=device, dtype=dtype)",
+        (_BALANCING,),
+    ),
+    Mutation(
+        "experts: a balancing loss weighs one, whatever its tokens weigh",
+        "core.transformer.moe.load_balancing._WithLosses.backward",
+        r"grad\.sum\(dtype=torch\.float64\)",
+        "torch.ones((), dtype=torch.float64)",
+        (_BALANCING,),
+    ),
+    Mutation(
+        "experts: parts of a sequence weigh their own tokens",
+        "core.transformer.moe.load_balancing._WithLosses.backward",
+        r"all_reduce_by_backend\(weight, .*\)",
+        "pass",
+        (_EXPERTS_OF_RANKS,),
+    ),
+    Mutation(
+        "experts: each tensor-parallel rank adds the whole balancing loss",
+        "core.transformer.moe.router.TopKRouter._note",
+        r"weighted / group_size\(self\.tp_group\)",
+        "weighted",
+        (_EXPERTS_OF_RANKS,),
+    ),
+    Mutation(
+        "experts: the router learns from balancing losses alone",
+        "core.transformer.moe.moe_layer.MoELayer.forward",
+        r"probs\.unsqueeze\(-1\)",
+        "probs.detach().unsqueeze(-1)",
+        (_MOE_LAYER,),
+    ),
+    Mutation(
+        "experts: probabilities have the bias of the choice",
+        "core.transformer.moe.routing.choose_experts",
+        r"probs = scores\.gather\(1, experts\)",
+        "probs = (scores if expert_bias is None else scores + expert_bias).gather(1, experts)",
+        ("tests/unit/transformer/moe/test_routing.py",),
+    ),
+    Mutation(
+        "experts: rows of no expert keep what was in memory",
+        "core.transformer.moe.experts.grouped_matmul",
+        r"output if dropped is None else output\.masked_fill\(dropped, 0\.0\)",
+        "output",
+        ("tests/unit/transformer/moe/test_experts.py",),
+    ),
+    Mutation(
+        "experts: all experts of a layer start alike",
+        "core.transformer.moe.experts.EachExpert.__call__",
+        r"generator\.initial_seed\(\) \+ index",
+        "generator.initial_seed()",
+        ("tests/unit/transformer/moe/test_experts.py",),
+    ),
+    Mutation(
+        "experts: a cast of the model rounds biases",
+        "core.transformer.moe.router.TopKRouter._apply",
+        r"self\._buffers\[name\] = .*",
+        "pass",
+        ("tests/unit/transformer/moe/test_router.py",),
+    ),
+    Mutation(
+        "experts: biases move by this rank's tokens",
+        "core.transformer.moe.step.finish_step",
+        r"all_reduce_by_backend\(totals, .*\)",
+        "pass",
+        ("tests/unit/transformer/moe/test_step.py",),
+    ),
+    Mutation(
+        "experts: biases move towards the load",
+        "core.transformer.moe.step.finish_step",
+        r"counts\.mean\(\) - counts",
+        "counts - counts.mean()",
+        ("tests/unit/transformer/moe/test_step.py",),
     ),
     # ---- streams
     Mutation(

@@ -88,7 +88,7 @@ def test_initialisers_serve_a_caller_with_one_tensor():
     ("kind", "given", "message"),
     [
         (ColumnParallelLinear, {"stride": 2}, "ColumnParallelLinear: stride is 2"),
-        (ColumnParallelLinear, {"is_expert": True}, "models here have no experts"),
+        (ColumnParallelLinear, {"is_expert": True}, "the matrices of experts are one GroupedLinear"),
         (ColumnParallelLinear, {"disable_grad_reduce": True}, "disable_grad_reduce"),
         (ColumnParallelLinear, {"grad_output_buffer": []}, "grad_output_buffer"),
         (RowParallelLinear, {"keep_master_weight_for_test": True}, "RowParallelLinear: keep_master_weight_for_test"),

@@ -177,7 +177,7 @@ def test_embeddings_have_a_standard_deviation_of_their_own():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_moe_experts": 8}, "TransformerConfig: num_moe_experts is 8, and only None is supported; models here"),
+        ({"moe_latent_size": 8}, "TransformerConfig: moe_latent_size is 8, and only None is supported; experts have"),
         ({"multi_latent_attention": True}, "multi_latent_attention is True"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid', and only None is supported; set bf16 or fp16"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2"),
@@ -194,8 +194,10 @@ def test_foreign_fields_that_change_numbers_are_refused(given, message):
 
 def test_harmless_foreign_fields_warn():
     warn_once.cache_clear()
-    given = {"bias_dropout_fusion": True, "moe_router_topk": 4, "pipeline_dtype": torch.float32}
-    with pytest.warns(UserWarning, match="ignores bias_dropout_fusion, moe_router_topk, pipeline_dtype") as caught:
+    given = {"bias_dropout_fusion": True, "moe_token_dispatcher_type": "alltoall", "pipeline_dtype": torch.float32}
+    with pytest.warns(
+        UserWarning, match="ignores bias_dropout_fusion, moe_token_dispatcher_type, pipeline_dtype"
+    ) as caught:
         result = config(**given)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert {name: getattr(result, name) for name in given} == given

@@ -1,0 +1,42 @@
+"""Mixtures of experts (Shazeer et al., 2017), by Megatron-LM's names: router, balancing, experts, shared experts.
+
+moe_layer        route, sort, compute, bring back
+router           logits, the load of experts and their bias
+routing          from logits to experts and probabilities
+load_balancing   auxiliary losses, and how they join the loss of a model
+permutation      sorts tokens by expert and back; capacity
+experts          the matrices of all experts, in one call or one after the other
+shared_experts   experts that take every token
+step             ends a step: biases and statistics
+"""
+
+from ...absent_names import absent_names
+from .experts import GroupedMLP
+from .load_balancing import add_auxiliary_losses
+from .moe_layer import MoELayer
+from .router import TopKRouter
+from .shared_experts import SharedExpertMLP
+from .step import finish_step, logged_statistics, restart_step
+
+__all__ = [
+    "GroupedMLP",
+    "MoELayer",
+    "SharedExpertMLP",
+    "TopKRouter",
+    "add_auxiliary_losses",
+    "finish_step",
+    "logged_statistics",
+    "restart_step",
+]
+
+_ONE_RANK = "each rank has all experts of a layer; core.transformer.moe.moe_layer"
+
+__getattr__ = absent_names(
+    __name__,
+    {
+        "token_dispatcher": _ONE_RANK,
+        "fused_a2a": _ONE_RANK,
+        "upcycling_utils": "no dense checkpoint becomes one with experts",
+        "grouped_gemm_util": "torch.nn.functional.grouped_mm multiplies; core.transformer.moe.experts",
+    },
+)

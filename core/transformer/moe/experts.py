@@ -1,0 +1,160 @@
+"""The experts of a layer, as one parameter for each matrix: `[experts, out, in]`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ...tensor_parallel.groups import Group, check_degree, group_size, per_rank
+from ...tensor_parallel.initialization import (
+    Initializer,
+    ParameterOwner,
+    call_initializer,
+    initialize_unless_deferred,
+)
+from ..module import MegatronModule
+from ..transformer_config import TransformerConfig, activation_function, init_zeros
+from .permutation import Permutation
+
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STRIDE_BYTES = 16  # of each row of a matrix that `grouped_mm` takes
+_SEED_BOUND = 2**63
+
+
+@dataclass(frozen=True)
+class EachExpert:
+    """Fills `[experts, out, in]` one expert after the other, each from a seed of its own: an expert's values do not
+    depend on how many there are, and a function that reads the shape reads that of one matrix."""
+
+    initializer: Initializer
+
+    def __call__(self, whole: torch.Tensor, generator: torch.Generator) -> None:
+        """Fills in place; the generator gives the first seed."""
+        for index, matrix in enumerate(whole):
+            call_initializer(self.initializer, matrix, (generator.initial_seed() + index) % _SEED_BOUND)
+
+
+class GroupedLinear(ParameterOwner):
+    """`y = x A_e^T + b_e` for rows sorted by expert, with `A` `[experts, out, in]`.
+
+    Args:
+        partition_dim: dim of `A` that is split over tensor-parallel ranks: 1, out, as in `ColumnParallelLinear`; or 2,
+            in, as in `RowParallelLinear`, whose results are partial sums.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Initializer,
+        partition_dim: int,
+        tp_group: Group = None,
+    ) -> None:
+        super().__init__(tp_group)
+        check_degree(config, self.tp_group)
+        experts, self.splits_output = config.num_moe_experts or 0, partition_dim == 1
+        size = per_rank(
+            output_size if self.splits_output else input_size, self.tp_group, "ffn_hidden_size of an expert"
+        )
+        rows, columns = (size, input_size) if self.splits_output else (output_size, size)
+        each = EachExpert(init_method)
+        self.add_parameter("weight", (experts, rows, columns), each, config=config, partition_dim=partition_dim)
+        self.register_parameter("bias", None)
+        if config.add_bias_linear and self.splits_output:
+            self.add_parameter("bias", (experts, rows), init_zeros, config=config, partition_dim=1)
+        elif config.add_bias_linear:
+            # Each rank adds its share of the bias to its partial sum, and so has a share of the gradient.
+            is_shared = group_size(self.tp_group) > 1
+            self.add_parameter("bias", (experts, rows), init_zeros, config=config, sequence_parallel=is_shared)
+        self._multiply = grouped_matmul if config.moe_grouped_gemm else looped_matmul
+        initialize_unless_deferred(self, config)
+
+    def forward(self, rows: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+        """Maps `[rows, in]` to `[rows, out]`; dropped rows become zero, but for the bias."""
+        output = self._multiply(rows, self.weight, permutation)
+        if self.bias is None:
+            return output
+        bias = self.bias if self.splits_output else self.bias / group_size(self.tp_group)
+        return output + bias.index_select(0, permutation.row_experts).to(output.dtype)
+
+
+class GroupedMLP(MegatronModule):
+    """The MLPs of all experts, each as `core.transformer.mlp.MLP`: rows of gate and up alternate, g0 u0 g1 u1 ..."""
+
+    def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
+        super().__init__(config)
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = activation_function(config.activation_func)
+        self.gated = config.gated_linear_unit
+        width, inner = config.hidden_size, config.expert_ffn_size
+        self.linear_fc1 = GroupedLinear(
+            width,
+            inner * (2 if self.gated else 1),
+            config=config,
+            init_method=config.init_method,
+            partition_dim=1,
+            tp_group=tp_group,
+        )
+        self.linear_fc2 = GroupedLinear(
+            inner,
+            width,
+            config=config,
+            init_method=config.output_layer_init_method,
+            partition_dim=2,
+            tp_group=tp_group,
+        )
+
+    def forward(self, rows: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+        """Maps `[rows, h]`, sorted by expert, to `[rows, h]`: this tensor-parallel rank's partial sums."""
+        hidden = self.linear_fc1(rows, permutation)  # [rows, ffn / tp], twice that when gated
+        if self.gated:
+            gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
+            hidden = self.activation(gate) * up
+        else:
+            hidden = self.activation(hidden)
+        output: torch.Tensor = self.linear_fc2(hidden, permutation)
+        return output
+
+
+def looped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    """Multiplies each expert's rows `[rows, in]` by its matrix of `[experts, out, in]`; the host waits for the
+    device."""
+    ends = permutation.ends.tolist()
+    parts = [
+        F.linear(rows[begin:end], matrix)
+        for begin, end, matrix in zip([0, *ends], ends, weight.unbind(0), strict=False)
+    ]
+    if permutation.has_dropped:
+        parts.append(parts[0].new_zeros(len(rows) - ends[-1], weight.shape[1]))
+    return torch.cat(parts)
+
+
+def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    """Computes :func:`looped_matmul` in one call, and nothing waits; falls back to it where torch has no kernel."""
+    if not _has_grouped_kernel(rows, weight):
+        return looped_matmul(rows, weight, permutation)
+    # torch computes nothing past the last end, neither in forward nor of the input's gradient: what was in memory
+    # stays there, NaN included. Filling, unlike multiplying by zero, removes it, and in backward that of the gradient.
+    dropped = permutation.dropped_rows if permutation.has_dropped else None
+    if dropped is not None:
+        rows = rows.masked_fill(dropped, 0.0)
+    output = F.grouped_mm(rows, weight.transpose(-2, -1), offs=permutation.ends)
+    if output.requires_grad:
+        output.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient
+    return output if dropped is None else output.masked_fill(dropped, 0.0)
+
+
+def _has_grouped_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    is_aligned = all(size * rows.element_size() % _STRIDE_BYTES == 0 for size in weight.shape[1:])
+    if rows.dtype not in _GROUPED_DTYPES or rows.dtype != weight.dtype or not is_aligned:
+        return False
+    if torch.is_autocast_enabled(rows.device.type):  # grouped_mm does not cast
+        return False
+    return rows.device.type == "cpu" or torch.cuda.get_device_capability(rows.device) >= (8, 0)

@@ -1,0 +1,179 @@
+"""The router of a layer: chooses the experts of each token, and keeps their load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..._torch_compat import NO_BACKWARD, current_backward
+from ...tensor_parallel.groups import Group, group_size
+from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, get_rng_tracker
+from ..transformer_config import TransformerConfig, init_zeros
+from . import load_balancing
+from .routing import choose_experts, count_tokens, shares_of_experts
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+SUMS = ("tokens", "dropped", "entropy", "micro_batches", "balance_loss", "z_loss")
+"""What `TopKRouter.step_sums` has after the tokens of each expert."""
+
+
+class TopKRouter(ParameterOwner):
+    """Maps hidden states to experts and probabilities.
+
+    Tensor-parallel ranks route the same tokens and use a part of each expert's output: their gradients are partial
+    sums, which `finalize_model_grads` adds.
+
+    Attributes:
+        expert_bias: see `moe_router_enable_expert_bias`; `[experts]` in fp32. `finish_step` moves it, once a step.
+            None without that setting.
+        step_sums: sums since the last step, over this rank's tokens, `[experts + 6]` in double: the tokens of each
+            expert, before any is dropped, then `SUMS`. A training forward adds, `finish_step` and `restart_step` clear
+            it.
+        global_counts: counts of the step's micro-batches on all replicas, `[experts]` in double. A training forward
+            adds with "global_aux_loss"; cleared as `step_sums`.
+        pending_loss: the auxiliary loss of the last training forward, times its coefficients, until
+            `add_auxiliary_losses` takes it.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    expert_bias: torch.Tensor | None
+    step_sums: torch.Tensor
+    global_counts: torch.Tensor
+    pending_loss: torch.Tensor | None
+
+    def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
+        super().__init__(tp_group)
+        self.config = config
+        experts = config.num_moe_experts or 0
+        is_partial = group_size(self.tp_group) > 1
+        shape = (experts, config.hidden_size)
+        self.add_parameter("weight", shape, config.init_method, config=config, sequence_parallel=is_partial)
+        self.register_parameter("bias", None)
+        if config.add_bias_linear:
+            self.add_parameter("bias", (experts,), init_zeros, config=config, sequence_parallel=is_partial)
+        bias = torch.zeros(experts, dtype=torch.float32) if config.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        sums = torch.zeros(experts + len(SUMS), dtype=torch.float64)
+        self.register_buffer("step_sums", sums, persistent=False)
+        self.register_buffer("global_counts", torch.zeros(experts, dtype=torch.float64), persistent=False)
+        self.initializers.update({name: init_zeros for name, buffer in self._buffers.items() if buffer is not None})
+        self.pending_loss = None
+        initialize_unless_deferred(self, config)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps `[s, b, h]` to the probabilities `[s * b, k]` of each token's experts, and their indices."""
+        config = self.config
+        dtype = _DTYPES.get(config.moe_router_dtype or "", hidden.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(self._jittered(hidden).to(dtype), self.weight.to(dtype), bias)  # [s, b, experts]
+        probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias)
+        if self.training and torch.is_grad_enabled():
+            self._note(logits, experts)
+        return probs, experts
+
+    def note_dropped(self, count: Callable[[], torch.Tensor]) -> None:
+        """Adds what `count` returns to the dropped tokens of the step."""
+        if self._counts():
+            with torch.no_grad():
+                self.step_sums[len(self.step_sums) - len(SUMS) + SUMS.index("dropped")] += count()
+
+    def clear_step(self) -> None:
+        """Forgets the sums of a step."""
+        self.step_sums.zero_()
+        self.global_counts.zero_()
+
+    def _counts(self) -> bool:
+        """Returns whether this is a training forward. Its recomputation in backward, which torch runs with gradients
+        too, would count tokens twice."""
+        return self.training and torch.is_grad_enabled() and current_backward() == NO_BACKWARD
+
+    def _jittered(self, hidden: torch.Tensor) -> torch.Tensor:
+        eps = self.config.moe_input_jitter_eps
+        if eps is None or not self.training:
+            return hidden
+        if self.config.context_parallel_size == 1:
+            return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
+        with get_rng_tracker().fork(CONTEXT_PARALLEL_RNG):
+            return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
+
+    def _note(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
+        """Computes the auxiliary losses, in a recomputation too; keeps them and the load of the experts if it is
+        none."""
+        counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
+        shares = shares_of_experts(logits if self.config.auxiliary_losses else logits.detach(), self.config)
+        weighted, balance, of_logits = self._auxiliary_losses(logits, shares, experts, counts_tokens)
+        if not counts_tokens:
+            return
+        if weighted.requires_grad:
+            # Each tensor-parallel rank computes all of it, and their gradients are added.
+            self.pending_loss = weighted / group_size(self.tp_group)
+        with torch.no_grad():
+            entropy = torch.special.entr(shares).sum()
+            share = entropy.new_full((), 1 / group_size(load_balancing.context_group()))
+            others = [entropy.new_full((), length * batch), torch.zeros_like(entropy), entropy, share]
+            counts = count_tokens(experts.flatten(), num_experts)
+            self.step_sums += torch.cat([counts.double(), torch.stack([*others, balance, of_logits]).double()])
+
+    def _auxiliary_losses(
+        self, logits: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor, counts_tokens: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the sum of all losses times their coefficients, and without those the balancing losses and that of
+        the logits: this rank's addends.
+
+        Args:
+            logits, shares: `[s, b, experts]`.
+            counts_tokens: whether this is a training forward, and no recomputation.
+        """
+        config, (length, batch, num_experts) = self.config, logits.shape
+        weighted = balance = of_logits = shares.new_zeros(())
+        group = load_balancing.context_group()
+        ranks = group_size(group)
+        if config.auxiliary_losses:
+            chosen = experts.view(length, batch, -1)
+            if self.expert_bias is not None or config.moe_router_num_groups is not None:
+                chosen = shares.detach().topk(config.moe_router_topk, dim=-1).indices
+            per_sequence = count_tokens(chosen.transpose(0, 1).flatten(1), num_experts)  # [b, experts]
+            load_balancing.sum_counts(per_sequence, group)
+        for kind, coefficient in config.auxiliary_losses.items():
+            if kind == "seq_aux_loss":
+                arguments = shares.transpose(0, 1), per_sequence, length * ranks
+            else:
+                is_local = kind == "aux_loss"
+                counts = per_sequence.sum(0) if is_local else self._global_mean(per_sequence, counts_tokens)
+                arguments = shares.flatten(0, 1), counts, length * batch * ranks
+            loss = load_balancing.switch_loss(*arguments, config.moe_router_topk)
+            weighted, balance = weighted + coefficient * loss, balance + loss.detach()
+        if config.moe_z_loss_coeff:
+            loss = load_balancing.z_loss(logits, length * batch * ranks)
+            weighted, of_logits = weighted + config.moe_z_loss_coeff * loss, loss.detach()
+        return weighted, balance, of_logits
+
+    @torch.no_grad()
+    def _global_mean(self, per_sequence: torch.Tensor, counts_tokens: bool) -> torch.Tensor:
+        """Returns counts for a micro-batch: the mean over data-parallel ranks and the step's micro-batches until now.
+
+        Args:
+            per_sequence: `[b, experts]`, of all parts of the sequences.
+            counts_tokens: whether this is a training forward; a recomputation reads what its forward has counted.
+        """
+        own = per_sequence.sum(0).double()
+        if counts_tokens:
+            shared = own / group_size(load_balancing.context_group())  # each part of a sequence adds its share
+            self.global_counts += load_balancing.sum_counts(shared, load_balancing.replica_group())
+        return self.global_counts * (own.sum() / self.global_counts.sum().clamp(min=1))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TopKRouter:
+        """Moves the module; its buffers keep their dtypes, because a cast would round the bias and the counts."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self

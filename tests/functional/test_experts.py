@@ -1,0 +1,255 @@
+"""Experts under every wrapper: the numbers of one process, for losses and biases, means and sums of tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.distributed import finalize_model_grads, wrap_model
+from core.transformer.context_parallel import own_chunks
+from core.transformer.moe import finish_step
+from tests.functional._equality import Tolerance, assert_bitwise, assert_close
+from tests.functional._program import TINY, run_program
+from tests.functional._runs import (
+    MICRO_BATCHES,
+    Curve,
+    Training,
+    _finish,
+    build_gpt,
+    ddp_config,
+    loss_and_report,
+    micro_batches,
+    train_serially,
+    train_wrapped,
+)
+from tests.unit._spawn import run_distributed
+
+_SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+_EXPERTS = {
+    "num_moe_experts": 5,
+    "moe_ffn_hidden_size": 16,
+    "hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_shared_expert_gate": True,
+}
+BALANCING: dict[str, dict[str, Any]] = {
+    "aux": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.05, 0.05],
+        "moe_z_loss_coeff": 0.01,
+        "moe_grouped_gemm": True,
+    },
+    "bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.02,
+        "moe_expert_capacity_factor": 1.5,
+    },
+}
+STEPS = 6
+
+
+def _training(per_token: bool) -> Training:
+    return Training(_SGD, steps=STEPS, tied=False, per_token=per_token)
+
+
+def _gpt(balancing: str, per_token: bool, **fields: Any) -> torch.nn.Module:
+    settings = {**_EXPERTS, **BALANCING[balancing], "calculate_per_token_loss": per_token, **fields}
+    return build_gpt(False, **settings)
+
+
+def _with_biases(curve: Curve, module: torch.nn.Module) -> Curve:
+    """Adds the biases to the weights."""
+    biases = {name: value for name, value in module.named_buffers() if name.endswith("expert_bias")}
+    curve.masters.update({name: value.clone() for name, value in biases.items()})
+    return curve
+
+
+def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any]) -> Curve:
+    module, training = _gpt(balancing, per_token, **fields), _training(per_token)
+    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=dist.group.WORLD)
+    curve, optimizer = train_wrapped(
+        model,
+        training,
+        lambda step: micro_batches(step, dist.get_rank(), per_token),
+        lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
+    )
+    _finish(curve, module, optimizer)
+    return _with_biases(curve, module)
+
+
+def _serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13) -> Curve:
+    module, training = _gpt(balancing, per_token), _training(per_token)
+    model = _Ending(module)
+    curve, optimizer = train_serially(
+        module,
+        training,
+        lambda step: [micro_batches(step, rank, per_token, length) for rank in range(ranks)],
+        lambda batch: loss_and_report(model(batch, ranks * MICRO_BATCHES), batch[1], training),
+    )
+    _finish(curve, module, optimizer)
+    return _with_biases(curve, module)
+
+
+class _Ending:
+    """Calls a model, and ends the step for its experts once the step's last micro-batch has been through it.
+
+    Nothing of a forward reads the biases between its end and the next step.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.count = module, 0
+
+    def __call__(self, batch: Any, last: int) -> torch.Tensor:
+        losses: torch.Tensor = self.module(batch[0], labels=batch[1])
+        self.count += 1
+        if self.count % last == 0:
+            finish_step([self.module], None)
+        return losses
+
+
+_CASES = [("aux", False), ("aux", True), ("bias", False), ("bias", True)]
+_curves: dict[Any, Any] = {}
+
+
+def _once(key: Any, run: Any) -> Any:
+    if key not in _curves:
+        _curves[key] = run()
+    return _curves[key]
+
+
+def _replicas(balancing: str, per_token: bool) -> Curve:
+    key = ("ddp", balancing, per_token)
+    curves = _once(key, lambda: run_distributed(_wrapped, 2, "ddp", balancing, per_token, {}))
+    assert_bitwise(curves[1], curves[0])
+    return curves[0]
+
+
+@pytest.mark.parametrize(("balancing", "per_token"), _CASES)
+def test_replicas_equal_one_process(balancing, per_token):
+    expected = _once((balancing, per_token), lambda: _serial(balancing, per_token))
+    found = _replicas(balancing, per_token)
+    assert_close(found, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+    if balancing == "bias":
+        biases = [name for name in expected.masters if name.endswith("expert_bias")]
+        assert len(biases) == 2
+        assert all(torch.equal(found.masters[name], expected.masters[name]) for name in biases)
+        assert all(expected.masters[name].abs().max() > 0.01 for name in biases)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize(("balancing", "per_token"), [("aux", True), ("bias", False)])
+def test_every_wrapper_equals_replicas(wrapper, balancing, per_token):
+    for curve in run_distributed(_wrapped, 2, wrapper, balancing, per_token, {}):
+        assert_bitwise(curve, _replicas(balancing, per_token))
+
+
+@pytest.mark.parametrize("wrapper", ["zero3", "fsdp2"])
+def test_recomputed_layers_change_nothing(wrapper):
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for curve in run_distributed(_wrapped, 2, wrapper, "bias", False, fields):
+        assert_bitwise(curve, _replicas("bias", False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrapper", ["hybrid zero1", "hybrid zero3", "hybrid fsdp2"])
+def test_hybrids_equal_replicas(wrapper):
+    expected = run_distributed(_wrapped, 4, "ddp", "aux", False, {})[0]
+    for curve in run_distributed(_wrapped_hybrid, 4, wrapper, "aux", False):
+        assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+def _wrapped_hybrid(wrapper: str, balancing: str, per_token: bool) -> Curve:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    module, training = _gpt(balancing, per_token), _training(per_token)
+    model = wrap_model(module, module.config, ddp_config(wrapper))
+    curve, optimizer = train_wrapped(
+        model,
+        training,
+        lambda step: micro_batches(step, dist.get_rank(), per_token),
+        lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
+    )
+    _finish(curve, module, optimizer)
+    return _with_biases(curve, module)
+
+
+# Two ranks of one model: one step of one micro-batch, whose masked tokens are all in one half of the sequences.
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp": {"context_parallel_size": 2},
+}
+_EVEN = {"vocab": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 16, "add_bias_linear": True}
+
+
+def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Returns the gradient of each parameter, this rank's part, and the biases after the step."""
+    sizes = _KINDS.get(kind, {})
+    parallel_state.initialize_model_parallel(**{n: size for n, size in sizes.items() if n != "sequence_parallel"})
+    module = _gpt(balancing, per_token, **_EVEN, **sizes)
+    model = wrap_model(module, module.config, ddp_config("ddp"))
+    generator = torch.Generator().manual_seed(5)
+    tokens, labels = torch.randint(0, 61, (2, 3, 12), generator=generator)
+    mask = torch.ones(3, 12)
+    mask[:, 1:5] = 0
+    num_tokens = mask.sum() / sizes.get("context_parallel_size", 1)
+    tokens, labels, mask = own_chunks(tokens), own_chunks(labels), own_chunks(mask)
+    model.zero_grad_buffer()
+    loss = (model(tokens, labels=labels) * mask).sum()
+    (loss if per_token else loss / num_tokens).backward()
+    finalize_model_grads([model], mask.sum() if per_token else None)
+    biases = [value.clone() for name, value in module.named_buffers() if name.endswith("expert_bias")]
+    return {name: parameter.main_grad.clone() for name, parameter in module.named_parameters()}, biases
+
+
+def _slices(kind: str, balancing: str, per_token: bool, whole: dict[str, torch.Tensor]) -> dict[str, tuple[Any, Any]]:
+    found, biases = _one_step(kind, balancing, per_token)
+    module = _gpt(balancing, per_token, **_EVEN, **_KINDS[kind])
+    rank, pairs = parallel_state.get_tensor_model_parallel_rank(), {}
+    for name, parameter in module.named_parameters():
+        expected = whole[name]
+        if parameter.tensor_model_parallel:
+            expected = expected.chunk(2, parameter.partition_dim)[rank]
+        pairs[name] = found[name], expected
+    pairs |= {f"bias {i}": (bias, whole[f"bias {i}"]) for i, bias in enumerate(biases)}
+    return pairs
+
+
+def _alone(balancing: str, per_token: bool) -> dict[str, torch.Tensor]:
+    gradients, biases = _one_step("", balancing, per_token)
+    return {**gradients, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
+
+
+@pytest.mark.parametrize("kind", ["tp", "sp", "cp"])
+@pytest.mark.parametrize(("balancing", "per_token"), [("aux", False), ("aux", True), ("bias", True)])
+def test_ranks_of_one_model_equal_one_process(kind, balancing, per_token):
+    if kind == "cp" and balancing == "bias":
+        pytest.skip("each context-parallel rank has a capacity of its own")
+    (whole,) = run_distributed(_alone, 1, balancing, per_token)
+    for pairs in run_distributed(_slices, 2, kind, balancing, per_token, whole):
+        for name, (found, expected) in pairs.items():
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item(), msg=name)
+
+
+def test_a_run_logs_the_balance_of_each_layer(corpus, tmp_path):
+    flags = ("--num-experts", "4", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss")
+    flags += ("--moe-aux-loss-coeff", "0.01", "0.01", "--moe-layer-freq", "([0]+[1])", "--moe-per-layer-logging")
+    run = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "3", "--save", tmp_path / "run")
+    ended = run_program("pretrain_gpt", *TINY, *run, *flags, "--tensorboard-dir", tmp_path / "tb", folder=tmp_path)
+    assert ended.status == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert len(steps) == 3
+    for line in steps:
+        loads = [line[f"moe/layer_2/expert_{index}/load"] for index in range(4)]
+        assert sum(loads) == pytest.approx(4) and line["moe/load_max"] == max(loads)
+        assert line["moe/balance_loss"] > 1.8 and 0 < line["moe/entropy"] < 1.4 and line["moe/dropped_share"] == 0
+    assert [*(tmp_path / "tb").rglob("events.*")]
+    refused = run_program("pretrain_gpt", *TINY, *run, "--num-experts", "4", "--moe-router-topk", "5", folder=tmp_path)
+    assert refused.status == 2 and "moe_router_topk 5 is above num_moe_experts 4" in refused.err

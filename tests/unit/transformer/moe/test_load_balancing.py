@@ -1,0 +1,179 @@
+"""Losses that balance experts: their formulas, and one meaning of a coefficient."""
+
+import math
+
+import pytest
+import torch
+
+from core.models.gpt import GPTModel
+from core.transformer.moe import add_auxiliary_losses, finish_step, load_balancing
+from tests.unit.transformer.moe._layers import config_of, layer_of
+
+
+def test_switch_loss_equals_the_loop_and_is_one_if_balanced():
+    shares = torch.rand(12, 4, dtype=torch.float64).softmax(-1)
+    counts = torch.tensor([10, 7, 5, 2])
+    expected = sum(4 * (shares[:, e].mean().item()) * (counts[e].item() / (12 * 2)) for e in range(4))
+    assert math.isclose(load_balancing.switch_loss(shares, counts, 12, 2).item(), expected, rel_tol=1e-12)
+    balanced = load_balancing.switch_loss(torch.full((12, 4), 0.25), torch.full((4,), 6), 12, 2)
+    assert math.isclose(balanced.item(), 1.0, rel_tol=1e-6)
+
+
+def test_parts_of_a_micro_batch_add_up():
+    shares, logits = torch.rand(2, 12, 4).softmax(-1), torch.randn(12, 4)
+    counts = torch.tensor([[10, 7, 5, 2], [6, 6, 6, 6]])
+    whole = load_balancing.switch_loss(shares, counts, 12, 2)
+    parts = [load_balancing.switch_loss(part, counts, 12, 2) for part in shares.chunk(2, 1)]
+    torch.testing.assert_close(sum(parts), whole)
+    halves = [load_balancing.z_loss(part, 12) for part in logits.chunk(2)]
+    torch.testing.assert_close(sum(halves), load_balancing.z_loss(logits, 12))
+    torch.testing.assert_close(load_balancing.z_loss(logits, 12), logits.exp().sum(-1).log().square().mean())
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_a_router_computes_its_losses(kind):
+    fields = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.25}
+    layer = layer_of(**fields).double()
+    seen, expected = torch.zeros(4, dtype=torch.float64), None
+    for _ in range(2):  # the second micro-batch of a step has the counts of both, with "global_aux_loss"
+        x = torch.randn(6, 3, 8, dtype=torch.float64)
+        layer(x)
+        logits = x @ layer.router.weight.t()  # [s, b, experts]
+        shares, chosen = logits.softmax(-1), torch.nn.functional.one_hot(logits.topk(2).indices, 4).sum(-2)
+        seen += chosen.sum((0, 1))
+        counts = {"aux_loss": chosen.sum((0, 1)), "global_aux_loss": seen * 36 / seen.sum()}
+        if kind == "seq_aux_loss":
+            balance = (4 * shares.mean(0) * chosen.sum(0) / (6 * 2)).sum(-1).mean()
+        else:
+            balance = (4 * shares.mean((0, 1)) * counts[kind] / (18 * 2)).sum()
+        expected = 0.5 * balance + 0.25 * logits.exp().sum(-1).log().square().mean()
+        pending = load_balancing.take_pending(layer.router)
+        torch.testing.assert_close(pending, expected, rtol=1e-6, atol=1e-6)
+    assert load_balancing.take_pending(layer.router) is None
+
+
+def test_several_losses_add_up_with_their_own_coefficients():
+    x, found = torch.randn(6, 3, 8), {}
+    for kinds, coefficients in [
+        (["aux_loss"], [0.5]),
+        ("seq_aux_loss", 0.25),
+        (["aux_loss", "seq_aux_loss"], [0.5, 0.25]),
+    ]:
+        layer = layer_of(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients)
+        layer(x)
+        found[str(kinds)] = load_balancing.take_pending(layer.router)
+    one, other, both = found.values()
+    torch.testing.assert_close(one + other, both)
+
+
+def test_counts_of_the_loss_are_those_without_bias():
+    fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 1.0}
+    layer = layer_of(**fields)
+    x, losses = torch.randn(6, 3, 8), []
+    for bias in (0.0, 9.0):  # chosen for all tokens, and yet not overloaded in the eyes of the loss
+        layer.router.expert_bias[3] = bias
+        layer(x)
+        losses.append(load_balancing.take_pending(layer.router))
+    assert torch.equal(*losses)
+
+
+def test_evaluation_leaves_nothing_behind():
+    layer = layer_of(moe_aux_loss_coeff=1.0).eval()
+    layer(torch.randn(3, 2, 8))
+    with torch.no_grad():
+        layer.train()(torch.randn(3, 2, 8))
+    assert layer.router.pending_loss is None and not layer.router.step_sums.any()
+
+
+def _gpt(**fields):
+    torch.manual_seed(5)
+    config = config_of(num_layers=2, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3, **fields)
+    return GPTModel(config, vocab_size=16, max_sequence_length=8).double()
+
+
+def _router_gradients(model):
+    found = [layer.mlp.router.weight.grad.clone() for layer in model.decoder.layers]
+    model.zero_grad()
+    return torch.stack(found)
+
+
+def _effect(use, **fields):
+    """Returns what the losses of experts add to the routers' gradients when `use` trains on them."""
+    parts = []
+    for coefficient in (1.0, 0.0):
+        model = _gpt(moe_aux_loss_coeff=coefficient, **fields)
+        use(model)
+        parts.append(_router_gradients(model))
+    return parts[0] - parts[1]
+
+
+TOKENS = torch.randint(0, 16, (4, 8), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_effect_follows_the_weight_of_the_tokens():
+    def mean(model):
+        model(TOKENS, labels=TOKENS).mean().backward()
+
+    def scaled(model):  # by a loss scale
+        (1024 * model(TOKENS, labels=TOKENS).mean()).backward()
+
+    def accumulated(model):  # the same micro-batch four times
+        for _ in range(4):
+            (model(TOKENS, labels=TOKENS).mean() / 4).backward()
+
+    def summed(model):  # per token: sums, and one division
+        model(TOKENS, labels=TOKENS).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad /= TOKENS.numel()
+
+    def masked(model):  # half of the tokens, each with twice the weight
+        mask = torch.arange(8) % 2
+        (model(TOKENS, labels=TOKENS) * mask).sum().div(mask.sum() * 4).backward()
+
+    def by_hand(model):  # from logits, as a loop with a loss of its own
+        logits = model(TOKENS)
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="none")
+        add_auxiliary_losses(losses, model).mean().backward()
+
+    expected = _effect(mean)
+    assert expected.abs().max() > 1e-4
+    for use, factor in [(scaled, 1024), (accumulated, 1), (summed, 1), (masked, 1), (by_hand, 1)]:
+        found = _effect(use) / factor
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=use.__name__)
+
+
+def test_the_effect_is_that_of_adding_the_loss():
+    model = _gpt(moe_aux_loss_coeff=1.0)
+    with torch.no_grad():
+        plain = _gpt(moe_aux_loss_coeff=0.0)(TOKENS, labels=TOKENS)
+    losses = model(TOKENS, labels=TOKENS)
+    assert torch.equal(losses, plain)  # what is reported is the loss of the predictions
+    losses.mean().backward()
+    ours = _router_gradients(model)
+    logits = model(TOKENS)
+    pending = [load_balancing.take_pending(layer.mlp.router) for layer in model.decoder.layers]
+    main = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+    (main + sum(pending)).backward()
+    torch.testing.assert_close(ours, _router_gradients(model), rtol=1e-6, atol=1e-9)
+
+
+def test_independent_of_accumulation_by_sequence():
+    """Losses by sequence, and of logits, are the same however sequences are dealt to micro-batches."""
+
+    def together(model):
+        model(TOKENS, labels=TOKENS).mean().backward()
+
+    def apart(model):
+        for row in TOKENS.split(1):
+            (model(row, labels=row).mean() / 4).backward()
+
+    fields = {"moe_router_load_balancing_type": "seq_aux_loss"}
+    torch.testing.assert_close(_effect(together, **fields), _effect(apart, **fields), rtol=1e-6, atol=1e-9)
+
+
+def test_losses_that_nothing_adds_are_warned_about():
+    model = _gpt(moe_aux_loss_coeff=1.0)
+    model(TOKENS)
+    with pytest.warns(UserWarning, match="were computed and not trained: the model was called without labels"):
+        finish_step([model], None)
+    assert model.decoder.layers[0].mlp.router.pending_loss is None
