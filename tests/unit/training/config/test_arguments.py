@@ -213,7 +213,7 @@ def test_help_is_printed_by_the_first_rank_alone(capsys, monkeypatch):
         assert ("--num-layers" in out) is expected
         words = " ".join(out.replace("│", " ").split())
         assert "there is no other value" not in words and ("What is sharded: " in words) is expected
-        assert ("Transformer layers." in out and "[default: 2]" in out) is expected
+        assert ("Number of transformer layers." in words and "[default: 2]" in out) is expected
 
 
 def test_a_function_is_called_as_the_command_line_asks():
