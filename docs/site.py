@@ -18,6 +18,7 @@ PUBLIC = (
     "core.optimizer",
     "core.models.gpt",
     "core.transformer",
+    "core.transformer.moe",
     "core.tensor_parallel",
     "core.pipeline_parallel",
     "core.dist_checkpointing",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .. import parallel_state
 from ..errors import CheckpointError
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
+from ..transformer.moe_config import OPTIONS_OF_FUNCTION
 from .config import PretrainConfig
 from .state import TrainingState
 
@@ -29,7 +30,7 @@ _METADATA: dict[str, type] = {
 _RNG_BYTES = 1 << 24
 """Limit of the bytes of a rank's random streams, which are about 20,000."""
 MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
-    "model": TRANSFORMER_FIELDS,
+    "model": (*TRANSFORMER_FIELDS, "num_moe_experts", *OPTIONS_OF_FUNCTION),
     "gpt": (
         *("position_embedding_type", "untie_embeddings_and_output_weights"),
         *("lora_rank", "lora_alpha", "lora_targets"),
@@ -75,11 +76,12 @@ def check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: 
     """Raises CheckpointError, with all differences, if a checkpoint is of another model than `state`."""
     theirs = metadata["config"]
     ours = config.to_json()
+    without = OPTIONS_OF_FUNCTION if ours["model"]["num_moe_experts"] is None else ()
     differing = [
         f"{name} {theirs[section].get(name)!r} there and {ours[section][name]!r} here"
         for section, names in MODEL_FIELDS.items()
         for name in names
-        if theirs[section].get(name) != ours[section][name]
+        if name not in without and theirs[section].get(name) != ours[section][name]
     ]
     if metadata["vocab_size"] != state.vocab_size:
         differing.append(f"vocab_size {metadata['vocab_size']} there and {state.vocab_size} here")

@@ -18,6 +18,15 @@ RouterDtype = Literal["fp32", "fp64"]
 TokenDropPolicy = Literal["probs", "position"]
 
 
+OPTIONS_OF_FUNCTION = (
+    *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy"),
+)
+"""Fields of `MoEConfig` that change what a model with experts computes; the others change its training alone."""
+
+
 @dataclass(kw_only=True)
 class MoEConfig(ModelParallelConfig):
     """The part of `TransformerConfig` that describes experts (Shazeer et al., 2017)."""
@@ -35,12 +44,12 @@ class MoEConfig(ModelParallelConfig):
     moe_router_topk: int = 2
     """Experts of each token."""
 
-    moe_router_load_balancing_type: tuple[LoadBalancing, ...] = "aux_loss"  # type: ignore[assignment]  # one is itself
+    moe_router_load_balancing_type: tuple[LoadBalancing, ...] = ("aux_loss",)
     """Auxiliary losses that balance the load (Fedus et al., 2021), one or several: "aux_loss", of the tokens of a
     micro-batch; "seq_aux_loss", of each sequence; "global_aux_loss", of the micro-batches of all data-parallel ranks;
     or "none"."""
 
-    moe_aux_loss_coeff: tuple[float, ...] = 0.0  # type: ignore[assignment]  # one is itself
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     """What such a loss is multiplied by, for each type; 0.01 is common."""
 
     moe_z_loss_coeff: float | None = None
@@ -158,7 +167,8 @@ class MoEConfig(ModelParallelConfig):
                 yield ConfigError(
                     f"{name} is {getattr(self, name)} without num_moe_experts; say how many experts, or drop it"
                 )
-        given = {e.name: (getattr(self, e.name), e.default) for e in fields(MoEConfig) if e.name.startswith("moe_")}
+        options = [entry for entry in fields(MoEConfig) if entry.name.startswith("moe_")]
+        given = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
         ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **given)
 
     def _routing_problems(self) -> Iterator[str]:

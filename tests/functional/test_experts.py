@@ -49,7 +49,7 @@ BALANCING: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.02,
         "moe_expert_capacity_factor": 1.5,
-        # By position: tokens of equal probability, which these data have, would change places by a rounding of weights.
+        # By position: tokens of equal probability, which these data have, change places by a rounding of weights.
         "moe_token_drop_policy": "position",
     },
 }

@@ -52,6 +52,7 @@ class MoELayer(MegatronModule):
         check_same_groups("MoELayer", pg_collection, ("tp", "cp", "pp"))
         config.check_sizes_given("num_layers", "hidden_size", "num_moe_experts")
         super().__init__(config)
+        _keep_from_compiler()
         self.layer_number = layer_number
         # Balance of the last step, on the device. `finish_step` sets it; None before the first step.
         self.step_statistics: torch.Tensor | None = None
@@ -66,7 +67,6 @@ class MoELayer(MegatronModule):
         """Sets the number of the layer, from 1."""
         self.layer_number = layer_number
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the load of experts decides sizes, and the router counts
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         group, is_split = self.tp_group, self.config.sequence_parallel
@@ -91,3 +91,12 @@ class MoELayer(MegatronModule):
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
         return output
+
+
+def _keep_from_compiler() -> None:
+    """Makes compiled code call `MoELayer.forward` as it is: the load of experts decides sizes, and the router counts.
+
+    Called when a layer is made, because this imports the compiler, which takes longer than the rest of the package.
+    """
+    if not getattr(MoELayer.forward, "_torchdynamo_disable", False):
+        MoELayer.forward = torch.compiler.disable(MoELayer.forward)  # type: ignore[method-assign]

@@ -21,7 +21,9 @@ def test_transformer_fields_are_compared_or_change_no_function():
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
         *("expert_model_parallel_size", "fp16", "bf16", "params_dtype", "gradient_accumulation_fusion"),
         *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "cross_entropy_fusion_vocab_chunk_size"),
-        "attention_backend",
+        *("attention_backend", "embedding_init_method", "embedding_init_method_std"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        *("moe_input_jitter_eps", "moe_grouped_gemm", "moe_per_layer_logging"),
     }
     assert {entry.name for entry in fields(TransformerConfig)} - training_alone == set(MODEL_FIELDS["model"])
 
