@@ -9,17 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from core.transformer import document_attention, piecewise_attention
 from tests.streams.simulation import Event, Simulation, Stream
 
 HOST = torch.device("cpu", 0)
 """The device of the host's memory in a simulation, where that of the GPU is the CPU without an index."""
+
+_IN_PYTHON = {
+    module.OPERATION + suffix: implementation
+    for module in (document_attention, piecewise_attention)
+    for suffix, implementation in (("", module._operation), ("_backward", module._backward_operation))
+}
+"""What the project's own operations of torch call, by their names."""
 
 _TOUCH_NOTHING = {
     *("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"),
@@ -50,9 +57,9 @@ class Recorder(TorchDispatchMode):
         if FakeTensor in types:
             return func(*args, **kwargs)
         name = func._schema.name
-        if name in OPDEFS:  # an operation of the project's, in Python, is its operations
+        if name in _IN_PYTHON:  # an operation of the project's is the operations inside it
             with self, torch.no_grad():
-                return OPDEFS[name]._init_fn(*args, **kwargs)
+                return _IN_PYTHON[name](*args, **kwargs)
         output = func(*args, **kwargs)
         if not name.startswith("c10d::"):  # which `collective` notes
             self._note(name, func._schema, args, kwargs, output)
