@@ -6,7 +6,7 @@ Both kinds of updates have the interface of `MegatronOptimizer`: step, tensors b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,15 +58,19 @@ def unlike_ours(optimizer: Optimizer) -> str:
     return f"{kind.__name__}({found[0]})" if found else ""
 
 
-def build_update(
-    optimizer: Optimizer, wrapper: _BaseDataParallel, groups: Sequence[dict[str, Any]], advice: str, **fields: Any
-) -> MegatronOptimizer:
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Puts the parameters of a wrapped model into an optimizer's groups, in the place of the plain model's."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+
+
+def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, **fields: Any) -> MegatronOptimizer:
     """Builds the optimizer of `core.optimizer` that makes a torch optimizer's updates on a wrapper's shards.
 
     The torch optimizer shares groups and state with it, so that schedulers of either take effect.
 
     Args:
-        groups: the torch optimizer's, whose parameters are the wrapper's; frozen ones are left out.
+        optimizer: its parameters are the wrapper's; frozen ones are left out.
         advice: what else a user may choose, for the message.
         fields: others of the config.
 
@@ -82,6 +86,7 @@ def build_update(
         )
     built = get_megatron_optimizer(config, [wrapper], {})
     mains = built.main_tensors()
+    groups = optimizer.param_groups
     chosen = [[param for param in group["params"] if param in mains or param.requires_grad] for group in groups]
     counts = Counter(param for params in chosen for param in params)
     if counts.keys() != mains.keys() or len(counts) != counts.total():

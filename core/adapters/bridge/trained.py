@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,18 @@ def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
     return next((owner for owner in owners if isinstance(owner, _BaseDataParallel)), None)
 
 
+def mix_in(target: Any, kind: type) -> None:
+    """Puts the methods of `kind`, a subclass of the target's base, before those of the target's own class.
+
+    Nothing puts the old class back. A second call changes nothing.
+    """
+    own = type(target)
+    if issubclass(kind, own):
+        target.__class__ = kind
+    elif not isinstance(target, kind):
+        target.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+
+
 class GradientNorm:
     """The whole gradient of a wrapped model as one vector: measures its norm, clips and clamps it.
 
@@ -52,14 +65,19 @@ class GradientNorm:
         self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.is_reproducible)
 
     @torch.no_grad()
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradient down to a norm of at most `max_norm`, in place, and returns the norm before, in fp32.
 
         A norm that is not finite leaves the gradient as it is. Collective.
 
         Raises:
+            ConfigError: another norm than L2.
             OptimizerError: gradients are not reduced.
         """
+        if float(norm_type) != 2.0:
+            raise ConfigError(
+                f"norm_type is {norm_type}; gradients over several ranks are clipped by their L2 norm, 2"
+            )
         gradients = self._gradients()
         norm = self._statistics.measure(gradients)[0].float()
         factor = clip_coefficient(norm.double(), max_norm)

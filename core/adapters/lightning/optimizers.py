@@ -18,7 +18,21 @@ from ...optimizer import OptimizerConfig, get_megatron_optimizer
 from ..bridge.optimizers import TorchOptimizer, Updates, build_update
 
 
-class ShardstackOptimizer(Optimizer):
+class ZeroesThroughWrapper(Optimizer):
+    """Mixed into the class of an optimizer: ``zero_grad()`` zeroes the wrapper's gradients, not those in ``grad``."""
+
+    wrapper: _BaseDataParallel
+    """The wrapper of its parameters. Set when the optimizer is built or set up; never cleared."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients of the whole model, unless they are zero."""
+        if (
+            self.wrapper.gradient_state.phase is not Phase.ZEROED
+        ):  # else one between forward and backward gathers again
+            self.wrapper.zero_grad_buffer()
+
+
+class ShardstackOptimizer(ZeroesThroughWrapper):
     """The optimizer of `get_megatron_optimizer` with torch's interface, for schedulers and trainers.
 
     Build it after the model is wrapped: in ``configure_optimizers``, or after ``fabric.setup_module``.
@@ -51,10 +65,6 @@ class ShardstackOptimizer(Optimizer):
         self.megatron.step()
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of the whole model, unless they are zero."""
-        _zero(self.wrapper)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state, in torch's layout."""
         return self.megatron.state_dict()
@@ -85,30 +95,5 @@ def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
         )
     if shards_buffers(wrapper):
         advice = "ShardstackOptimizer, or the sharding 'fsdp2' or 'no_shard'"
-        return build_update(optimizer, wrapper, optimizer.param_groups, advice)
+        return build_update(optimizer, wrapper, advice)
     return TorchOptimizer(optimizer, wrapper.module)
-
-
-class _ZeroesThroughWrapper:
-    """`zero_through_wrapper` mixes it into the class of an optimizer."""
-
-    wrapper: _BaseDataParallel
-    """`zero_through_wrapper` sets it on the user's optimizer; never cleared."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of the whole model, unless they are zero."""
-        _zero(self.wrapper)
-
-
-def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
-    """Lets ``optimizer.zero_grad()`` zero the wrapper's gradients, which ``param.grad`` may not show."""
-    if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
-        kind = type(optimizer)
-        # Both attributes are set on the user's optimizer and never removed: its parameters belong to this wrapper.
-        optimizer.wrapper = wrapper  # type: ignore[attr-defined]
-        optimizer.__class__ = type(kind.__name__, (_ZeroesThroughWrapper, kind), {})
-
-
-def _zero(wrapper: _BaseDataParallel) -> None:
-    if wrapper.gradient_state.phase is not Phase.ZEROED:  # between a forward and its backward it would gather again
-        wrapper.zero_grad_buffer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import nn
 from ... import device
 from ...distributed import DistributedDataParallelConfig, wrap_model
 from ...distributed.plan.units import UnitChoice
-from ...errors import ConfigError, WrapError, warn_once
+from ...errors import CheckpointError, ConfigError, WrapError, warn_once
 from ...text import choices
 from ..bridge.meshes import world_mesh
 from ..bridge.trained import Trained, wrapper_of
@@ -25,6 +26,8 @@ from ..bridge.units import units_by_class
 
 Units = Sequence[type[nn.Module] | str]
 """Classes, or their names, plain or dotted."""
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Processes:
@@ -79,6 +82,17 @@ class Processes:
             )
 
     _setup_distributed = setup_distributed  # Fabric's name
+
+    def folder(self, path: Any) -> Path:
+        """Returns the folder of a checkpoint, which all ranks share.
+
+        Raises:
+            CheckpointError: a remote path.
+        """
+        path = cast(Any, self).broadcast(path)
+        if "://" in str(path):
+            raise CheckpointError(f"{path} is remote, and checkpoints are folders of a file system that ranks share")
+        return Path(path)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves a module to this rank's device, unless it is on the meta device, from which wrapping takes it."""
@@ -155,8 +169,12 @@ def trained_of(module: nn.Module) -> Trained:
     return Trained.of(wrapper) or Trained(wrapper)
 
 
-def unsupported(plugin: object) -> ConfigError:
-    """Returns the error for a plugin of another precision, of the Trainer or of Fabric."""
-    kind = type(plugin).__name__
-    found = getattr(plugin, "precision", kind)
-    return ConfigError(f"precision is {found!r} ({kind}); this strategy takes 32-true, bf16-mixed, bf16-true")
+def check_precision(plugin: Any) -> None:
+    """Raises for a precision plugin, of the Trainer or of Fabric, that has no counterpart here.
+
+    Raises:
+        ConfigError: names the precision, and those that there are.
+    """
+    kind, precision = type(plugin).__name__, getattr(plugin, "precision", None)
+    if kind not in ("Precision", "MixedPrecision", "HalfPrecision") or precision not in _PRECISIONS:
+        raise ConfigError(f"precision is {precision!r} ({kind}); this strategy takes {', '.join(_PRECISIONS)}")
