@@ -25,9 +25,8 @@ from ..distributed.plan.units import UnitChoice
 from ..dtypes import DTYPE_NAMES, as_dtype
 from ..errors import ConfigError, ParallelConfigError
 from ..text import choices
-from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import CONTAINERS
-from .bridge.wrapping import Replicas, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
 _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}

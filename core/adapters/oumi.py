@@ -27,9 +27,8 @@ from ..errors import ConfigError
 from ..text import choices
 from .bridge.checkpoints import whole_state_dict
 from .bridge.meshes import data_parallel_mesh, fully_replicated
-from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import units_by_class, units_by_size
-from .bridge.wrapping import Replicas, wrap_for_trainer
 
 
 class _OfTorch(str, Enum):

@@ -11,8 +11,7 @@ from torch import nn
 
 from ...errors import OptimizerError
 from ...optimizer import MegatronOptimizer
-from ..bridge.optimizers import build_update, replace_parameters, share_groups, unlike_ours
-from ..bridge.trained import Trained
+from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
 
 
 class PreparedOptimizer(AcceleratedOptimizer):

@@ -17,12 +17,10 @@ from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, fin
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
-from ..bridge.optimizers import replace_parameters
-from ..bridge.trained import Trained, mix_in
+from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
 from .checkpoint import load_folder, save_folder
-from .optimizers import ShardstackOptimizer, ZeroesThroughWrapper, updates_of
-from .processes import Processes, check_precision, trained_of, wrap
+from .shared import Processes, ShardstackOptimizer, ZeroesThroughWrapper, check_precision, trained_of, updates_of, wrap
 
 
 class NoSync(_BackwardSyncControl):

@@ -19,8 +19,7 @@ from ...errors import ConfigError
 from ...optimizer import MegatronOptimizer
 from ..bridge.trained import Trained, mix_in
 from .checkpoint import load_folder, save_folder
-from .optimizers import updates_of
-from .processes import Processes, check_precision, wrap
+from .shared import Processes, check_precision, updates_of, wrap
 
 
 class StepsThroughStrategy(Precision):

@@ -35,9 +35,8 @@ from ...dtypes import LOW_PRECISION
 from ...errors import ParallelConfigError, warn_once
 from ...text import choices
 from ..bridge.meshes import mesh_axes
-from ..bridge.translation import FSDP2, config_of, honoured, ignored
+from ..bridge.translation import FSDP2, config_of, honoured, ignored, wrap_for_trainer
 from ..bridge.units import CONTAINERS, check_classes_are_in, import_classes_from_paths
-from ..bridge.wrapping import wrap_for_trainer
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 _FSDP2 = (
