@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from .. import parallel_state
 from ..dtypes import LOW_PRECISION
 from ..errors import ConfigError
-from ..foreign_arguments import ignore, refuse
+from ..megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
@@ -50,6 +50,7 @@ class DotProductAttention(MegatronModule):
         ParallelConfigError: another mask, kind of attention, scale, or other groups are given.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -63,12 +64,6 @@ class DotProductAttention(MegatronModule):
     ) -> None:
         caller = "DotProductAttention"
         check_mask_type(caller, attn_mask_type)
-        refuse(
-            caller,
-            attention_type=(attention_type, "self", "there is no cross-attention"),
-            softmax_scale=(softmax_scale, None, "scale the queries"),
-        )
-        ignore(caller, "it is how parts of a sequence meet", cp_comm_type=(cp_comm_type, None))
         check_same_groups(caller, pg_collection, ("tp", "cp"))
         super().__init__(config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

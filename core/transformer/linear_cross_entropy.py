@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError
-from ..foreign_arguments import refuse
+from ..megatron_names import refuse
 from ..tensor_parallel.layers import ColumnParallelLinear, Output
 from ..tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from .lora import Adapter

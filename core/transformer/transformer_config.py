@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import ConfigError, ParallelConfigError
-from ..foreign_arguments import takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend, backend_name
-from .foreign_config_fields import FOREIGN_FIELDS
 from .moe_config import MoEConfig
 
 
@@ -93,7 +92,7 @@ class _FromStd(Normal):
     """The initializer of `init_method_std`, derived again when `dataclasses.replace` changes that."""
 
 
-@takes_foreign_fields(FOREIGN_FIELDS)
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class TransformerConfig(MoEConfig):
     """The shape of a transformer and how it is computed.
