@@ -19,14 +19,13 @@ from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
 from ...transformer.document_masks import PackedDocuments
-from ...transformer.linear_cross_entropy import LinearCrossEntropyModule
 from ...transformer.moe.load_balancing import add_auxiliary_losses
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from ..common.language_module import LanguageModule, transposed
+from ..common.language_module import LanguageModule, LinearCrossEntropyModule, transposed
 
 
 class GPTModel(LanguageModule):
