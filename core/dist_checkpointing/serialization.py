@@ -73,7 +73,7 @@ def save(
     try:
         file, keys = ranks.decided_by_first(offers(state), writer.plan, doing)
         pieces = ranks.on_all(lambda: writer.write(state, file, keys), doing)
-        ranks.decided_by_first(pieces, lambda of_ranks: [writer.finish(of_ranks)] * len(of_ranks), doing)
+        ranks.decided_by_first(pieces, writer.finish, doing)
     except BaseException:
         writer.release(failed=True)
         raise

@@ -152,8 +152,8 @@ class RawWriter:
             _check_written(path, [(piece, tensor) for (_, piece), tensor in zip(pieces, tensors, strict=True)])
         return pieces
 
-    def finish(self, of_ranks: Sequence[Sequence[tuple[str, Piece]]]) -> None:
-        """Writes the index of all ranks' pieces, and publishes the folder."""
+    def finish(self, of_ranks: Sequence[Sequence[tuple[str, Piece]]]) -> list[Path]:
+        """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
         pieces: dict[str, list[Piece]] = {name: [] for name in self._offers}
         file_bytes: dict[str, int] = {}
         for name, piece in (named for of_rank in of_ranks for named in of_rank):
@@ -167,6 +167,7 @@ class RawWriter:
         folders.publish(self.folder)
         if self.keep is not None:
             folders.prune(self.folder.parent, self.keep, is_good)
+        return [self.folder] * len(of_ranks)
 
     def release(self, *, failed: bool) -> None:
         """Releases the folder's lock. After a failure also removes the unfinished checkpoint."""
