@@ -40,6 +40,11 @@ def of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def is_of_first_rank(tensor: torch.Tensor) -> bool:
+    """Returns whether `of_first_rank` made a view: its values may differ on other ranks."""
+    return getattr(tensor, _MARK, False)
+
+
 class SpreadPlanner(DefaultSavePlanner):
     """Spreads what replicas hold over the ranks that write, all but buffers, which may differ: they are the first
     rank's.
@@ -50,7 +55,7 @@ class SpreadPlanner(DefaultSavePlanner):
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._buffers = {name for name, tensor in state.items() if getattr(tensor, _MARK, False)}
+        self._buffers = {name for name, tensor in state.items() if is_of_first_rank(tensor)}
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         written: set[MetadataIndex] = set()
