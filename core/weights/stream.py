@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..dist_checkpointing import model_state_dict
+from ..dist_checkpointing.format.writer import is_of_first_rank
 from ..dist_checkpointing.gathering import BUCKET_BYTES, WholeTensors
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
@@ -51,7 +52,7 @@ class WeightStream:
         names: ``hugging_face`` are those of the files that `save_hugging_face` writes, and of other models than
             `GPTModel` their own; ``megatron`` are Megatron-LM's, with gate and up as halves of one tensor; ``module``
             those of the model's state dict, in its layout.
-        dtype: what floating-point tensors are rounded to; None keeps each one's.
+        dtype: what floating-point parameters are rounded to; None keeps each one's.
         only: names to send; None sends all.
         adapters: ``merge`` adds the updates of LoRA adapters to the weights; ``only`` sends these alone, under PEFT's
             names, and gathers nothing else.
@@ -100,7 +101,9 @@ class WeightStream:
         self._metadata = [ParamMeta(tensor.name, self._wire_dtype(tensor), tensor.shape) for tensor in self.outgoing]
 
     def _wire_dtype(self, tensor: Outgoing) -> torch.dtype:
-        return self.dtype if self.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        """Returns what a tensor is rounded to. Buffers keep their dtype: a rounded bias would choose other experts."""
+        casts = tensor.dtype.is_floating_point and not is_of_first_rank(self.tensors.views[tensor.sources[0]])
+        return self.dtype if self.dtype is not None and casts else tensor.dtype
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
