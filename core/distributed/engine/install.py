@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_any, tree_map
 
 from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
-from ..groups import subgroup
+from ..groups import neighbour_groups
 from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
 from .buffer import ParamAndGradBuffer
@@ -31,7 +30,7 @@ def build_units(
         allocate: allocates the memory of slots.
     """
     slots, units = dict[int | None, Slot](), list[Unit]()
-    neighbours = _groups_of_neighbours(plan)
+    neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     for planned in plan.units:
         buckets = [buffers[index].buckets[number] for index, number in planned.buckets]
         if planned.slot is not None and planned.slot not in slots:
@@ -40,15 +39,6 @@ def build_units(
         slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
         units.append(Unit(planned, slot, buckets, plan.groups.shard, kept_among))
     return units
-
-
-def _groups_of_neighbours(plan: Plan) -> Mapping[int | None, ProcessGroup]:
-    """Makes the group of this rank for each number of neighbours that units are kept among."""
-    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
-    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
-        first = group.rank() // size * size
-        made[size] = subgroup(group, range(first, first + size))
-    return made
 
 
 def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
