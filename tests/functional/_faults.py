@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import core.optimizer.optimizer
+from core.comm.lane import CommLane
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.engine.bucket_group import BucketGroup
 from core.distributed.engine.reduction import BucketReduction
 from core.distributed.engine.unit import Unit
 from core.distributed.fsdp2.collectives import UnitAllGather, UnitReduceScatter
@@ -178,14 +178,14 @@ def _stale_low_precision(refresh: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (BucketGroup, "start_param_sync"))
+@_fault(STALE, (Unit, "start_gather"))
 def _stale_parameter(start: Any, reached: Reached) -> Any:
-    """Flat buffers, sharded: one bucket's parameters are not gathered after an update."""
+    """Flat buffers, sharded state: one bucket's parameters are not gathered after an update."""
 
-    def patched(self: BucketGroup, force_sync: bool = False) -> None:
-        if self.bucket.offset != 0:
-            start(self, force_sync)
-        elif len(self.bucket.param_data):
+    def patched(self: Unit, lane: CommLane, *, waits: bool) -> None:
+        if self.slot is not None or self.buckets[0].offset != 0:
+            start(self, lane, waits=waits)
+        else:
             reached()
 
     return patched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,3 +129,36 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     if not tree_any(is_other, tree):
         return tree
     return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, tree)
+
+
+def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
+    """Makes each module below `module` wait for its parameters before its forward; yields the hooks' handles.
+
+    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children waits for
+    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
+    """
+    unit_of = {param: unit for unit in units for param in unit.name_of}
+    for submodule in module.modules():
+        params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
+        awaited = {unit_of[param]: None for param in params if param in unit_of}
+        if awaited:  # before all other hooks, which may read parameters
+            yield submodule.register_forward_pre_hook(_Waiter(list(awaited)), prepend=True)
+
+
+class _Waiter:
+    """Waits for the parameters of some units; in a pickled module it does nothing."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def __call__(self, *unused: Any) -> None:
+        for unit in self._units:
+            unit.wait_until_readable()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Waiter, ([],)
+
+
+def _reads_weights_of_children(module: nn.Module) -> bool:
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)
