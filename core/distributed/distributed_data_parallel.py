@@ -100,7 +100,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         named = dict(model.named_parameters())
-        self._take_buffers([ParamAndGradBuffer(plan, buffer, named) for buffer in plan.buffers])
+        self._take_buffers([ParamAndGradBuffer(plan, buckets, named) for buckets in plan.buffers])
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.
         self._pre_hooks: list[Any] = []

@@ -69,7 +69,7 @@ class ShardedModel:
         self._kept = _KeptBetweenMicroBatches(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.adds_gradient_rows
+                submodule.adds_gradient_rows = plan.lends_gradients
         members = [member for unit in plan.units for member in unit.modules]
         _register_forward_methods(
             module,
