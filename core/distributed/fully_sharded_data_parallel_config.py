@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..dtypes import Dtype, as_dtype
-from ..errors import ParallelConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_range
+from ..base.dtypes import Dtype, as_dtype
+from ..base.errors import ParallelConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
 

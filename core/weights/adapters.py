@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..base.errors import ConfigError
+from ..base.files import write_durably
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format import folders
 from ..dist_checkpointing.safetensors_io import SINGLE_FILE, begin_new_folder, publish_new_folder, write_safetensors
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import ConfigError
-from ..files import write_durably
 from ..transformer.lora import Adapter
 from .stream import WeightStream
 

@@ -9,10 +9,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ...base.errors import GradSyncError, ShardstackError
+from ...base.pending_parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives, streams
 from ...comm.lane import CommLane, Handle
-from ...errors import GradSyncError, ShardstackError
-from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ..gradient_tree import GradientTree
 from ..plan import Plan
 from .buffer import Bucket

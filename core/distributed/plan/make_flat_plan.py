@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ... import device
-from ...dtypes import as_dtype
-from ...errors import ParallelConfigError, WrapError, warn_once
+from ...base import device
+from ...base.dtypes import as_dtype
+from ...base.errors import ParallelConfigError, WrapError, warn_once
+from ...base.pending_parameters import can_be_pending
 from ...model_parallel_config import ModelParallelConfig
-from ...pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...errors import ParallelConfigError, warn_once
-from ...local_parts import local_part
+from ...base.errors import ParallelConfigError, warn_once
+from ...base.local_parts import local_part
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups

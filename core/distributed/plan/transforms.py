@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from ...errors import ParallelConfigError
+from ...base.errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from .parts import UnitTransform

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import WrapError
+from ...base.errors import WrapError
 from ...tensor_parallel.layers import ColumnParallelLinear
 from .parts import ParamPlan
 

@@ -8,7 +8,7 @@ picture  draws the units
 
 from __future__ import annotations
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from .facts import ModelFacts, model_facts
 from .page import as_html
 from .rows import as_text

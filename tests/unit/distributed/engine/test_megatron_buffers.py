@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import GradSyncError, ParallelConfigError, ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
-from core.errors import GradSyncError, ParallelConfigError, ShardstackError
 from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from core.base.errors import ParallelConfigError
 from core.distributed.fully_sharded_data_parallel_config import parse_overrides
 from core.distributed.plan.settings import check_reshard, reshard_of
-from core.errors import ParallelConfigError
 
 
 def test_overrides_are_name_patterns_and_the_last_match_counts():

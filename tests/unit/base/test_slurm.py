@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ConfigError
-from core.rendezvous import first_host, set_launcher_variables
+from core.base.errors import ConfigError
+from core.base.rendezvous import first_host, set_launcher_variables
 
 TASK = {
     "SLURM_JOB_ID": "123456",
@@ -87,8 +87,8 @@ def test_odd_variables_are_named(change, message):
 
 
 SCRIPT = """
-import torch, core.device
-core.device.init_process_group()
+import torch, core.base.device
+core.base.device.init_process_group()
 total = torch.tensor(torch.distributed.get_rank() + 1.0)
 torch.distributed.all_reduce(total)
 print(int(total), torch.distributed.get_world_size())

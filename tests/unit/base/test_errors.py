@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from core import errors
+from core.base import errors
 
 TREE = {
     "ShardstackError": (Exception,),
