@@ -19,6 +19,7 @@ TREE = {
     "OutOfStepError": (errors.ShardstackError, RuntimeError),
     "MemoryLimitError": (errors.ShardstackError, RuntimeError),
     "CheckpointError": (errors.ShardstackError, RuntimeError),
+    "WeightsError": (errors.ShardstackError, RuntimeError),
     "MissingExtraError": (errors.ShardstackError, ImportError),
 }
 

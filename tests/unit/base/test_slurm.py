@@ -99,7 +99,7 @@ torch.distributed.destroy_process_group()
 def test_two_tasks_meet_with_slurms_variables_alone() -> None:
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     clean = {name: value for name, value in os.environ.items() if name not in unwanted}
-    clean |= {"PYTHONPATH": str(Path(__file__).parents[2]), "SHARDSTACK_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    clean |= {"PYTHONPATH": str(Path(__file__).parents[3]), "SHARDSTACK_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
     tasks = [
         subprocess.Popen(
