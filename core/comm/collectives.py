@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from .._torch_compat import all_gather_single, reduce_scatter_single
-from ..dtypes import LOW_PRECISION
-from ..errors import warn_once
-from ..host_memory import transient_memory
+from ..base._torch_compat import all_gather_single, reduce_scatter_single
+from ..base.dtypes import LOW_PRECISION
+from ..base.errors import warn_once
+from ..base.host_memory import transient_memory
 from . import gloo
 from .call import Collective, message_tag
 from .gloo import EXCHANGE_TAG, SumOrder, add_in_fp32, add_in_tree, store

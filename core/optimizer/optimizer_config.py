@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_choices, check_range
+from ..base.errors import ConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
 
 OPTIMIZERS = ("adam", "sgd")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import ConfigError, OptimizerError, ShardstackError
+from ..base.errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash

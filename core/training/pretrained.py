@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from ..base.errors import CheckpointError
 from ..dist_checkpointing import load, load_metadata
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import CheckpointError
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS, base_state_dict, gpt_of
 from ..models.gpt.hugging_face import load_hugging_face, read_hf_config

@@ -21,13 +21,14 @@ from run_folder import begin_or_continue, check_output_folders, name_run_folder,
 from sampling import SamplingConfig, generate_tokens, stream_text
 from text_sources import standard_library_sources
 
-from core import device, parallel_state
+from core import parallel_state
+from core.base import device
+from core.base.device import barrier, current_device
+from core.base.errors import ConfigError
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import Tokenizer
-from core.device import barrier, current_device
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
-from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing import model_state_dict
-from ...errors import CheckpointError
 from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
 from ...transformer.mlp import MLP

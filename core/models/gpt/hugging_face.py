@@ -28,6 +28,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ...base.dtypes import dtype_name
+from ...base.errors import CheckpointError
+from ...base.files import BoundsError, read_json, write_durably
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
@@ -37,9 +40,6 @@ from ...dist_checkpointing.safetensors_io import (
     read_safetensors_index,
     save_folder,
 )
-from ...dtypes import dtype_name
-from ...errors import CheckpointError
-from ...files import BoundsError, read_json, write_durably
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_config import (
     Layout,

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
-from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"

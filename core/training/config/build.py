@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from ...base.errors import ConfigError, ParallelConfigError
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
-from ...errors import ConfigError, ParallelConfigError
 from .pretrain_config import PretrainConfig, division_violations, section_types
 
 

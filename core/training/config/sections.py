@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...base.errors import ConfigError
+from ...base.ranges import check_range
 from ...dist_checkpointing import Retention
-from ...errors import ConfigError
-from ...ranges import check_range
 from ...transformer.lora import LoRATarget
 
 

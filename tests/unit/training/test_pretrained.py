@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import model_state_dict
 from core.distributed import wrap_model
-from core.errors import CheckpointError
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import architecture_of
 from core.models.gpt.hugging_face import save_hugging_face
