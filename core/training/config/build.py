@@ -124,6 +124,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "muon_split_qkv": "--muon-no-split-qkv",
     "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
 }
 """Fields that are on by default, with the flag that turns each off."""
@@ -196,6 +197,7 @@ _HINTS = {
     "no-create-attention-mask-in-dataloader": "no mask is ever made here; drop it",
     "exit-interval": "write --train-iters instead, and --lr-decay-iters for the length of the schedule",
     "exit-duration-in-mins": "not here yet; SIGTERM ends a run with a checkpoint (timeout --signal TERM 60m ...)",
+    "muon-tp-mode": "matrices are updated whole at any tensor-parallel size; drop it",
     "ckpt-format": _ALONE,
     "save-retain-interval": "write --keep-last with the number of checkpoints to keep, and --keep-every with this",
     "use-dist-ckpt": _HERE,
