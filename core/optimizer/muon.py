@@ -96,7 +96,7 @@ class Muon(SkippableRule):
         # Whether the device may skip the update of this step, by `found_inf`. `_update_matrices` sets it.
         self._may_skip = False
         self._owner_holds_momentum = config.muon_momentum_holder == "owners"
-        self._is_muons = set(mains)
+        self._muons = set(mains)
         self._update_others: Callable[[SkippableRule, dict[str, Any], tuple[str, ...]], None]
         if config.muon_scalar_optimizer == "adam":
             self._update_others, self.state_names = update_by_adamw, ("exp_avg", "exp_avg_sq")
@@ -111,8 +111,17 @@ class Muon(SkippableRule):
         self._scales = [first[param] for param in range(len(mains))]
         self._relative = [recipe.scale(matrix.shape) / first[matrix.param] for matrix in matrices]
 
+    @property
+    def mean_factor(self) -> float:
+        """Factor that makes the momentum a mean of gradients, as that of `torch.optim.Muon` is."""
+        return 1 - self.recipe.momentum if self.recipe.sums_momentum else 1.0
+
+    def is_muons(self, param: Tensor) -> bool:
+        """Returns whether Muon updates a main tensor, and not the optimizer of the others."""
+        return param in self._muons
+
     def state_names_of(self, param: Tensor) -> tuple[str, ...]:
-        return (_MOMENTUM,) if param in self._is_muons else self.state_names
+        return (_MOMENTUM,) if self.is_muons(param) else self.state_names
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
@@ -244,14 +253,10 @@ class Muon(SkippableRule):
 
     def load_state_notes(self, notes: Mapping[str, Any]) -> None:
         """Converts momentum between sum and mean, which differ by a factor."""
-        kind = notes.get("muon_momentum", self.recipe.momentum_kind)
-        if kind != self.recipe.momentum_kind:
-            factor = 1 - self.recipe.momentum
-            self.scale_momentum(factor if kind == "sum" else 1 / factor)
-
-    def scale_momentum(self, factor: float) -> None:
-        """Multiplies all momentum by a number. All ranks call it."""
+        if notes.get("muon_momentum", self.recipe.momentum_kind) == self.recipe.momentum_kind:
+            return
         self.share_state()
+        factor = 1 / self.mean_factor if self.recipe.sums_momentum else 1 - self.recipe.momentum
         for main in self._mains:
             ensure_state(self, main, (_MOMENTUM,))[_MOMENTUM].mul_(factor)
 

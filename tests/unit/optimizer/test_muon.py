@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.errors import ConfigError
+from core.errors import CheckpointError, ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, newton_schulz
 from core.optimizer.muon import Muon
+from core.optimizer.optimizer_state import export_momentum, import_momentum
 from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
 from core.transformer.lora import add_lora
@@ -324,3 +325,43 @@ def test_settings_without_a_preset_replace_moonlights():
     recipe = newton_schulz.recipe_of(_config(muon_scale_mode="shape_scaling", muon_momentum=0.9))
     assert (recipe.scale_mode, recipe.momentum, recipe.extra_scale_factor) == ("shape_scaling", 0.9, 0.2)
     assert recipe.sums_momentum and recipe.nesterov
+
+
+def test_state_of_torch_continues_with_its_convention():
+    """Momentum of torch.optim.Muon is a mean, and moonlight's a sum: their updates are equal but for rounding."""
+    ours, theirs = _Matrices(), _Matrices()
+    optimizer = get_megatron_optimizer(_config(muon_fp32_matmul_prec="highest"), [ours])
+    torchs = torch.optim.Muon(theirs.parameters(), lr=0.02, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        _give_gradients(list(theirs.parameters()), step)
+        torchs.step()
+    ours.load_state_dict(theirs.state_dict())
+    import_momentum(optimizer, {name: torchs.state[p]["momentum_buffer"] for name, p in theirs.named_parameters()})
+    for step in range(3, 6):
+        for model, stepping in ((ours, optimizer), (theirs, torchs)):
+            _give_gradients(list(model.parameters()), step)
+            stepping.step()  # type: ignore[attr-defined]
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (a - b).norm() < 2e-3 * b.norm(), name
+        exported = export_momentum(optimizer)[name]
+        assert torch.allclose(exported, torchs.state[b]["momentum_buffer"], rtol=1e-5, atol=1e-6)
+
+
+def test_momentum_of_another_model_is_refused():
+    optimizer = get_megatron_optimizer(_config(), [_Matrices()])
+    with pytest.raises(CheckpointError, match=r"momentum of parameter wide has to be of shape .*, and is missing"):
+        import_momentum(optimizer, {})
+    with pytest.raises(CheckpointError, match="is for an optimizer of OptimizerConfig"):
+        export_momentum(get_megatron_optimizer(OptimizerConfig(lr=0.1), [_Matrices()]))
+
+
+def test_checkpoint_of_another_momentum_is_converted():
+    model = _Matrices()
+    optimizer = get_megatron_optimizer(_config(), [model])
+    _give_gradients(list(model.parameters()), 0)
+    optimizer.step()
+    means = get_megatron_optimizer(_config(muon_preset="keller-jordan"), [_Matrices()])
+    for name, tensor in means.state_tensors().items():
+        tensor.copy_(optimizer.state_tensors()[name])
+    means.load_state_scalars(optimizer.state_scalars())
+    assert torch.allclose(means.state_tensors()["momentum_buffer.wide"], 0.05 * model.wide.grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.dist_checkpointing import model_state_dict
+from core.dist_checkpointing import load, model_state_dict, save
 from core.dist_checkpointing.flat_range import whole
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -21,6 +22,7 @@ from core.distributed import (
 )
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrix_owners
+from core.optimizer.optimizer_state import export_momentum, import_momentum
 from core.tensor_parallel.initialization import FusedRows
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -147,3 +149,75 @@ def test_every_wrapper_equals_one_process(ranks: int, wrapper: str, tp: int, hol
     settings = {"muon_momentum_holder": holder, "bf16": wrapper == "zero2", "muon_split_qkv_per_head": tp > 1}
     expected = _whole_state("serial", 1, settings, matrix_owners.BUCKET_ELEMENTS)
     assert run_distributed(_differing, ranks, wrapper, tp, settings, expected, 400) == [[]] * ranks
+
+
+def _write(wrapper: str, tp: int, settings: dict[str, Any], folder: str) -> None:
+    model, optimizer = _run(wrapper, tp, settings)
+    _train(model, optimizer, STEPS)
+    save(_state(model, optimizer), folder, metadata={"optimizer": optimizer.state_scalars()})
+
+
+def _continue(wrapper: str, tp: int, settings: dict[str, Any], source: str, target: str) -> None:
+    """Loads into a model that has gone elsewhere in the meantime, trains on, and saves."""
+    model, optimizer = _run(wrapper, tp, settings)
+    _train(model, optimizer, 1)
+    metadata = load(_state(model, optimizer), source)
+    optimizer.load_state_scalars(metadata["optimizer"])
+    _train(model, optimizer, 1)
+    _state(model, optimizer)  # a checkpoint between two steps, which changes nothing
+    _train(model, optimizer, STEPS - 1)
+    save(_state(model, optimizer), target, metadata={"optimizer": optimizer.state_scalars()})
+
+
+def _on_ranks(fn: Any, world_size: int, wrapper: str, *args: Any) -> None:
+    if world_size == 1:
+        fn("serial", *args)
+    else:
+        run_distributed(fn, world_size, wrapper, *args)
+
+
+MOVES = [
+    ((2, "zero1", 1), (4, "fsdp2", 2)),
+    ((4, "zero3", 1), (1, "serial", 1)),
+    ((1, "serial", 1), (2, "zero3 tensor", 1)),
+    ((2, "ddp", 1), (4, "hybrid zero1", 1)),
+    ((4, "fsdp2", 2), (2, "zero2", 1)),
+]
+
+
+@pytest.mark.parametrize("holders", [("shards", "owners"), ("owners", "shards"), ("owners", "owners")])
+@pytest.mark.parametrize(("writer", "reader"), MOVES)
+def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, holders):
+    first, second = ({"muon_momentum_holder": holder, "bf16": reader[1] == "zero2"} for holder in holders)
+    _on_ranks(_write, *writer, first, str(tmp_path / "first"))
+    _on_ranks(_continue, *reader, second, str(tmp_path / "first"), str(tmp_path / "second"))
+    model, optimizer = _run("serial", 1, first)
+    _train(model, optimizer, 2 * STEPS)
+    expected = _state(model, optimizer)
+    actual = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    assert load(actual, tmp_path / "second")["optimizer"]["step"] == 2 * STEPS
+    wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not wrong, f"{wrong} differ from the serial run"
+
+
+def _goes_to_torch_and_back(wrapper: str, holder: str, expected: dict[str, Tensor]) -> list[str]:
+    settings = {"muon_momentum_holder": holder}
+    model, optimizer = _run(wrapper, 1, settings)
+    _train(model, optimizer, STEPS)
+    exported = export_momentum(optimizer)
+    _, continued = _run(wrapper, 1, settings)
+    import_momentum(continued, exported)
+    again = export_momentum(continued)
+    return [
+        n for n in expected if not torch.equal(exported[n], expected[n]) or not torch.allclose(again[n], expected[n])
+    ]
+
+
+@pytest.mark.parametrize("holder", ["shards", "owners"])
+@pytest.mark.parametrize("wrapper", ["zero1", "fsdp2"])
+def test_momentum_goes_to_torch_and_back(wrapper: str, holder: str):
+    model, optimizer = _run("serial", 1, {})
+    _train(model, optimizer, STEPS)
+    tensors = optimizer.state_tensors()
+    momenta = {n.partition(".")[2]: t * (1 - 0.95) for n, t in tensors.items() if n.startswith("momentum_buffer.")}
+    assert run_distributed(_goes_to_torch_and_back, 2, wrapper, holder, momenta) == [[], []]
