@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
-
 from ..errors import ConfigError
-from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import check_choices, check_range
 from .newton_schulz import COEFFICIENTS, PRESETS, CoefficientType, Precision, Preset, ScaleMode, recipe_of
 
 OPTIMIZERS = ("adam", "sgd", "muon")
 
 
-_IN_FP32 = "masters and moments are kept in fp32"
-_BY_CONDITION = "give get_megatron_optimizer scale_lr_cond and lr_mult"
-_FOREIGN = ForeignFields(
-    refused={
-        "decoupled_lr": (None, _BY_CONDITION),
-        "decoupled_min_lr": (None, _BY_CONDITION),
-        "apply_wd_to_qk_layernorm": (False, "give get_megatron_optimizer no_weight_decay_cond"),
-        "decoupled_weight_decay": (True, "adam's weight decay is decoupled"),
-        "use_precision_aware_optimizer": (False, _IN_FP32),
-        "main_grads_dtype": (torch.float32, _IN_FP32),
-        "main_params_dtype": (torch.float32, _IN_FP32),
-        "exp_avg_dtype": (torch.float32, _IN_FP32),
-        "exp_avg_sq_dtype": (torch.float32, _IN_FP32),
-        "use_layer_wise_distributed_optimizer": (False, "set use_distributed_optimizer in the wrapper's config"),
-        "optimizer_cpu_offload": (False, "use TorchFullyShardedDataParallelConfig(cpu_offload=True)"),
-        "grad_norm_skip_threshold": (math.inf, "clip by clip_grad"),
-        "fp8_recipe": (None, "set bf16 or fp16"),
-        "muon_tp_mode": ("duplicated", "matrices are updated whole at any tensor-parallel size"),
-    },
-    ignored={
-        "params_dtype": torch.float32,
-        "store_param_remainders": True,
-        "overlap_param_gather": False,
-        "overlap_param_gather_with_optimizer_step": False,
-        "reuse_grad_buf_for_mxfp8_param_ag": False,
-        "optimizer_offload_fraction": 0.0,
-        "use_torch_optimizer_for_cpu_offload": False,
-        "overlap_cpu_optimizer_d2h_h2d": False,
-        "pin_cpu_grads": True,
-        "pin_cpu_params": True,
-        "barrier_with_L1_time": False,
-        "config_logger_dir": "",
-        "optimizer_cuda_graph": False,
-    },
-    accepted={"timers": None},
-    inert_prefixes=("lion_", "soap_", "adaptive_muon_"),
-)
-
-
-@takes_foreign_fields(_FOREIGN)
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Settings of :func:`~core.optimizer.get_megatron_optimizer`, with Megatron-LM's field names and defaults.
@@ -116,6 +74,10 @@ class OptimizerConfig:
     muon_fp32_matmul_prec: Precision | None = None
     """How the iterations multiply: ``"medium"`` in bf16, ``"high"`` in TF32 where a GPU has it, ``"highest"`` in fp32.
     None: the preset's, ``"medium"`` in all of them."""
+
+    muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
+    """How Megatron-LM updates a matrix that tensor parallelism cuts. Here it is always updated whole, as in the first
+    two modes; ``"blockwise"``, whose update depends on the number of ranks, is refused."""
 
     muon_split_qkv: bool = True
     """Update a fused projection as three matrices: queries, keys and values."""
@@ -178,7 +140,8 @@ class OptimizerConfig:
         share = "a number from 0 up to, not including, 1"
         momenta = ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
         check_range(self, *momenta, least=0, below=1, takes=share)
-        self._check_muon()
+        if self.optimizer == "muon":
+            self._check_muon()
         check_range(self, "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale", over=0)
         check_range(self, "loss_scale_window", "hysteresis", least=1, takes="a positive integer")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
@@ -195,6 +158,11 @@ class OptimizerConfig:
         check_choices(self, muon_scalar_optimizer=("adam", "sgd"), muon_momentum_holder=("shards", "owners"))
         check_range(self, "muon_num_ns_steps", least=1, takes="a positive integer")
         check_range(self, "muon_extra_scale_factor", over=0)
+        if self.muon_tp_mode == "blockwise":
+            raise ConfigError(
+                "muon_tp_mode is blockwise, which changes the update with the tensor-parallel size; set duplicated, "
+                "as matrices are updated whole"
+            )
         if self.muon_split_qkv_per_head and not self.muon_split_qkv:
             raise ConfigError("muon_split_qkv_per_head splits fused projections, and muon_split_qkv is off; drop one")
         recipe_of(self)

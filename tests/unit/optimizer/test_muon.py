@@ -288,7 +288,7 @@ def test_loss_scale_and_clipping_come_before_the_momentum():
         ({"muon_num_ns_steps": 0}, "muon_num_ns_steps is 0; it takes a positive integer"),
         ({"muon_scale_mode": "root"}, "muon_scale_mode is 'root'; it takes"),
         ({"muon_split_qkv": False, "muon_split_qkv_per_head": True}, "muon_split_qkv is off; drop one"),
-        ({"muon_tp_mode": "blockwise"}, "muon_tp_mode is 'blockwise', and only 'duplicated'"),
+        ({"muon_tp_mode": "blockwise"}, "muon_tp_mode is blockwise, which changes"),
         ({"muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer is 'lion'; it takes"),
     ],
 )
