@@ -104,7 +104,8 @@ def pretrain(config: PretrainConfig) -> None:
     if config.checkpoint.load is not None:
         say(load_checkpoint(state, config, config.checkpoint.load, fall_back=environment_restart_count() > 0))
     elif config.checkpoint.pretrained_checkpoint is not None:
-        say(load_pretrained(state, config.checkpoint.pretrained_checkpoint, verify=verify))
+        folder, upcycle = config.checkpoint.pretrained_checkpoint, config.checkpoint.moe_use_upcycling
+        say(load_pretrained(state, folder, verify=verify, upcycle=upcycle))
 
     outcome = train(state, config, data)
     report(outcome, state, config, data)

@@ -36,7 +36,7 @@ __getattr__ = absent_names(
     {
         "token_dispatcher": _ONE_RANK,
         "fused_a2a": _ONE_RANK,
-        "upcycling_utils": "no dense checkpoint becomes one with experts",
+        "upcycling_utils": "give --moe-use-upcycling, or load_hugging_face its upcycle",
         "grouped_gemm_util": "torch.nn.functional.grouped_mm multiplies; core.transformer.moe.experts",
     },
 )
