@@ -21,7 +21,7 @@ from ..text import listed
 from .agreement import Ranks
 from .flat_range import held_boxes
 from .format.index import CheckpointIndex, Piece
-from .format.reader import IndexedReader
+from .format.reader import PieceReader
 from .safetensors_io import open_safetensors
 
 _PROBLEMS_SHOWN = 20
@@ -193,17 +193,14 @@ def _transpose_if_columns(run: Run, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(0, -1) if run.transposed else tensor
 
 
-class BoxReader:
+class BoxReader(PieceReader):
     """Reads boxes of foreign tensors. A result may be a view of the file: do not write to it.
 
-    Caches the last piece that it unpacked, and keeps files open for the boxes that follow.
+    Keeps files open for the boxes that follow.
     """
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        self.index = index
-        self.reader = IndexedReader(folder, index)
-        # The piece that was unpacked last, and its tensor, which owns its memory. The next unpacked piece replaces it.
-        self.last: tuple[Piece, torch.Tensor] | None = None
+        super().__init__(folder, index)
         # Open safetensors files by name; tensors read from them may be views of their pages. `close_files` clears it.
         self.files: dict[str, Any] = {}
 
@@ -212,45 +209,21 @@ class BoxReader:
         self.files.clear()
 
     def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
-        entry = self.index.tensors[name]
-        ranges = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
-        overlapping = [piece for piece in entry.pieces if _meets(piece, ranges)]
-        whole = (
-            torch.empty([stop - start for start, stop in ranges], dtype=entry.dtype) if len(overlapping) > 1 else None
-        )
-        for piece in overlapping:
-            common = [
-                (max(start, offset), min(stop, offset + size))
-                for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
-            ]
-            inside = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(common, piece.offsets, strict=True))
-            part = self._piece(name, piece)[inside]
-            if whole is None:
-                whole = part
-            else:
-                whole[
-                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, ranges, strict=True))
-                ] = part
-        if whole is None:  # an index that has been checked covers every element
-            raise CheckpointError(f"{name} has no element in {ranges}")
-        return whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
+        bounds = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
+        offsets, sizes = [start for start, _ in bounds], [stop - start for start, stop in bounds]
+        overlaps = list(self.overlaps(name, offsets, sizes))
+        if len(overlaps) == 1:
+            whole = self.stored(name, overlaps[0][0])[overlaps[0][2]]
+        else:
+            whole = torch.empty(sizes, dtype=self.index.tensors[name].dtype)
+            for piece, inside, within in overlaps:
+                whole[inside] = self.stored(name, piece)[within]
+        values: torch.Tensor = whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
+        return values
 
-    def _piece(self, name: str, piece: Piece) -> Any:
-        """Returns an object that reads a part of a piece when it is indexed."""
-        if self.index.encoding == "safetensors":
-            if piece.file not in self.files:
-                self.files[piece.file] = open_safetensors(self.reader.folder / piece.file)
-            return self.files[piece.file].get_slice(name)
-        if self.index.encoding == "raw":
-            return self.reader.read_piece(name, piece)  # mapped: reads only the pages that are used
-        if self.last is None or self.last[0] is not piece:
-            self.last = None
-            self.last = piece, self.reader.read_piece(name, piece)
-        return self.last[1]
-
-
-def _meets(piece: Piece, ranges: list[tuple[int, int]]) -> bool:
-    return all(
-        start < offset + size and offset < stop
-        for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
-    )
+    def stored(self, name: str, piece: Piece) -> Any:
+        if self.index.encoding != "safetensors":
+            return super().stored(name, piece)
+        if piece.file not in self.files:
+            self.files[piece.file] = open_safetensors(self.folder / piece.file)
+        return self.files[piece.file].get_slice(name)

@@ -10,7 +10,7 @@ shared_experts   experts that take every token
 step             ends a step: biases and statistics
 """
 
-from ...absent_names import absent_names
+from ...megatron_names import absent_names
 from .experts import GroupedMLP
 from .load_balancing import add_auxiliary_losses
 from .moe_layer import MoELayer
@@ -29,14 +29,5 @@ __all__ = [
     "restart_step",
 ]
 
-_ONE_RANK = "each rank has all experts of a layer; core.transformer.moe.moe_layer"
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        "token_dispatcher": _ONE_RANK,
-        "fused_a2a": _ONE_RANK,
-        "upcycling_utils": "give --moe-use-upcycling, or load_hugging_face its upcycle",
-        "grouped_gemm_util": "torch.nn.functional.grouped_mm multiplies; core.transformer.moe.experts",
-    },
-)
+__getattr__ = absent_names(__name__)
