@@ -43,6 +43,11 @@ def of_first_rank(tensor: Tensor) -> Tensor:
     return view
 
 
+def is_of_first_rank(tensor: Tensor) -> bool:
+    """Returns whether `of_first_rank` made a view: its values may differ on other ranks."""
+    return getattr(tensor, _MARK, False)
+
+
 @dataclass(frozen=True)
 class Offer:
     """The part of a tensor that a rank can write."""
@@ -71,7 +76,7 @@ def offers(state: Mapping[str, Tensor]) -> dict[str, Offer]:
     for name, box in held_pieces(state):
         boxes[name].append(box)
     return {
-        name: Offer(tensor.dtype, tuple(tensor.shape), tuple(boxes[name]), getattr(tensor, _MARK, False))
+        name: Offer(tensor.dtype, tuple(tensor.shape), tuple(boxes[name]), is_of_first_rank(tensor))
         for name, tensor in state.items()
     }
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
 from ...dist_checkpointing.format import folders
+from ...dist_checkpointing.gathering import WholeTensors
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
     begin_new_folder,
@@ -175,7 +175,7 @@ def save_hugging_face(
     """Writes a GPT as sharded safetensors with ``config.json``, in a folder that appears atomically.
 
     Collective over `process_group`. Its first rank writes, with the tensors of one file at a time in host memory;
-    other ranks hold one whole parameter.
+    other ranks hold no whole parameter.
 
     Args:
         model: a `GPTModel`, or a wrapper of one.
@@ -212,7 +212,7 @@ def save_hugging_face(
         name: (dtypes[recipe_of[name].name] or ours[recipe_of[name].name].dtype, shape)
         for name, shape in shapes.items()
     }
-    gathered = _Gathered(ours)
+    gathered = _Gathered(ours, recipes, process_group)
 
     def make(name: str) -> torch.Tensor:
         recipe = recipe_of[name]
@@ -329,20 +329,21 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Gathers the model's tensors whole, and caches the last one, because several foreign tensors come from one."""
+    """The model's tensors whole on the first rank, gathered in the order of their recipes, a bucket at a time."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        # Name and whole tensor of the last call; owns its memory. A call for another name drops it before it gathers.
-        self.last: tuple[str, torch.Tensor] | None = None
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], recipes: Iterable[Recipe], group: ProcessGroup | None
+    ) -> None:
+        needed = {recipe.name: tensors[recipe.name] for recipe in recipes}
+        self._buckets = WholeTensors(needed, group, receivers=[0]).buckets()
+        # The bucket that was gathered last, which owns its memory. The next one replaces it.
+        self._bucket: dict[str, torch.Tensor] = {}
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:
-        if self.last is None or self.last[0] != recipe.name:
-            self.last = None
-            tensor = self.tensors[recipe.name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.last = recipe.name, whole.detach()
-        return self.last[1]
+        while recipe.name not in self._bucket:
+            self._bucket = {}
+            self._bucket = next(self._buckets)
+        return self._bucket[recipe.name]
 
 
 def _raise(failures: list[Exception]) -> None:
