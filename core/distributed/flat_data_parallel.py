@@ -199,10 +199,6 @@ class _FlatDataParallel(_BaseDataParallel):
     def _name_of(self, param: nn.Parameter) -> str:
         return self._group_of[param].bucket.slot_of(param).name
 
-    def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        for group in self._bucket_groups:
-            group.bucket.scale_gradients(scaling_factor)
-
     def _drop_gradients(self) -> None:
         self._schedule.give_up()
         for group in self._bucket_groups:

@@ -28,12 +28,11 @@ from .engine.install import build_units, install_call_hooks
 from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
-from .model.initial_values import InitialValues, broadcast_tensors, cast_buffers
+from .model.initial_values import InitialValues, cast_buffers
 from .model.same_model import reject_different_models
 from .model.unit_transforms import transform_units
 from .plan import Plan
 from .plan.units import UnitChoice
-from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 from .torch_fully_sharded_data_parallel_config import Engine
 
 
@@ -90,8 +89,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         model = unwrap_model(module)
-        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        plan = self._make_plan(module, model, config, ddp_config, unit_classes, process_group, pg_collection)
+        plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
         reject_different_models(model, plan, [unit.names for unit in plan.units])
         transform_units(plan.transforms)
@@ -191,11 +189,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 keep_range(param, (shard, start))
 
     def broadcast_params(self) -> None:
-        """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances."""
-        self._gathering.forget()
-        broadcast_tensors(self.module.buffers(), self.process_group)
-        if self.inter_instance_group is not None:
-            broadcast_tensors(self._shards, self.inter_instance_group)
+        super().broadcast_params()
         self._gathering.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

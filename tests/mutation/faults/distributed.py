@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the first gradient is not scaled",
-        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel._scale_gradients",
+        "core.distributed.data_parallel_base._BaseDataParallel._scale_gradients",
         r"_foreach_mul_\(gradients",
         "_foreach_mul_(gradients[1:]",
         (CONTRACT, _FSDP2),
