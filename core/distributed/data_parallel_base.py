@@ -26,7 +26,9 @@ from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
 from .model.gradient_checks import GradientChecks
 from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
+from .model.same_model import reject_different_models
 from .model.unfit_models import reject_expert_parameters, reject_unfit, reject_wrapped
+from .model.unit_transforms import transform_units
 from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
@@ -81,6 +83,8 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
+        reject_different_models(module, plan, [unit.names for unit in plan.units])
+        transform_units(plan.transforms)
         self.config = config
         self.module = module
         self.ddp_config = ddp_config
@@ -221,6 +225,8 @@ class _BaseDataParallel(nn.Module, ABC):
         if self._tree is not None:
             self._tree.check_complete()
         self._finish_grad_sync(force_all_reduce)
+        if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
+            self._scale_gradients(self._tree.factor)
         self._share_buffers()
         self.gradient_state.note_reduced()
         self._step += 1
@@ -256,11 +262,15 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self.settle_parameters()
-        gradients = [g for p in self.module.parameters() if (g := self.local_gradient(p)) is not None]
+        gradients = self._reduced_gradients()
         if gradients and isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
+
+    def _reduced_gradients(self) -> list[torch.Tensor]:
+        """Returns the tensors of this rank's reduced gradients."""
+        return [g for p in self.module.parameters() if (g := self.local_gradient(p)) is not None]
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None; also recovers from a step that an exception ended."""

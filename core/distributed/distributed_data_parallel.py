@@ -18,8 +18,6 @@ from .engine.install import build_units, wait_before_forwards
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
 from .model.initial_values import start_equal
-from .model.same_model import reject_different_models
-from .model.unit_transforms import transform_units
 from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
@@ -94,8 +92,6 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
         super().__init__(config, module, ddp_config, plan)
-        reject_different_models(module, plan)
-        transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         named = dict(model.named_parameters())

@@ -17,7 +17,7 @@ from ..diagnostics.step_marks import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
 from ..dist_checkpointing.flat_range import FlatRange, whole_view
 from ..errors import WrapError
-from ..local_parts import keep_range, kept_range
+from ..local_parts import keep_range
 from ..pending_parameters import set_pending_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import reject_assign, unwrap_model
@@ -29,8 +29,6 @@ from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, cast_buffers
-from .model.same_model import reject_different_models
-from .model.unit_transforms import transform_units
 from .plan import Plan
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel_config import Engine
@@ -91,8 +89,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
         model = unwrap_model(module)
         plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
-        reject_different_models(model, plan, [unit.names for unit in plan.units])
-        transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start = InitialValues(module, self.process_group, from_first_rank=plan.equalizes)
             start.equalize()
@@ -128,13 +124,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
-
-    def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
-        kept = kept_range(param)
-        if kept is None:
-            return super().elements_of(param, start, end)
-        values, first = kept
-        return values[start - first : end - first] if start < end else values[:0]
 
     def settle_parameters(self) -> None:
         self._gathering.settle()

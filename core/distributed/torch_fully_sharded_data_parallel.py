@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from .._torch_compat import NO_BACKWARD, current_backward
 from ..dist_checkpointing import load_model_state_dict
-from ..errors import ParallelConfigError, ShardstackError
+from ..errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .fsdp2.gathered_weights import reject_graph_of_gradients
 from .fsdp2.gradient_sums import GradientSums
 from .fsdp2.sharded_model import ShardedModel
 from .gradient_state import Phase
@@ -140,12 +141,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
-        if torch.is_grad_enabled():
-            raise ShardstackError(
-                "a backward with create_graph=True reached a model under FSDP2, which frees parameters during "
-                "backward, so that no second backward could go through it; use DistributedDataParallel for losses "
-                "that contain gradients"
-            )
+        reject_graph_of_gradients("a model")
         self.sharded.state.keep_changes()
         self.note_backward()
         if self._tree is not None:
@@ -182,8 +178,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded.state.reduce_unsharded_gradients()
         self.sharded.reshard()
         self._shows_gradients = True
-        if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
-            self._scale_gradients(self._tree.factor)
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
