@@ -191,11 +191,6 @@ class UnitPlan:
     def params(self) -> tuple[ParamPlan, ...]:
         return tuple(param for piece in self.pieces for param in piece.params)
 
-    @property
-    def buckets(self) -> tuple[tuple[int, int], ...]:
-        """`PiecePlan.bucket` of each piece in a flat buffer."""
-        return tuple(piece.bucket for piece in self.pieces if piece.bucket is not None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTransform:
