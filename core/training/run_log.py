@@ -11,7 +11,6 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..distributed import _BaseDataParallel
@@ -143,9 +142,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *unused: object) -> None:
         """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
         if not self.enabled:
             return

@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast
@@ -63,25 +62,20 @@ def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> i
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
                 RUN_STARTED: started,
             }
-            ended = _run_once(num_ranks, command, environment, signals, Path(folder))
-            if ended.status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
+            status, reason = _run_once(num_ranks, command, environment, signals, Path(folder))
+            if status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
                 break
             _say(
-                f"{ended.reason or 'the ranks failed'}; starting them again, to continue from the last good "
+                f"{reason or 'the ranks failed'}; starting them again, to continue from the last good "
                 f"checkpoint (restart {restarts + 1} of {max_restarts})"
             )
-    if ended.reason:
-        _say(ended.reason)
-    return ended.status
+    if reason:
+        _say(reason)
+    return status
 
 
-@dataclass
-class _Ended:
-    """The outcome of one start of the ranks."""
-
-    status: int
-    reason: str = ""
-    """Why the ranks ended, if they could not print it themselves; else empty."""
+_Ended = tuple[int, str]
+"""Exit status, and why the ranks ended, if they could not print it themselves; else empty."""
 
 
 def _run_once(
@@ -162,16 +156,16 @@ def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
         time.sleep(_POLL_S)
     first = first or _first_failure(ranks)
     if signals.count > 1:
-        return _Ended(128 + signals.number, f"ended at once by a second {signals.name}, without saving")
+        return 128 + signals.number, f"ended at once by a second {signals.name}, without saving"
     if first is None:
-        return _Ended(0)
+        return 0, ""
     rank, code = first
     if signals.ended_by(code):
-        return _Ended(128 + signals.number, f"ended by {signals.name} before there was anything to save")
+        return 128 + signals.number, f"ended by {signals.name} before there was anything to save"
     if code < 0:
         ended_by = signal.Signals(-code)
-        return _Ended(128 - code, f"rank {rank} was ended by {ended_by.name}{_HINTS.get(ended_by, '')}")
-    return _Ended(code)
+        return 128 - code, f"rank {rank} was ended by {ended_by.name}{_HINTS.get(ended_by, '')}"
+    return code, ""
 
 
 def _first_failure(ranks: dict[int, Any]) -> tuple[int, int] | None:

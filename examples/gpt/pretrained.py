@@ -1,4 +1,4 @@
-"""Loads weights without a run's state: of a run's checkpoint, of Hugging Face, of Megatron-LM.
+"""Starts a run from weights alone: of a run's checkpoint, of Hugging Face, of Megatron-LM.
 
 Each rank reads only its part of each tensor, under any wrapper.
 """
@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from ..dist_checkpointing import load, load_metadata
-from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.format.verification import another_offered
-from ..distributed.data_parallel_base import unwrap_model
-from ..errors import CheckpointError
-from ..models.gpt import GPTModel
-from ..models.gpt.architecture import TRANSFORMER_FIELDS, base_state_dict, gpt_of
-from ..models.gpt.hugging_face import load_hugging_face, read_hf_config
-from ..models.gpt.megatron_layout import find_megatron, load_megatron
-from ..transformer.lora import is_adapter
-from .checkpointing import find_checkpoint
-from .state import TrainingState, check_is_run
+from core.dist_checkpointing import load, load_metadata
+from core.dist_checkpointing.agreement import Ranks
+from core.dist_checkpointing.format.verification import another_offered
+from core.distributed.data_parallel_base import unwrap_model
+from core.errors import CheckpointError
+from core.models.gpt import GPTModel
+from core.models.gpt.architecture import TRANSFORMER_FIELDS, base_state_dict, gpt_of
+from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
+from core.models.gpt.megatron_layout import find_megatron, load_megatron
+from core.training.checkpointing import find_checkpoint
+from core.training.state import TrainingState, check_is_run
+from core.transformer.lora import is_adapter
 
 NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
