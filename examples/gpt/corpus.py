@@ -212,11 +212,7 @@ def _encode_all(chunks: Iterable[_Chunk], tokenizer: Tokenizer, json_key: str, w
         workers,
         multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(
-            None if isinstance(tokenizer, ByteTokenizer) else tokenizer.to_json(),
-            tokenizer.eod_token,
-            json_key,
-        ),
+        initargs=(content, tokenizer.eod_token, json_key),
     )
     waiting: collections.deque[Future[_Encoded]] = collections.deque()
     try:
