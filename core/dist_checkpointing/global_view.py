@@ -190,22 +190,17 @@ def _build_mesh(
     tp_group: ProcessGroup | None, inner: DeviceMesh | None, groups: list[ProcessGroup], device_type: str
 ) -> DeviceMesh:
     names: tuple[str, ...] = ()
+    ranks = None if inner is None else inner.mesh.to(torch.int)
     if inner is not None:
         names = tuple(inner.mesh_dim_names or _INNER_AXES.get(inner.ndim) or (f"dp_{i}" for i in range(inner.ndim)))
-    if tp_group is None:
-        if inner is None:
-            raise ParallelConfigError("a mesh needs a tensor-parallel group or a data-parallel mesh")
-        ranks = inner.mesh
-    else:
+    if tp_group is not None:
         names = (_TP_AXIS, *names)
         tp_ranks = torch.tensor(torch.distributed.get_process_group_ranks(tp_group), dtype=torch.int)
-        if inner is None:
-            ranks = tp_ranks
-        else:
+        if inner is not None and ranks is not None:
             # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so that
             # this rank's tp column and data-parallel plane give the whole mesh without communication.
             offsets = tp_ranks - torch.distributed.get_rank()
-            ranks = offsets.view(-1, *([1] * inner.ndim)) + inner.mesh.to(torch.int)
+            ranks = offsets.view(-1, *([1] * inner.ndim)) + ranks
             if len(ranks.unique()) != ranks.numel():
                 raise ParallelConfigError(
                     f"tensor-parallel ranks {tp_ranks.tolist()} and data-parallel ranks {inner.mesh.tolist()} do not "

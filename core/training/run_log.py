@@ -125,7 +125,7 @@ class RunLog:
         if self._folder is not None:
             page = model.describe("html", num_microbatches)
             target = self._folder / MODEL_FILE
-            self.files.write(target, lambda: _write_text(target, page))
+            self.files.write(target, partial(target.write_text, page, encoding="utf-8"))
 
     def validation(self, iteration: int, loss: float) -> None:
         """Writes the loss of a validation."""
@@ -212,7 +212,3 @@ def _tensorboard_writer(folder: Path, iteration: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=iteration + 1)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
