@@ -1,4 +1,4 @@
-"""Loads weights without a run's state: of a run's checkpoint, of Hugging Face, of Megatron-LM.
+"""Starts a run from weights alone: of a run's checkpoint, of Hugging Face, of Megatron-LM.
 
 Each rank reads only its part of each tensor, under any wrapper.
 """
@@ -10,6 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from core.base.errors import CheckpointError
+from core.dist_checkpointing import load, load_metadata
+from core.dist_checkpointing.agreement import Ranks
+from core.dist_checkpointing.format.verification import another_offered
+from core.distributed.data_parallel_base import unwrap_model
+from core.models.gpt import GPTModel
+from core.models.gpt.architecture import TRANSFORMER_FIELDS, base_state_dict, gpt_of
+from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
+from core.models.gpt.megatron_layout import find_megatron, load_megatron
+from core.training.checkpointing import find_checkpoint
+from core.training.state import TrainingState, check_is_run
+from core.transformer.lora import is_adapter
 
 from ..base.errors import CheckpointError, ConfigError
 from ..base.files import brief
