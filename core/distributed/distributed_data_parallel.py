@@ -101,10 +101,11 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         named = dict(model.named_parameters())
-        self._take_buffers([ParamAndGradBuffer(plan, buffer, named) for buffer in plan.buffers])
+        self._take_buffers([ParamAndGradBuffer(plan, buckets, named) for buckets in plan.buffers])
         # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
-        by_place = {unit.plan.buckets: unit for unit in build_units(plan, self._flat_buffers)}
-        self.units = [by_place[place,] for place in reversed(plan.reduction_order)]
+        units = build_units(plan, self._flat_buffers)
+        by_place = {piece.bucket: unit for unit in units for piece in unit.plan.pieces}
+        self.units = [by_place[place] for place in reversed(plan.reduction_order)]
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.
         self._pre_hooks: list[Any] = []

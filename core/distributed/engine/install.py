@@ -32,7 +32,7 @@ def build_units(
     slots, units = dict[int | None, Slot](), list[Unit]()
     neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     for planned in plan.units:
-        buckets = [buffers[index].buckets[number] for index, number in planned.buckets]
+        buckets = [buffers[p.bucket[0]].buckets[p.bucket[1]] for p in planned.pieces if p.bucket is not None]
         if planned.slot is not None and planned.slot not in slots:
             sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
             slots[planned.slot] = Slot(sizes, allocate)

@@ -62,7 +62,7 @@ class ShardedModel:
         self._prefetcher = Prefetcher(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.adds_gradient_rows
+                submodule.adds_gradient_rows = plan.lends_gradients
         members = [member for unit in plan.units for member in unit.modules]
         for member, names in find_forward_methods(module, members, plan.forward_methods).items():
             for name in names:
