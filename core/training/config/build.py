@@ -124,6 +124,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "muon_split_qkv": "--muon-no-split-qkv",
     "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
 }
 """Fields that are on by default, with the flag that turns each off."""
