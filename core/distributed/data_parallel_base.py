@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
+from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.flat_range import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
-from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
@@ -84,7 +84,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
-        reject_different_models(module, plan, [unit.names for unit in plan.units])
+        reject_different_models(module, plan, [unit.names for unit in plan.units if unit.is_gathered])
         transform_units(plan.transforms)
         self.config = config
         self.module = module

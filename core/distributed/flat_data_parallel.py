@@ -10,9 +10,9 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
+from ..base.local_parts import kept_range
 from ..comm.lane import comm_lane
-from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
-from ..local_parts import kept_range
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine.between_steps import ParamPlacement, ShownGradients, shows_main_grad

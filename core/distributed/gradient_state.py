@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from ..errors import ShardstackError
+from ..base.errors import ShardstackError
 
 
 class Phase(Enum):

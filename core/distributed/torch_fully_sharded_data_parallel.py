@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
-from .._torch_compat import NO_BACKWARD, current_backward
-from ..errors import ParallelConfigError
+from ..base._torch_compat import NO_BACKWARD, current_backward
+from ..base.errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig

@@ -17,9 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor
 
+from core.base.errors import WrapError, warn_once
 from core.comm.record import record_of
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
-from core.errors import WrapError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, batches, build, communication_of, full, gradients, loss_of, oracle, toy
 
