@@ -96,11 +96,10 @@ class ShardstackAccelerator(Accelerator):
         """Prepares an optimizer of a wrapped model; returns any other object unchanged."""
         if not isinstance(arg, torch.optim.Optimizer) or isinstance(arg, AcceleratedOptimizer):
             return arg
-        params = [param for group in arg.param_groups for param in group["params"]]
-        owners = {owner_of(replaced.get(param, param)) for param in params}
-        if owners == {None} and not self._prepared():
+        params = [replaced.get(param, param) for group in arg.param_groups for param in group["params"]]
+        trained = Trained.of_parameters(params)
+        if trained is None and not self._prepared() and not any(map(owner_of, params)):
             return arg
-        trained = Trained.of(owners.pop()) if len(owners) == 1 else None
         if trained is None:
             raise OptimizerError(
                 f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
@@ -130,36 +129,34 @@ class ShardstackAccelerator(Accelerator):
             ConfigError: another norm, or a part of the model's parameters.
         """
         given = _listed(parameters)
-        trained = self._trained_by(given)
+        trained = self._with_global_gradient(given)
         if trained is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
-        trained.finish_sums()
         return trained.norm.clip(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
         given = _listed(parameters)
-        trained = self._trained_by(given)
+        trained = self._with_global_gradient(given)
         if trained is None:
             super().clip_grad_value_(given, clip_value)
         else:
-            trained.finish_sums()
             trained.norm.clamp(clip_value)
 
-    def _trained_by(self, parameters: list[nn.Parameter]) -> Trained | None:
-        """Returns the prepared model that all these parameters are of; None if they are of none."""
+    def _with_global_gradient(self, parameters: list[nn.Parameter]) -> Trained | None:
+        """Returns the prepared model that has all these parameters, its gradient reduced; None if there is none."""
         owners = {owner_of(parameter) for parameter in parameters}
-        if owners == {None}:
-            # Copies that FSDP2 has gathered know no wrapper.
-            prepared = [model for model in self._models if isinstance(model, _BaseDataParallel)]
-            copies = {id(p) for model in prepared for p in model.gradient_receivers()}
-            shown = any(id(parameter) in copies for parameter in parameters)
-            return Trained.of(prepared[0]) if shown and len(prepared) == 1 else None
         if len(owners) > 1:
             raise ConfigError("gradients of several models were given to one call that clips; call it for each")
-        trained = Trained.of(owners.pop())
+        trained = Trained.of(next(iter(owners), None))
         if trained is not None:
             trained.check_complete(parameters)
+        elif len(prepared := self._prepared()) == 1:
+            # Copies that FSDP2 has gathered know no wrapper.
+            copies = {id(copy) for copy in prepared[0].wrapper.gradient_receivers()}
+            trained = prepared[0] if any(id(parameter) in copies for parameter in parameters) else None
+        if trained is not None:
+            trained.finish_sums()
         return trained
 
     # ---- checkpoints

@@ -292,6 +292,12 @@ class Trained:
         found: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
         return found
 
+    @staticmethod
+    def of_parameters(parameters: Iterable[object]) -> Trained | None:
+        """Returns that of the one wrapper that all these parameters belong to; None if there is none, or several."""
+        owners = set(map(owner_of, parameters))
+        return Trained.of(owners.pop()) if len(owners) == 1 else None
+
     @cached_property
     def norm(self) -> GradientNorm:
         """The gradient as one vector, which is measured and clipped."""

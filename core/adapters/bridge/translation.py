@@ -32,6 +32,7 @@ from ...distributed.groups import Ranks, whole_group
 from ...distributed.plan.units import UnitChoice
 from ...distributed.torch_fully_sharded_data_parallel_config import config_class as class_for_strategy
 from ...errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
+from ...text import choices
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
@@ -100,9 +101,31 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
     return found
 
 
-def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
-    """Returns the class of the config of a strategy's wrapper."""
+def config_class(strategy: str, setting: str = "sharding") -> type[DistributedDataParallelConfig]:
+    """Returns the class of the config of a strategy's wrapper.
+
+    Args:
+        setting: what names the strategy, for the message.
+
+    Raises:
+        ConfigError: none of `STRATEGIES`.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"{setting} is {strategy!r}; {choices(str(strategy), STRATEGIES)}")
     return class_for_strategy(strategy == FSDP2, strategy)
+
+
+def reject_reproducible(config: DistributedDataParallelConfig) -> None:
+    """Raises for a setting that the samplers of a trainer cannot honour.
+
+    Raises:
+        ConfigError: ``reproducible_across_ranks``.
+    """
+    if config.reproducible_across_ranks:
+        raise ConfigError(
+            "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and this trainer's "
+            "data loaders deal them out by rank; drop it, or train as docs/reproducible.md does"
+        )
 
 
 def config_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
 from ...distributed.gradient_state import Phase
-from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
 from .checkpoint import load_folder, save_folder
-from .shared import Processes, ShardstackOptimizer, ZeroesThroughWrapper, check_precision, trained_of, updates_of, wrap
+from .shared import Processes, ZeroesThroughWrapper, check_precision, take_optimizer, trained_of, wrap
 
 
 class NoSync(_BackwardSyncControl):
@@ -66,10 +65,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Builds a module on this rank's device; on meta with ``empty_init``."""
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        return self.built_here(empty_init, self.precision.module_init_context())
 
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
         """Wraps a module."""
@@ -83,16 +79,13 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             OptimizerError: an optimizer of other parameters, or that has stepped already.
         """
-        before = dict(module.named_parameters())
-        known = set(before.values())
         for optimizer in optimizers:
-            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-            if foreign or optimizer.state:
-                found = f"{len(foreign)} parameters of another model" if foreign else "the state of earlier steps"
+            if optimizer.state:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} was given to fabric.setup with {found}; build it from the model's "
-                    "parameters right before"
+                    f"{type(optimizer).__name__} was given to fabric.setup with the state of earlier steps; build it "
+                    "from the model's parameters right before"
                 )
+        before = dict(module.named_parameters())
         wrapper = self.setup_module(module)
         after = dict(module.named_parameters())
         for optimizer in optimizers:
@@ -105,22 +98,14 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             OptimizerError: built before the model was wrapped, or one that cannot update its shards.
         """
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        wrapper = optimizer.wrapper if isinstance(optimizer, ShardstackOptimizer) else owner_of(first)
-        if not isinstance(wrapper, _BaseDataParallel):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} was built before its model was wrapped; give both to fabric.setup, or "
-                "build it after fabric.setup_module"
-            )
-        if any(known.wrapper is wrapper for known in self._trained.values()):
+        trained = take_optimizer(optimizer)
+        if any(known.wrapper is trained.wrapper for known in self._trained.values()):
             raise OptimizerError(
                 f"{type(optimizer).__name__} is a second optimizer of one model; a step of the first zeroes the "
                 "gradients of all: use one, with a group of parameters for each setting"
             )
-        trained = trained_of(wrapper)
-        trained.optimizer, trained.updates = optimizer, updates_of(optimizer, wrapper)
         self._trained[optimizer] = trained
-        vars(optimizer)["wrapper"] = wrapper
+        vars(optimizer)["wrapper"] = trained.wrapper
         mix_in(optimizer, ZeroesThroughWrapper)
         return optimizer
 

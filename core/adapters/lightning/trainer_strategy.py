@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 
 from ...distributed import _BaseDataParallel, finalize_model_grads
 from ...errors import ConfigError
-from ...optimizer import MegatronOptimizer
 from ..bridge.trained import Trained, mix_in
 from .checkpoint import load_folder, save_folder
-from .shared import Processes, check_precision, updates_of, wrap
+from .shared import Processes, check_precision, take_optimizer, wrap
 
 
 class StepsThroughStrategy(Precision):
@@ -32,14 +31,17 @@ class StepsThroughStrategy(Precision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
+        norm_before = self.strategy.grad_norm
         result = self._wrap_closure(model, optimizer, closure)
         if result is not None:
-            self.strategy.make_step()
+            measured = self.strategy.trained.step()
+            if self.strategy.grad_norm is norm_before:  # nothing was clipped
+                self.strategy.grad_norm = None if measured is None else torch.tensor(measured)
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips the gradient of the model by its global norm."""
-        self.strategy.clip_by_norm(float(clip_val))
+        """Clips the gradient of the model by its global norm, which becomes the strategy's `grad_norm`."""
+        self.strategy.grad_norm = self.strategy.trained.norm.clip(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clamps every element of the gradient."""
@@ -69,11 +71,9 @@ class ShardstackStrategy(Processes, DDPStrategy):
     """Lightning's. Its constructor and the setter of `precision_plugin` set it."""
 
     grad_norm: Tensor | None = None
-    """The norm of the last step's gradient before clipping, 0-dim in fp32; None if it was not measured. `make_step`
-    sets it."""
+    """The norm of the last step's gradient before clipping, 0-dim in fp32; None if it was not measured. Clipping sets
+    it, or else the step."""
 
-    # The norm of the current step's gradient before clipping. `clip_by_norm` sets it, `make_step` clears it.
-    _clipped_norm: Tensor | None = None
     # The wrapped model and its optimizer. `setup` sets it, again for another model; None before.
     _trained: Trained | None = None
     # Of Lightning: a checkpoint fills the sharded model in place, and `load_checkpoint` continues the optimizer too.
@@ -115,12 +115,9 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     # ---- setup
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Builds what ``configure_model`` makes on this rank's device; on meta with ``empty_init``."""
-        place = torch.device("meta") if empty_init else self.root_device
-        with place, self.precision_plugin.tensor_init_context():
-            yield
+        return self.built_here(empty_init, self.precision_plugin.tensor_init_context())
 
     def setup(self, trainer: Trainer) -> None:
         """Wraps the model, then lets ``configure_optimizers`` see its sharded parameters."""
@@ -160,10 +157,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
             raise ConfigError(
                 f"configure_optimizers gave {names or 'nothing'}; this strategy takes one torch optimizer"
             )
-        self.trained.optimizer, self.trained.updates = (
-            self.optimizers[0],
-            updates_of(self.optimizers[0], self.wrapper),
-        )
+        take_optimizer(self.optimizers[0])
 
     # ---- a step
 
@@ -175,29 +169,6 @@ class ShardstackStrategy(Processes, DDPStrategy):
         """Finishes the gradients of a step, after its last backward."""
         if self.wrapper.syncs_gradients:
             finalize_model_grads([self.wrapper])
-
-    def clip_by_norm(self, max_norm: float) -> None:
-        """Clips the gradient of the whole model by its norm, and keeps that as `grad_norm`.
-
-        Raises:
-            ConfigError: the optimizer clips too, by another norm.
-        """
-        trained = self.trained
-        updates = trained.updates
-        own = updates.config.clip_grad if isinstance(updates, MegatronOptimizer) else 0.0
-        if own and own != max_norm:
-            raise ConfigError(
-                f"gradient_clip_val is {max_norm} in the Trainer and clip_grad {own} in OptimizerConfig; give one "
-                "alone (clip_grad=0.0 turns the optimizer's off)"
-            )
-        if not own:
-            self._clipped_norm = trained.norm.clip(max_norm)
-
-    def make_step(self) -> None:
-        """Updates the parameters, and zeroes gradients."""
-        measured = self.trained.step()
-        norm, self._clipped_norm = self._clipped_norm, None
-        self.grad_norm = torch.tensor(measured) if norm is None and measured is not None else norm
 
     # ---- checkpoints
 
