@@ -70,7 +70,7 @@ class ShardstackPlugin:
         reject_reproducible(self.ddp_config)
 
     def wrap(self, model: nn.Module) -> _BaseDataParallel:
-        """Returns the model wrapped; its gradients are summed over ranks, not averaged.
+        """Wraps the model. Its gradients are summed over ranks, not averaged.
 
         Raises:
             WrapError: a model that is wrapped already, or a class that it has none of.

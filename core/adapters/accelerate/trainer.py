@@ -27,16 +27,16 @@ class ShardstackTrainer(Trainer):
 
     accelerator: ShardstackAccelerator
     _is_in_step = False
-    """Whether `training_step` runs; it sets and clears it."""
+    """Whether `training_step` runs, which sets and clears it."""
     _leaves_out_ranks = False
     """Whether the loss of the last micro-batch was divided by the tokens of all ranks. `training_step` clears it when
-    it begins; `get_tp_size` sets it, because `compute_loss` calls that only for such a loss."""
+    it begins. `get_tp_size` sets it, because `compute_loss` calls that only for such a loss."""
 
     # ---- a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Runs a micro-batch. A loss that is divided by the tokens of all ranks is not multiplied by their number,
-        because gradients are summed over ranks, not averaged; the loss that is logged is."""
+        because gradients are summed over ranks, not averaged. The loss that is logged is multiplied."""
         self._is_in_step, self._leaves_out_ranks = True, False
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -64,7 +64,7 @@ class ShardstackTrainer(Trainer):
 
     @property
     def _wrapper(self) -> _BaseDataParallel | None:
-        """The wrapper; None before training."""
+        """The wrapper. None before training."""
         return self.model_wrapped if isinstance(self.model_wrapped, _BaseDataParallel) else None
 
     @property

@@ -39,7 +39,7 @@ class MeshAxes:
 
 
 def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
-    """Finds them by name, those of flattened axes first; see `SHARD_AXES` and the others.
+    """Finds axes by name (`SHARD_AXES` and the others), flattened ones first.
 
     An axis ``dp_replicate`` of several ranks makes it a hybrid. A context-parallel axis of several ranks is flattened
     into the one that is sharded over, unless that has been done (``dp_cp``, ``dp_shard_cp``).
@@ -125,7 +125,7 @@ def fully_replicated(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def world_mesh(num_replicas: int) -> DeviceMesh:
-    """Returns the mesh of all ranks: one axis; with several replicas two, ``(dp_replicate, dp_shard)``.
+    """Returns the mesh of all ranks. It has one axis, or with several replicas ``(dp_replicate, dp_shard)``.
 
     Raises:
         ParallelConfigError: a number that does not divide the ranks.

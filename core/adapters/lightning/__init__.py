@@ -18,7 +18,7 @@ __all__ = ["ShardstackFabricStrategy", "ShardstackStrategy"]
 
 
 def _register() -> None:
-    """Registers the strategies with the Trainer and with Fabric; a second call replaces the first's."""
+    """Registers the strategies with the Trainer and with Fabric. A second call replaces the first's."""
     for registry, strategy in ((StrategyRegistry, ShardstackStrategy), (STRATEGY_REGISTRY, ShardstackFabricStrategy)):
         registry.register("shardstack", strategy, f"Sharding by {FSDP2}", override=True, sharding=FSDP2)
         for name in STRATEGIES:

@@ -64,7 +64,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
     # ---- setup
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Builds a module on this rank's device; on meta with ``empty_init``."""
+        """Builds a module on this rank's device, or on meta with ``empty_init``."""
         return self.built_here(empty_init, self.precision.module_init_context())
 
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
@@ -188,7 +188,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fills the model, and its optimizer if given, from a folder; puts saved values into `state`.
+        """Fills the model, and its optimizer if given, from a folder, and puts saved values into `state`.
 
         Returns:
             The values that `state` does not name.

@@ -34,7 +34,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Processes:
-    """The arguments and the process group of a strategy; mixed in before one of Lightning's two `DDPStrategy`.
+    """The arguments and the process group of a strategy. Mixed in before one of Lightning's two `DDPStrategy`.
 
     From that class come launcher, ranks, samplers and collectives of Lightning; nothing is wrapped in torch's DDP. A
     process group that exists already, as under Ray Train, is used as it is.
@@ -61,7 +61,7 @@ class Processes:
             )
 
     def setup_distributed(self) -> None:
-        """Joins the default process group, unless it exists; Lightning's Trainer calls it.
+        """Joins the default process group, unless it exists. Lightning's Trainer calls it.
 
         Raises:
             ConfigError: a device that there are no collectives for, or a process group for another one.
@@ -177,7 +177,7 @@ class ZeroesThroughWrapper(Optimizer):
     """Mixed into the class of an optimizer: ``zero_grad()`` zeroes the wrapper's gradients, not those in ``grad``."""
 
     wrapper: _BaseDataParallel
-    """The wrapper of its parameters. Set when the optimizer is built or set up; never cleared."""
+    """The wrapper of its parameters. Set when the optimizer is set up. Never cleared."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""

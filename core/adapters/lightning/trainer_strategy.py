@@ -25,12 +25,12 @@ class StepsThroughStrategy(Precision):
     """Mixed into the class of the Trainer's precision plugin, which clips and steps: the strategy does."""
 
     strategy: ShardstackStrategy
-    """Set by the strategy when it gets the plugin; never cleared."""
+    """Set by the strategy when it gets the plugin. Never cleared."""
 
     def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
+        """Runs forward and backward, clips, and makes the step, unless ``training_step`` returned None."""
         norm_before = self.strategy.grad_norm
         result = self._wrap_closure(model, optimizer, closure)
         if result is not None:
@@ -71,7 +71,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
     """Lightning's. Its constructor and the setter of `precision_plugin` set it."""
 
     grad_norm: Tensor | None = None
-    """The norm of the last step's gradient before clipping, 0-dim in fp32; None if it was not measured. Clipping sets
+    """The norm of the last step's gradient before clipping, 0-dim in fp32. None if it was not measured. Clipping sets
     it, or else the step."""
 
     # The wrapped model and its optimizer. `setup` sets it, again for another model; None before.
@@ -110,13 +110,13 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     @property
     def wrapper(self) -> _BaseDataParallel:
-        """The wrapped LightningModule; see `trained`."""
+        """The wrapped LightningModule. Raises as `trained` does."""
         return self.trained.wrapper
 
     # ---- setup
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Builds what ``configure_model`` makes on this rank's device; on meta with ``empty_init``."""
+        """Builds what ``configure_model`` makes on this rank's device, or on meta with ``empty_init``."""
         return self.built_here(empty_init, self.precision_plugin.tensor_init_context())
 
     def setup(self, trainer: Trainer) -> None:
@@ -162,7 +162,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
     # ---- a step
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Lets gradients accumulate on this rank; no collective runs in backward."""
+        """Lets gradients accumulate on this rank. No collective runs in backward."""
         return self.wrapper.no_sync()
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -215,7 +215,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
         return values | {"state_dict": self.trained.model_tensors()}
 
     def teardown(self) -> None:
-        """Ends what the parts hold; the model stays where it is, and wrapped."""
+        """Ends what the parts hold. The model stays where it is, and wrapped."""
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             if part is not None:
                 part.teardown()

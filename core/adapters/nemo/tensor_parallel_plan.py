@@ -51,7 +51,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 @functools.cache
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Returns torch's style for one of Hugging Face's names; the same object each time.
+    """Returns torch's style for one of Hugging Face's names, the same object each time.
 
     Raises:
         ParallelConfigError: (a ValueError) an unknown name, listing the known ones; or one that torch has no means
@@ -94,7 +94,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def cut_as_planned(model: nn.Module, axes: MeshAxes, plan: Plan | None, device_mesh: DeviceMesh) -> None:
-    """Makes a model tensor parallel, in place, where its mesh has several ranks for it; see `apply_plan`.
+    """Makes a model tensor parallel, in place, where its mesh has several ranks for it, by `apply_plan`.
 
     Warns once of a plan for a mesh that has no such axis at all.
     """
@@ -109,7 +109,7 @@ def cut_as_planned(model: nn.Module, axes: MeshAxes, plan: Plan | None, device_m
 
 
 def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, device_mesh: DeviceMesh) -> None:
-    """Cuts the model's parameters over `tensor_mesh` in place; parameters that were one stay one.
+    """Cuts the model's parameters over `tensor_mesh` in place. Parameters that were one stay one.
 
     All its ranks begin with what the first of them holds. Where the plan names one of two modules that share a
     weight, the other is cut in the way that fits.

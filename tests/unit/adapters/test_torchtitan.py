@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -68,6 +67,10 @@ def _rejects() -> None:
         for section, name, value in (
             ("parallelism", "spmd_backend", "full_dtensor"),
             ("parallelism", "enable_fsdp_symm_mem", True),
+            ("parallelism", "tensor_parallel_degree", 2),
+            ("parallelism", "context_parallel_degree", 2),
+            ("parallelism", "pipeline_parallel_degree", 2),
+            ("parallelism", "expert_parallel_degree", 2),
         ):
             config = with_fsdp2(_titan.config_of(folder))
             setattr(getattr(config, section), name, value)
@@ -84,19 +87,6 @@ def _rejects() -> None:
 
 def test_a_setting_or_model_that_it_cannot_take_is_one_line() -> None:
     run_distributed(_rejects, 1)
-
-
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
-def test_parallelism_within_a_model_is_refused_by_name(axis: str) -> None:
-    from core.adapters.torchtitan import parallelize
-
-    sizes = SimpleNamespace(**{"tp": 1, "cp": 1, "pp": 1, "ep": 1} | {axis: 2})
-    settings = {"training": None, "parallelism": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
-    _raises_one_line(
-        ParallelConfigError,
-        "_parallel_degree is 2",
-        lambda: parallelize(torch.nn.Linear(1, 1), parallel_dims=sizes, **settings),
-    )
 
 
 def _finds_configs() -> None:
