@@ -104,7 +104,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
         reductions = twin_group(plan.groups.shard) if plan.num_shards > 1 else plan.groups.shard
         allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
-        buffers = [ParamAndGradBuffer(plan, buffer, named, allocate_grads) for buffer in plan.buffers]
+        buffers = [ParamAndGradBuffer(plan, buckets, named, allocate_grads) for buckets in plan.buffers]
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)

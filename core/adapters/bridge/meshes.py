@@ -106,14 +106,12 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
         ParallelConfigError: ranks that ``LOCAL_WORLD_SIZE`` does not divide, or a mesh without axes for it.
     """
     device.init_process_group()
-    if device_mesh is None and parallel_state.model_parallel_is_initialized():
-        data = parallel_state.get_data_parallel_mesh()
-    elif device_mesh is not None:
+    if device_mesh is not None:
         data = mesh_axes(device_mesh).data
-    elif hybrid:
-        return _hybrid(dist.get_world_size() // _local_world_size(dist.get_world_size()))
+    elif parallel_state.model_parallel_is_initialized():
+        data = parallel_state.get_data_parallel_mesh()
     else:
-        return world_mesh(1)
+        data = world_mesh(1)
     if hybrid and data.ndim == 1:
         return _of_two_axes(data, _local_world_size(data.size()))
     return data._flatten() if data.ndim == 2 and not hybrid else data
@@ -131,19 +129,13 @@ def world_mesh(num_replicas: int) -> DeviceMesh:
         ParallelConfigError: a number that does not divide the ranks.
     """
     ranks = dist.get_world_size()
-    if num_replicas == 1:
-        return init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
     if ranks % num_replicas:
         raise ParallelConfigError(
             f"num_distributed_optimizer_instances is {num_replicas}, which does not divide {ranks} ranks; choose a "
             "divisor"
         )
-    return _hybrid(num_replicas)
-
-
-def _hybrid(num_replicas: int) -> DeviceMesh:
-    shape = (num_replicas, dist.get_world_size() // num_replicas)
-    return init_device_mesh(device.device_type(), shape, mesh_dim_names=_HYBRID)
+    mesh = init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
+    return mesh if num_replicas == 1 else _of_two_axes(mesh, ranks // num_replicas)
 
 
 def _of_two_axes(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:

@@ -17,12 +17,8 @@ from .trainer_strategy import ShardstackStrategy  # noqa: E402
 __all__ = ["ShardstackFabricStrategy", "ShardstackStrategy"]
 
 
-def _register() -> None:
-    """Registers the strategies with the Trainer and with Fabric. A second call replaces the first's."""
-    for registry, strategy in ((StrategyRegistry, ShardstackStrategy), (STRATEGY_REGISTRY, ShardstackFabricStrategy)):
-        registry.register("shardstack", strategy, f"Sharding by {FSDP2}", override=True, sharding=FSDP2)
-        for name in STRATEGIES:
-            registry.register(f"shardstack_{name}", strategy, f"Sharding by {name}", override=True, sharding=name)
-
-
-_register()
+# A second import replaces what the first has registered.
+for _registry, _strategy in ((StrategyRegistry, ShardstackStrategy), (STRATEGY_REGISTRY, ShardstackFabricStrategy)):
+    _registry.register("shardstack", _strategy, f"Sharding by {FSDP2}", override=True, sharding=FSDP2)
+    for _name in STRATEGIES:
+        _registry.register(f"shardstack_{_name}", _strategy, f"Sharding by {_name}", override=True, sharding=_name)

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
@@ -50,16 +49,10 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         # For each optimizer of the user, its model. Added when an optimizer is set up; never cleared.
         self._trained: dict[Optimizer, Trained] = {}
 
-    @property
-    def precision(self) -> Precision:
-        """Fabric's plugin."""
-        return Precision() if self._precision is None else self._precision
-
-    @precision.setter
-    def precision(self, plugin: Precision | None) -> None:
-        if plugin is not None:
-            check_precision(plugin)
-        self._precision = plugin  # Lightning's attribute; Fabric sets it through here, None before
+    def _configure_launcher(self) -> None:
+        """Checks the precision. Fabric calls it when it has set the strategy's parts."""
+        check_precision(self.precision)
+        super()._configure_launcher()
 
     # ---- setup
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -67,9 +67,6 @@ class ShardstackStrategy(Processes, DDPStrategy):
     """
 
     strategy_name = "shardstack"
-    _precision_plugin: Precision | None
-    """Lightning's. Its constructor and the setter of `precision_plugin` set it."""
-
     grad_norm: Tensor | None = None
     """The norm of the last step's gradient before clipping, 0-dim in fp32. None if it was not measured. Clipping sets
     it, or else the step."""
@@ -82,20 +79,14 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     # ---- parts
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The plugin of the Trainer's precision, which clips and steps by this strategy."""
-        if self._precision_plugin is None:
-            self.precision_plugin = Precision()
-        return cast(Precision, self._precision_plugin)
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None:
-            check_precision(plugin)
-            mix_in(plugin, StepsThroughStrategy)
-            vars(plugin)["strategy"] = self
-        self._precision_plugin = plugin
+    def _configure_launcher(self) -> None:
+        """Lets the Trainer's precision plugin clip and step by this strategy. Lightning calls it."""
+        plugin = self.precision_plugin
+        check_precision(plugin)
+        mix_in(plugin, StepsThroughStrategy)
+        vars(plugin)["strategy"] = self
+        self.precision_plugin = plugin
+        super()._configure_launcher()
 
     @property
     def trained(self) -> Trained:

@@ -129,7 +129,7 @@ def fsdp2_strategy_parallelize(
     options = dict(locals())
     axes = mesh_axes(device_mesh)
     reject_wrapped(model)
-    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
+    cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
     config = config_of(FSDP2, options, _FSDP2)
     if config.activation_checkpointing != "none":
         _keep_no_cache_in_training(model)
@@ -225,7 +225,7 @@ def nvfsdp_strategy_parallelize(
     else:
         gathers = overlap_param_gather and strategy != "no_shard"
         config = config_of(strategy, options, _ON_BUFFERS, overlap_param_gather=gathers)
-    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
+    cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
     return wrap_for_trainer(
         model,
         config,

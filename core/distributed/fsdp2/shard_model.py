@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..._torch_compat import reduce_parameters_without_gradient
-from ...comm.gloo import exchanges_directly
 from ...diagnostics.step_marks import replaced_parameters_marked
 from ...errors import WrapError
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
 from ..plan import GradientReduction, Plan
-from .collectives import set_direct_collectives
 from .torch_private import as_fsdp
 
 
@@ -57,9 +54,6 @@ def shard_model(plan: Plan) -> None:
             submodule.set_force_sum_reduction_for_comms(True)
         if mesh.device_type == "cpu" and plan.gathers_ahead:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
-    is_direct = plan.collectives == "auto" and exchanges_directly(plan.groups.shard, torch.device(mesh.device_type))
-    if is_direct or plan.is_reproducible:
-        set_direct_collectives(plan, gathers=is_direct)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from ... import parallel_state
 from ...errors import ParallelConfigError, WrapError
-from ..plan.make_flat_plan import is_expert_parameter
+from ..plan.pieces import is_expert_parameter
 
 
 def reject_unfit(module: nn.Module) -> None:

@@ -27,18 +27,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
-from ...dist_checkpointing.format import folders
+from ...dist_checkpointing.gathering import WholeTensors
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
-    begin_new_folder,
-    publish_new_folder,
     read_safetensors_index,
-    write_safetensors,
+    save_folder,
 )
 from ...dtypes import dtype_name
 from ...errors import CheckpointError
@@ -174,7 +171,7 @@ def save_hugging_face(
     """Writes a GPT as sharded safetensors with ``config.json``, in a folder that appears atomically.
 
     Collective over `process_group`. Its first rank writes, with the tensors of one file at a time in host memory;
-    other ranks hold one whole parameter.
+    other ranks hold no whole parameter.
 
     Args:
         model: a `GPTModel`, or a wrapper of one.
@@ -211,7 +208,7 @@ def save_hugging_face(
         name: (dtypes[recipe_of[name].name] or ours[recipe_of[name].name].dtype, shape)
         for name, shape in shapes.items()
     }
-    gathered = _Gathered(ours)
+    gathered = _Gathered(ours, recipes, process_group)
 
     def make(name: str) -> torch.Tensor:
         recipe = recipe_of[name]
@@ -222,21 +219,8 @@ def save_hugging_face(
         largest = max(kinds, key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
         write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
-        publish_new_folder(folder)
 
-    is_first = ranks.is_first
-    temporary = ranks.on_all(lambda: begin_new_folder(folder) if is_first else folder)
-    failures: list[Exception] = []
-    try:
-        write_safetensors(temporary, plan, make, writes=is_first, max_shard_bytes=max_shard_bytes)
-    except Exception as error:
-        failures.append(error)
-    try:
-        ranks.on_all(lambda: _raise(failures))
-        ranks.on_all(lambda: describe(temporary) if is_first else None)
-    finally:
-        if is_first:
-            folders.discard(folder)
+    save_folder(folder, plan, make, describe, ranks, max_shard_bytes=max_shard_bytes)
 
 
 def load_hugging_face(
@@ -320,22 +304,18 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Gathers the model's tensors whole, and caches the last one, because several foreign tensors come from one."""
+    """The model's tensors whole on the first rank, gathered in the order of their recipes, a bucket at a time."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        # Name and whole tensor of the last call; owns its memory. A call for another name drops it before it gathers.
-        self.last: tuple[str, torch.Tensor] | None = None
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], recipes: Iterable[Recipe], group: ProcessGroup | None
+    ) -> None:
+        needed = {recipe.name: tensors[recipe.name] for recipe in recipes}
+        self._buckets = WholeTensors(needed, group, receivers=[0]).buckets()
+        # The bucket that was gathered last, which owns its memory. The next one replaces it.
+        self._bucket: dict[str, torch.Tensor] = {}
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:
-        if self.last is None or self.last[0] != recipe.name:
-            self.last = None
-            tensor = self.tensors[recipe.name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.last = recipe.name, whole.detach()
-        return self.last[1]
-
-
-def _raise(failures: list[Exception]) -> None:
-    for failure in failures:
-        raise failure
+        while recipe.name not in self._bucket:
+            self._bucket = {}
+            self._bucket = next(self._buckets)
+        return self._bucket[recipe.name]

@@ -2,10 +2,10 @@
 
 Such a checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list) and files
 of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of shape
-`[layers, rows, columns]`, or numbered. Experts are likewise stacked (``mlp.experts.experts.linear_fc1.weight`` of shape
-`[layers, experts, rows, columns]`), or each has tensors of its own. Queries, keys and values are fused as here, group
-by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer Engine's fused
-layers, or their own.
+`[layers, rows, columns]`, or numbered. Experts are likewise stacked (``mlp.experts.experts.linear_fc1.weight``, of
+shape `[layers, experts, rows, columns]`), or each has tensors of its own. Queries, keys and values are fused as here,
+group by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer Engine's
+fused layers, or their own.
 
 Everything else is ignored: the optimizer's state, whose layout follows Megatron's buffers, and pickles (``common.pt``
 with the arguments, random streams), which are never opened. The model is therefore known only by the shapes of its

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import tempfile
@@ -67,14 +68,23 @@ def _rejects() -> None:
         for section, name, value in (
             ("parallelism", "spmd_backend", "full_dtensor"),
             ("parallelism", "enable_fsdp_symm_mem", True),
-            ("parallelism", "tensor_parallel_degree", 2),
-            ("parallelism", "context_parallel_degree", 2),
-            ("parallelism", "pipeline_parallel_degree", 2),
-            ("parallelism", "expert_parallel_degree", 2),
         ):
             config = with_fsdp2(_titan.config_of(folder))
             setattr(getattr(config, section), name, value)
             _raises_one_line(ParallelConfigError, name, lambda config=config: Trainer(config))
+
+        for axis in ("tensor", "context", "pipeline", "expert"):
+            config = with_fsdp2(_titan.config_of(folder))
+            shard = config.model_spec.parallelize_fn
+            degree = {f"{axis}_parallel_degree": 2}
+
+            def on_two(model: torch.nn.Module, *, parallelism: Any, **settings: Any) -> torch.nn.Module:
+                return shard(model, parallelism=dataclasses.replace(parallelism, **degree), **settings)  # noqa: B023
+
+            config.model_spec.parallelize_fn = on_two
+            _raises_one_line(
+                ParallelConfigError, f"{axis}_parallel_degree is 2", lambda config=config: Trainer(config)
+            )
 
         def twice(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
             return shard(shard(model, **settings), **settings)
