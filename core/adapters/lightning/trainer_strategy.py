@@ -67,6 +67,8 @@ class ShardstackStrategy(Processes, DDPStrategy):
     """
 
     strategy_name = "shardstack"
+    # Lightning's. Its constructor and the Trainer set it, and `_configure_launcher` replaces None by a plugin.
+    _precision_plugin: Precision | None
     grad_norm: Tensor | None = None
     """The norm of the last step's gradient before clipping, 0-dim in fp32. None if it was not measured. Clipping sets
     it, or else the step."""
@@ -81,11 +83,11 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         """Lets the Trainer's precision plugin clip and step by this strategy. Lightning calls it."""
-        plugin = self.precision_plugin
+        plugin: Any = self._precision_plugin or Precision()
         check_precision(plugin)
         mix_in(plugin, StepsThroughStrategy)
-        vars(plugin)["strategy"] = self
-        self.precision_plugin = plugin
+        plugin.strategy = self
+        self._precision_plugin = plugin
         super()._configure_launcher()
 
     @property
