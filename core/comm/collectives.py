@@ -65,12 +65,23 @@ def reduce_scatter_by_backend(
 
 
 def all_to_all_by_backend(
-    output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    *,
+    what: str,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    async_op: bool = False,
 ) -> dist.Work | None:
-    """Sends the `r`-th of equal parts of dim 0 to rank `r`. Else as :func:`all_reduce_by_backend`."""
+    """Sends the `r`-th part of dim 0 to rank `r`. Else as :func:`all_reduce_by_backend`.
+
+    Args:
+        received, sent: lengths of the parts of `output` and of `input_`; None means equal ones.
+    """
     return _run(
         *("all-to-all", what, input_, group),
-        lambda: dist.all_to_all_single(output, input_, group=group, async_op=async_op),
+        lambda: dist.all_to_all_single(output, input_, received, sent, group, async_op),
     )
 
 
