@@ -24,9 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save_sharded
-from torch.distributed.tensor import DTensor
 
-from .. import parallel_state
 from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
 from ..text import listed
@@ -37,6 +35,7 @@ from .format.index import CheckpointIndex, json_problem
 from .format.reader import IndexedReader, read_index
 from .format.verification import damage, differing_tensors, verified_line
 from .format.writer import RawWriter, SpreadPlanner, Staging
+from .global_view import is_piece
 from .model_state import ShardedStateDict
 
 _PROBLEMS_SHOWN = 50
@@ -251,10 +250,8 @@ def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
         return f"{name} is {tensor.layout} {tensor.dtype}, which no checkpoint holds"
     if tensor.is_meta:
         return f"{name} is on the meta device and has no values: materialise the model first"
-    joined = isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
-    cut = getattr(tensor, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
-    if cut and not joined:
-        return f"{name} is one tensor-parallel rank's piece: give global_view({name})"
+    if is_piece(tensor):
+        return f"{name} is one tensor-parallel rank's piece, or has one rank's experts: give global_view({name})"
     return None
 
 

@@ -111,13 +111,13 @@ class _BaseDataParallel(nn.Module, ABC):
             options: as of `plan_model`.
 
         Raises:
-            WrapError: the model is wrapped already, has experts, or cannot be wrapped.
+            WrapError: the model is wrapped already or cannot be wrapped.
             ParallelConfigError: from `plan_model`.
         """
         reject_wrapped(module, (_BaseDataParallel,))
-        reject_expert_parameters(module, config)
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(cls.__name__, instances, ranks, pg_collection)
+        reject_expert_parameters(module, config, groups)
         reject_unfit(module)
         return plan_model(
             model, config, ddp_config, groups, unit_classes, engine=cls.engine, caller=cls.__name__, **options

@@ -98,7 +98,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         reject_different_models(module, plan)
         transform_units(plan.transforms)
         with replaced_parameters_marked(module):
-            start_equal(module, self.process_group)  # replicas that start different would stay different
+            start_equal(module, plan.groups)  # replicas that start different would stay different
         named = dict(model.named_parameters())
         self._take_buffers([ParamAndGradBuffer(plan, buffer, named) for buffer in plan.buffers])
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
@@ -159,4 +159,5 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
 
     def broadcast_params(self) -> None:
         self.finish_param_sync()
-        broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            broadcast_tensors([tensor], self.plan.groups.of(tensor).whole)

@@ -96,14 +96,16 @@ class KeptPart:
 
 def kept_parts(plan: Plan) -> dict[str, KeptPart]:
     """Makes a `KeptPart` for each unit that is kept among a part of the ranks, by its name; every rank calls it."""
-    group, neighbours = plan.groups.shard, dict[int, dist.ProcessGroup]()
+    neighbours = dict[tuple[bool, int], dist.ProcessGroup]()
     parts: dict[str, KeptPart] = {}
     for unit in plan.units:
         if (size := unit.kept_among) is not None:
-            if size not in neighbours:
+            key = unit.holds_experts, size
+            if key not in neighbours:
+                group = plan.over_ranks_of(unit.holds_experts).groups.shard
                 first = group.rank() // size * size
-                neighbours[size] = subgroup(group, range(first, first + size))
-            parts[unit.names[0]] = KeptPart(neighbours[size], outlasts_backward=unit.is_kept)
+                neighbours[key] = subgroup(group, range(first, first + size))
+            parts[unit.names[0]] = KeptPart(neighbours[key], outlasts_backward=unit.is_kept)
     return parts
 
 

@@ -48,7 +48,7 @@ class ShardedModel:
 
     def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
         reject_different_models(module, plan, [unit.names for unit in plan.units[:-1]])
-        start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
+        start = InitialValues(module, plan.groups, from_first_rank=plan.equalizes) if initializes else None
         if start is not None:
             start.equalize()
         transform_units(plan.transforms)

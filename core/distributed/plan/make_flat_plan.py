@@ -27,7 +27,7 @@ from ..fully_sharded_data_parallel_config import (
     parse_cut_overrides,
     parse_overrides,
 )
-from ..groups import DataParallelGroups
+from ..groups import DataParallelGroups, is_expert_parameter
 from .layout import BucketLayout, Cut, FullParamLayout, default_bucket_size, lay_out, lay_out_unit
 from .parts import BufferPlan, PieceKind, PiecePlan, UnitPlan
 from .settings import (
@@ -84,7 +84,6 @@ def plan_whole(
             "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
             "micro-batches of a step are added; drop one of the two"
         )
-    num_shards = groups.shard.size() if is_sharded else 1
     overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
     overlaps_params = _overlaps(ddp_config.overlap_param_gather, by_default=is_sharded)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
@@ -93,12 +92,12 @@ def plan_whole(
         bucket_size = num_buckets = None
     elif bucket_size is None and num_buckets is None and (reduces_during_backward or (overlaps_params and is_sharded)):
         bucket_size = default_bucket_size(groups.whole.size())
-    kinds = _Kinds(ddp_config, num_parts=num_shards)
+    kinds = _Kinds(ddp_config, groups)
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[tuple[BucketLayout, Cut]]:
         layouts = lay_out_params(
             params,
-            dp_size=groups.whole.size() if is_sharded else None,
+            dp_size=groups.of(params[0]).whole.size() if is_sharded else None,
             bucket_size=bucket_size,
             num_buckets=num_buckets,
             for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
@@ -119,7 +118,7 @@ def plan_whole(
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(ddp_config) else []
     given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
     return Plan(
-        **_common(config, ddp_config, groups, caller, num_shards, given=given),
+        **_common(config, ddp_config, groups, caller, kinds.splits_updates, given=given),
         transforms=plan_transforms(units, ddp_config),
         units=(*buckets, UnitPlan(modules=(module,), names=("",), pieces=_frozen_pieces(names, kinds))),
         buffers=buffers,
@@ -143,15 +142,15 @@ def plan_fully_sharded(
     """Plans a model for `FullyShardedDataParallel`; see `plan_model`."""
     settings = _own_settings(ddp_config, caller)
     precision = mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
-    names, num_shards = ParameterNames(module), groups.shard.size()
-    is_shared_update = _shares_update(settings, groups)
-    num_parts = num_shards * (groups.num_replicas if is_shared_update else 1)
-    kinds = _Kinds(settings, num_parts, num_shards, precision.param_dtype)
+    names, is_shared_update = ParameterNames(module), _shares_update(settings, groups)
+    kinds = _Kinds(settings, groups, is_shared_update, precision.param_dtype)
     units = [*find_units(module, unit_classes, splits_dtypes=False), UnitModules((module,), ("",))]
 
     def laid_out_as(unit: UnitModules) -> _LayOut:
         cut, pads = _cut_of(unit, settings), settings.pad_buckets_for_high_nccl_busbw
-        return lambda params: [lay_out_unit([p.shape for p in params], num_parts, cut, for_high_busbw=pads)]
+        return lambda params: [
+            lay_out_unit([p.shape for p in params], kinds.num_parts(params[0]), cut, for_high_busbw=pads)
+        ]
 
     own = list(own_parameters(units))
     for param in (param for params in own for param in reversed(params)):
@@ -163,9 +162,10 @@ def plan_fully_sharded(
         settings, ((buffer.grad_dtype, buffer.shard_grad_dtype) for buffer in buffers if buffer.is_trained)
     )
     # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
+    num_shards = groups.shard.size()
     is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
     return Plan(
-        **_common(config, settings, groups, caller, num_parts),
+        **_common(config, settings, groups, caller, kinds.splits_updates),
         **gathering_plan(settings),
         transforms=plan_transforms(units[:-1], settings),
         units=_plan_units(units, places, buffers, settings, precision, num_shards, has_slots=not is_whole),
@@ -181,7 +181,7 @@ def _common(
     settings: DistributedDataParallelConfig,
     groups: DataParallelGroups,
     caller: str,
-    num_parts: int,
+    splits_updates: bool,
     **options: Any,
 ) -> dict[str, Any]:
     """Returns the fields that follow from settings alone, for any strategy."""
@@ -190,7 +190,7 @@ def _common(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
         )
     common = common_plan(config, settings, groups, caller=caller, **options)
-    common["reduces_every_micro_batch"] &= num_parts > 1
+    common["reduces_every_micro_batch"] &= splits_updates
     # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
     # a config of another library True says that layers add to ``main_grad`` themselves.
     is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
@@ -213,15 +213,31 @@ class _Kinds:
     """Tells which parameters share a buffer.
 
     Args:
-        num_parts: ranks that share an update.
-        num_param_shards: ranks that share a parameter.
+        groups: the ranks; None where only kinds matter.
+        shares_updates: ranks with the same shard share its update.
         computes_in: the dtype that the model sees; None is each parameter's.
     """
 
     settings: DistributedDataParallelConfig
-    num_parts: int = 1
-    num_param_shards: int = 1
+    groups: DataParallelGroups | None = None
+    shares_updates: bool = False
     computes_in: torch.dtype | None = None
+
+    def num_shards(self, param: nn.Parameter) -> int:
+        """Returns the number of ranks that shard a parameter, or its optimizer state."""
+        return 1 if self.groups is None or self.strategy == "no_shard" else self.groups.of(param).shard.size()
+
+    def num_parts(self, param: nn.Parameter) -> int:
+        """Returns the number of ranks that share a parameter's update."""
+        replicas = self.groups.of(param).num_replicas if self.groups is not None and self.shares_updates else 1
+        return self.num_shards(param) * replicas
+
+    @property
+    def splits_updates(self) -> bool:
+        """Whether ranks share the updates of parameters; of experts they may not, where each is on one rank."""
+        if self.groups is None or self.strategy == "no_shard":
+            return False
+        return self.groups.shard.size() * (self.groups.num_replicas if self.shares_updates else 1) > 1
 
     def of(self, param: nn.Parameter) -> PieceKind:
         settings, is_sharded = self.settings, self.settings.shards_parameters
@@ -232,9 +248,9 @@ class _Kinds:
             grad_dtype = torch.promote_types(grad_dtype, torch.float32)
         shard_grad_dtype = torch.promote_types(grad_dtype, param.dtype) if is_sharded else grad_dtype
         is_reduced_apart = (
-            self.num_parts > 1 or shard_grad_dtype != grad_dtype or getattr(settings, "cpu_offload", False)
+            self.splits_updates or shard_grad_dtype != grad_dtype or getattr(settings, "cpu_offload", False)
         )
-        releases_grads = is_reduced_apart if is_sharded else self.strategy == "optim_grads" and self.num_parts > 1
+        releases_grads = is_reduced_apart if is_sharded else self.strategy == "optim_grads" and self.splits_updates
         return PieceKind(
             is_trained=param.requires_grad,
             holds_experts=is_expert_parameter(param),
@@ -243,7 +259,7 @@ class _Kinds:
             grad_dtype=grad_dtype,
             shard_grad_dtype=shard_grad_dtype,
             device=device.current_device() if param.is_meta else param.device,  # where it will be materialized
-            num_param_shards=self.num_param_shards,
+            num_param_shards=self.num_shards(param) if is_sharded else 1,
             holds_params=self.strategy != "no_shard",
             releases_grads=param.requires_grad and bool(releases_grads),
         )
@@ -307,7 +323,7 @@ def _bucket(
     kinds: _Kinds,
 ) -> PiecePlan:
     """Returns the bucket of a layout of these parameters, each of its shards a part of its elements."""
-    num_parts = kinds.num_parts
+    num_parts = kinds.num_parts(params[0])
     length = (layout.end - layout.start) // num_parts
     planned = []
     for param, (start, end) in zip(params, layout.ranges, strict=True):
@@ -355,6 +371,12 @@ def _plan_units(
     """Decides of each unit whether it is freed after its forward, and which memory it is gathered into."""
     pieces = [tuple(buffers[index].buckets[number] for index, number in own) for own in places]
     reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
+    for unit, reshard, of in zip(units, reshards, pieces, strict=True):
+        if not isinstance(reshard, bool) and any(piece.holds_experts for piece in of):
+            raise ParallelConfigError(
+                f"reshard_after_forward is {reshard} for {unit.names[0]}, which has experts, and these are sharded "
+                f"over other ranks; set True or False by reshard_overrides=({unit.names[0] + '=True'!r},)"
+            )
     sizes = [
         tuple((own[i][0], piece.elements) for i, piece in enumerate(of))
         for own, of in zip(places, pieces, strict=True)
@@ -501,11 +523,6 @@ def lay_out_params(params: Sequence[nn.Parameter], *, dp_size: int | None, **opt
         aligned={index for index, param in enumerate(params) if has_tensor_parallel_attributes(param)},
         **options,
     )
-
-
-def is_expert_parameter(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
-    return not getattr(parameter, "allreduce", True)
 
 
 def _order_of_reduction(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ from ...errors import ParallelConfigError, warn_once
 from ...local_parts import local_part
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
-from ..groups import DataParallelGroups
+from ..groups import DataParallelGroups, is_expert_parameter
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .parts import ParamPlan, PieceKind, PiecePlan, UnitPlan
 from .settings import (
@@ -59,12 +59,13 @@ def plan_fsdp2(
     """
     settings = _own_settings(ddp_config)
     policy = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
-    num_shards = groups.shard.size()
-    units = find_units(module, unit_classes)
-    kept, reshards = _kept_between_micro_batches(units, settings), _reshards(units, settings, num_shards)
+    units = find_units(module, unit_classes, splits_experts=groups.experts is not None)
     names, with_root = ParameterNames(module), [*units, UnitModules((module,), ("",))]
     own = list(own_parameters(with_root))
-    pieces = [_pieces(names, params, policy, num_shards) for params in own]
+    # A unit's own parameters are all of experts, or none is.
+    shard_sizes = [(groups.of(params[0]) if params else groups).shard.size() for params in own]
+    kept, reshards = _kept_between_micro_batches(units, settings), _reshards(units, settings, shard_sizes)
+    pieces = [_pieces(names, params, policy, size) for params, size in zip(own, shard_sizes, strict=True)]
     trained = [
         param.places[0] for of_unit in pieces for piece in of_unit if piece.is_trained for param in piece.params
     ]
@@ -89,7 +90,7 @@ def plan_fsdp2(
                 kept_among=kept_among,
                 is_needed_in_backward=is_needed,
                 stays_whole=reshard is False or (is_kept and not is_needed),
-                gathered_again_over=(kept_among or num_shards) if reshard is not False and in_backward else 0,
+                gathered_again_over=(kept_among or shard_sizes[index]) if reshard is not False and in_backward else 0,
                 is_kept=is_kept,
             )
         )
@@ -131,7 +132,7 @@ def _kept_between_micro_batches(
 
 
 def _reshards(
-    units: Sequence[UnitModules], settings: TorchFullyShardedDataParallelConfig, shard_size: int
+    units: Sequence[UnitModules], settings: TorchFullyShardedDataParallelConfig, shard_sizes: Sequence[int]
 ) -> list[Reshard]:
     """Returns for each unit, and last for the root, whether it is freed after its forward.
 
@@ -142,7 +143,7 @@ def _reshards(
     default: Reshard = False if keeps_all else settings.reshard_after_forward
     last = next((unit for unit in reversed(units) if not unit.is_minority), None)
     found: list[Reshard] = []
-    for unit in [*units, None]:
+    for unit, shard_size in zip([*units, None], shard_sizes, strict=True):
         name = "" if unit is None else unit.names[0]
         stays = unit is None or unit is last
         found.append(check_reshard(reshard_of(name, False if stays else default, overrides), shard_size))
@@ -158,6 +159,7 @@ def _pieces(
         gathered_dtype = _cast(param.dtype, policy.param_dtype)
         kind = PieceKind(
             is_trained=param.requires_grad,
+            holds_experts=is_expert_parameter(param),
             param_dtype=param.dtype,
             gathered_dtype=gathered_dtype,
             grad_dtype=_cast(gathered_dtype, policy.reduce_dtype),

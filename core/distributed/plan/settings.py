@@ -233,6 +233,8 @@ def _rounding(settings: DistributedDataParallelConfig) -> str | None:
 
 
 def _unfit_ranks(settings: DistributedDataParallelConfig, groups: DataParallelGroups, parts: int) -> str | None:
+    if groups.experts is not None:
+        return "experts cut over ranks add up tokens in another order; set expert_model_parallel_size=1"
     size = groups.whole.size()
     replicas = size // parts
     if size % parts or odd_part(replicas) != 1:

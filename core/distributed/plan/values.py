@@ -8,7 +8,7 @@ are built from a plan, and keep it. Reports, checks and error messages read it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -124,6 +124,11 @@ class Plan:
         """Returns a unit's buckets, each with its buffer."""
         return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)
 
+    def over_ranks_of(self, holds_experts: bool) -> Plan:
+        """Returns the plan with the ranks of experts' parameters in `groups`, or of the others, as it is."""
+        experts = self.groups.experts if holds_experts else None
+        return self if experts is None else replace(self, groups=experts)
+
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded too, and gathered before use."""
@@ -232,6 +237,12 @@ class Plan:
         """
         if unit is None:
             return tuple(entry for unit in self.units for entry in self.traffic(num_microbatches, unit))
+        of_experts = tuple(piece for piece in unit.pieces if piece.holds_experts)
+        if of_experts and self.groups.experts is not None:
+            others = replace(unit, pieces=tuple(piece for piece in unit.pieces if not piece.holds_experts))
+            experts = replace(unit, pieces=of_experts)
+            of_others = self.traffic(num_microbatches, others)
+            return of_others + self.over_ranks_of(True).traffic(num_microbatches, experts)
         trained = [piece for piece in unit.pieces if piece.is_trained]
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
         reductions = num_microbatches if self.reduces_every_micro_batch else 1
