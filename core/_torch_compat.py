@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -169,19 +169,6 @@ def called_while_compiled(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def set_attention_order(order: Sequence[Any]) -> None:
-    """Sets the order in which `scaled_dot_product_attention` tries its kernels on CUDA, in this process.
-
-    Torch's public setting is for the length of a context alone. Kernels that are not given keep their order, behind.
-
-    Args:
-        order: members of `torch.nn.attention.SDPBackend`.
-    """
-    get, set_ = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
-    first = [int(kernel) for kernel in order]
-    set_([*first, *(kernel for kernel in get() if kernel not in first)])
 
 
 _REMEDIES = {

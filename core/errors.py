@@ -12,6 +12,7 @@
     ├── OutOfStepError (RuntimeError)          ranks that did not meet in a collective
     ├── MemoryLimitError (RuntimeError)        an allocation that failed
     ├── CheckpointError (RuntimeError)         a checkpoint that is missing, damaged, or of another model
+    ├── WeightsError (RuntimeError)            weights that could not be sent to or taken from another process
     └── MissingExtraError (ImportError)        an optional dependency that is not installed
 
 Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits with
@@ -83,6 +84,10 @@ class MemoryLimitError(ShardstackError, RuntimeError):
 
 class CheckpointError(ShardstackError, RuntimeError):
     """A checkpoint that is missing, damaged, unsafe to read, or of another model."""
+
+
+class WeightsError(ShardstackError, RuntimeError):
+    """Weights that could not be sent to another process, or taken from one. What was there before stays."""
 
 
 class MissingExtraError(ShardstackError, ImportError):

@@ -8,68 +8,13 @@ from typing import Literal, get_args
 import torch
 
 from .errors import ConfigError, ParallelConfigError
-from .foreign_arguments import ForeignFields, ignore, takes_foreign_fields
+from .megatron_names import ignore, takes_megatron_fields
 from .ranges import check_choices, check_range
 
 CrossEntropyFusion = Literal["native", "te", "linear"]
 
-_NO_STAGES = "models here have one pipeline stage"
-_NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
-_FOREIGN = ForeignFields(
-    positional=("tensor_model_parallel_size",),
-    refused={
-        "virtual_pipeline_model_parallel_size": (None, _NO_STAGES),
-        "hierarchical_context_parallel_sizes": (None, "use context_parallel_size"),
-        "hybrid_context_parallel": (False, "use context_parallel_size"),
-        "max_seqlen_per_dp_cp_rank": (None, "use context_parallel_size"),
-        "tensor_parallel_num_weight_shards": (None, _NO_REMATERIALISED_WEIGHTS),
-        "gtp_weight_remat_size": (1, _NO_REMATERIALISED_WEIGHTS),
-        "expert_tensor_parallel_num_weight_shards": (None, _NO_REMATERIALISED_WEIGHTS),
-        "expert_gtp_weight_remat_size": (1, _NO_REMATERIALISED_WEIGHTS),
-        "enable_autocast": (False, "set bf16 or fp16, or enter torch.autocast around the step"),
-        "autocast_dtype": (None, "set bf16 or fp16, or enter torch.autocast around the step"),
-        "deterministic_mode": (False, "call core.device.compute_deterministically() before anything else"),
-        "num_microbatches_with_partial_activation_checkpoints": (None, "use recompute_granularity"),
-        "variable_seq_lengths": (False, _NO_STAGES),
-    },
-    ignored={
-        "pipeline_model_parallel_comm_backend": None,
-        "pipeline_dtype": None,
-        "use_te_rng_tracker": False,
-        "overlap_moe_expert_parallel_comm": False,
-        "overlap_dispatch_backward_with_experts_wgrad": False,
-        "ep_overlap_early_attn_memory_release": False,
-        "delay_wgrad_compute": False,
-        "overlap_p2p_comm": False,
-        "overlap_p2p_comm_warmup_flush": False,
-        "batch_p2p_comm": True,
-        "batch_p2p_sync": True,
-        "use_ring_exchange_p2p": False,
-        "deallocate_pipeline_outputs": False,
-        "defer_embedding_wgrad_compute": False,
-        "wgrad_deferral_limit": 0,
-        "microbatch_group_size_per_vp_stage": None,
-        "mtp_standalone": False,
-        "barrier_with_L1_time": True,
-        "cpu_offloading": False,
-    },
-    accepted={
-        "use_cpu_initialization": False,  # initial values are drawn on the CPU in any case
-        # Set by a training loop, and read by core.pipeline_parallel:
-        "timers": None,
-        "finalize_model_grads_func": None,
-        "grad_scale_func": None,
-        "no_sync_func": None,
-        "grad_sync_func": None,
-        "param_sync_func": None,
-        "moe_grad_scale_func": None,
-        "mtp_grad_scale_func": None,
-    },
-    inert_prefixes=("tp_comm_", "cpu_offloading_"),
-)
 
-
-@takes_foreign_fields(_FOREIGN)
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class ModelParallelConfig:
     """Degrees and precision of a model-parallel run. Field names are Megatron-LM's.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .absent_names import absent_names
 from .errors import ConfigError, ParallelConfigError
-from .foreign_arguments import refuse
+from .megatron_names import absent_names, checks_arguments
 from .ranges import check_positive
 
 _num_microbatches: int | None = None
@@ -12,6 +11,7 @@ _num_microbatches: int | None = None
 `unset_num_microbatches_calculator` clears it."""
 
 
+@checks_arguments
 def init_num_microbatches_calculator(
     rank: int,
     global_batch_size: int,
@@ -40,7 +40,6 @@ def init_num_microbatches_calculator(
     if _num_microbatches is not None:
         raise ConfigError("the number of micro-batches is set already; call unset_num_microbatches_calculator() first")
     caller = "init_num_microbatches_calculator"
-    refuse(caller, step_batch_size_schedule=(step_batch_size_schedule, None, "the batch has one size"))
     sizes = {
         "global_batch_size": global_batch_size,
         "micro_batch_size": micro_batch_size,
@@ -72,16 +71,4 @@ def get_num_microbatches() -> int:
     return _num_microbatches
 
 
-_CONSTANT = "the batch has one size, which init_num_microbatches_calculator was given"
-
-__getattr__ = absent_names(
-    __name__,
-    {
-        "reconfigure_num_microbatches_calculator": "unset_num_microbatches_calculator(), and initialise it again",
-        "destroy_num_microbatches_calculator": "use unset_num_microbatches_calculator",
-        "get_micro_batch_size": _CONSTANT,
-        "get_current_global_batch_size": _CONSTANT,
-        "get_current_running_global_batch_size": _CONSTANT,
-        "update_num_microbatches": _CONSTANT,
-    },
-)
+__getattr__ = absent_names(__name__)

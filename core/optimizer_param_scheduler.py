@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .errors import CheckpointError, ConfigError
@@ -13,17 +14,8 @@ WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 
 _CHECKPOINTED = (
-    "max_lr",
-    "min_lr",
-    "lr_warmup_steps",
-    "lr_decay_steps",
-    "lr_decay_style",
-    "wsd_decay_steps",
-    "lr_wsd_decay_style",
-    "start_wd",
-    "end_wd",
-    "wd_incr_steps",
-    "wd_incr_style",
+    *("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "wsd_decay_steps"),
+    *("lr_wsd_decay_style", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
 )
 
 
@@ -35,6 +27,7 @@ class HasParamGroups(Protocol):
         """Dictionaries whose ``lr`` and ``weight_decay`` the schedule sets."""
 
 
+@dataclass(eq=False, repr=False)
 class OptimizerParamScheduler:
     """Sets ``lr`` and ``weight_decay`` of every parameter group from the number of steps made.
 
@@ -58,41 +51,25 @@ class OptimizerParamScheduler:
         ConfigError: an unknown style, numbers out of order, or settings that contradict each other.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        init_lr: float,
-        max_lr: float,
-        min_lr: float,
-        lr_warmup_steps: int,
-        lr_decay_steps: int,
-        lr_decay_style: str,
-        start_wd: float,
-        end_wd: float,
-        wd_incr_steps: int,
-        wd_incr_style: str,
-        use_checkpoint_opt_param_scheduler: bool = True,
-        override_opt_param_scheduler: bool = False,
-        wsd_decay_steps: int | None = None,
-        lr_wsd_decay_style: str | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.init_lr = init_lr
-        self.max_lr = max_lr
-        self.min_lr = min_lr
-        self.lr_warmup_steps = lr_warmup_steps
-        self.lr_decay_steps = lr_decay_steps
-        self.lr_decay_style = lr_decay_style
-        self.start_wd = start_wd
-        self.end_wd = end_wd
-        self.wd_incr_steps = wd_incr_steps
-        self.wd_incr_style = wd_incr_style
-        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
-        self.override_opt_param_scheduler = override_opt_param_scheduler
-        self.wsd_decay_steps = wsd_decay_steps
-        self.lr_wsd_decay_style = lr_wsd_decay_style
-        # Number of steps so far, in the caller's unit. `step` advances it, `load_state_dict` sets it.
-        self.num_steps = 0
+    optimizer: HasParamGroups
+    init_lr: float
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: int
+    wd_incr_style: str
+    use_checkpoint_opt_param_scheduler: bool = True
+    override_opt_param_scheduler: bool = False
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str | None = None
+    num_steps: int = field(default=0, init=False)
+    """Steps so far, in the caller's unit. `step` advances it, `load_state_dict` sets it."""
+
+    def __post_init__(self) -> None:
         self._check()
         self._check_groups()
         self.step(0)
@@ -174,42 +151,29 @@ class OptimizerParamScheduler:
 
     def _check(self) -> None:
         check_choices(self, lr_decay_style=LR_DECAY_STYLES, wd_incr_style=WD_INCR_STYLES)
-        _require(self.min_lr >= 0.0, "min_lr", self.min_lr, "it takes zero or a positive number")
-        _require(self.max_lr >= self.min_lr, "max_lr", self.max_lr, f"it has to reach min_lr {self.min_lr}")
-        _require(
-            0.0 <= self.init_lr <= self.max_lr, "init_lr", self.init_lr, f"it is between 0 and max_lr {self.max_lr}"
-        )
-        _require(self.lr_decay_steps > 0, "lr_decay_steps", self.lr_decay_steps, "it takes a positive number")
-        _require(
-            0 <= self.lr_warmup_steps < self.lr_decay_steps,
-            "lr_warmup_steps",
-            self.lr_warmup_steps,
-            f"it takes a number from 0 up to, not including, lr_decay_steps {self.lr_decay_steps}",
-        )
+        up_to = f"up to, not including, lr_decay_steps {self.lr_decay_steps}"
+        rules = [
+            ("min_lr", self.min_lr >= 0.0, "it takes zero or a positive number"),
+            ("max_lr", self.max_lr >= self.min_lr, f"it has to reach min_lr {self.min_lr}"),
+            ("init_lr", 0.0 <= self.init_lr <= self.max_lr, f"it is between 0 and max_lr {self.max_lr}"),
+            ("lr_decay_steps", self.lr_decay_steps > 0, "it takes a positive number"),
+            ("lr_warmup_steps", 0 <= self.lr_warmup_steps < self.lr_decay_steps, f"it takes a number from 0 {up_to}"),
+        ]
         if self.lr_decay_style == "WSD":
-            length = self.wsd_decay_steps
-            _require(
-                length is not None and 0 < length <= self.lr_decay_steps - self.lr_warmup_steps,
-                "wsd_decay_steps",
-                length,
-                f"WSD takes from 1 to {self.lr_decay_steps - self.lr_warmup_steps}, the steps after the warm-up",
-            )
-            check_choices(self, lr_wsd_decay_style=WSD_DECAY_STYLES)
-        _require(
-            0.0 <= self.start_wd <= self.end_wd,
-            "start_wd",
-            self.start_wd,
-            f"it is between 0 and end_wd {self.end_wd}",
-        )
+            most, length = self.lr_decay_steps - self.lr_warmup_steps, self.wsd_decay_steps
+            fits = length is not None and 0 < length <= most
+            rules.append(("wsd_decay_steps", fits, f"WSD takes from 1 to {most}, the steps after the warm-up"))
+        rules.append(("start_wd", 0.0 <= self.start_wd <= self.end_wd, f"it is between 0 and end_wd {self.end_wd}"))
         if self.wd_incr_style == "constant":
-            _require(
-                self.start_wd == self.end_wd,
-                "wd_incr_style",
-                "constant",
-                f"start_wd {self.start_wd} and end_wd {self.end_wd} have to be equal",
-            )
+            both = f"start_wd {self.start_wd} and end_wd {self.end_wd}"
+            rules.append(("wd_incr_style", self.start_wd == self.end_wd, f"{both} have to be equal"))
         else:
-            _require(self.wd_incr_steps > 0, "wd_incr_steps", self.wd_incr_steps, "it takes a positive number")
+            rules.append(("wd_incr_steps", self.wd_incr_steps > 0, "it takes a positive number"))
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; {rule}")
+        if self.lr_decay_style == "WSD":
+            check_choices(self, lr_wsd_decay_style=WSD_DECAY_STYLES)
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ConfigError(
                 "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both set; choose one"
@@ -233,8 +197,3 @@ def _half_cosine(done: float) -> float:
 def _or_default(param_group: dict[str, Any], name: str, default: float) -> float:
     own: float | None = param_group.get(name)
     return default if own is None else own
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} is {value!r}; {rule}")

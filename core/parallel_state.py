@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .absent_names import absent_names
+from .megatron_names import absent_names
 from .process_groups import current
 from .process_groups.current import (
     data_parallel_kind,
@@ -213,61 +213,5 @@ def _expert_data_kind(is_partial: bool) -> str:
 
 name_functions(globals())
 
-_GROUP = "ask torch.distributed for the size, this rank and the ranks of the group, from the getter of that group"
-_NO_SETTERS = "layers and converters here take their sizes and ranks as arguments; drop the call"
-_ONE_STAGE = "a rank holds one pipeline stage; drop the call"
-_EMBEDDINGS = ("embedding", "position_embedding")
-_NO_HIERARCHY = "context parallelism here has one level; use get_context_parallel_group"
-_NO_REMATERIALISATION = (
-    "no group rematerialises weights; TorchFullyShardedDataParallel shards them by data parallelism"
-)
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        **dict.fromkeys(
-            [
-                "get_context_parallel_global_ranks",
-                "get_model_parallel_src_rank",
-                *(f"get_tensor_and_context_parallel_{what}" for what in ("world_size", "rank")),
-                *(f"get_pipeline_model_parallel_{which}_rank" for which in ("first", "last", "next", "prev")),
-                *("get_expert_model_parallel_src_rank", "get_expert_data_parallel_global_ranks"),
-            ],
-            _GROUP,
-        ),
-        **{
-            f"set_{kind}_parallel_{what}": _NO_SETTERS
-            for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-            for what in ("world_size", "rank")
-        },
-        "set_data_parallel_rank": _NO_SETTERS,
-        **{
-            f"{verb}_virtual_pipeline_model_parallel_{what}": _ONE_STAGE
-            for verb in ("get", "set")
-            for what in ("world_size", "rank")
-        },
-        **{f"is_rank_in_{kind}_group": f"get_{kind}_group(False) is None elsewhere" for kind in _EMBEDDINGS},
-        **{
-            f"get_{expert}data_parallel_group_gloo": "core.device.init_process_group(carries_host_tensors=True) makes "
-            f"groups that carry host tensors; use get_{expert}data_parallel_group"
-            for expert in ("", "expert_")
-        },
-        "get_amax_reduction_group": "nothing here is fp8; use get_tensor_and_data_parallel_group",
-        "get_all_ranks": "ask each getter for its rank",
-        "get_hierarchical_context_parallel_groups": _NO_HIERARCHY,
-        "get_hybrid_data_context_parallel_groups": _NO_HIERARCHY,
-        **{
-            f"get_{expert}gtp_weight_remat_{what}": _NO_REMATERIALISATION
-            for expert in ("", "expert_")
-            for what in ("group", "world_size", "rank", "global_ranks")
-        },
-        "get_global_memory_buffer": "collectives here keep no memory between calls; allocate a tensor",
-        "destroy_global_memory_buffer": "collectives here keep no memory between calls; drop the call",
-        "get_nccl_options": "give NCCL's options by its environment variables",
-        "create_group": "use torch.distributed.new_group",
-        "update_pg_timeout": "give distributed_timeout_minutes to initialize_model_parallel",
-        "create_all_gather_groups": "use torch.distributed.new_group with get_data_parallel_global_ranks()",
-        "generate_masked_orthogonal_rank_groups": "use core.process_groups.rank_generator.rank_groups",
-        "HeterogeneousRankGenerator": "every replica has the same sizes; use RankGenerator",
-    },
-)
+__getattr__ = absent_names(__name__)

@@ -9,10 +9,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from . import parallel_state
-from .absent_names import absent_names
 from .distributed.data_parallel_base import _BaseDataParallel
 from .errors import ConfigError, ParallelConfigError
-from .foreign_arguments import refuse
+from .megatron_names import absent_names, checks_arguments, refuse
 from .process_groups_config import ProcessGroupCollection, check_same_groups
 from .transformer.context_parallel import own_chunks
 from .transformer.module import Float16Module
@@ -59,6 +58,7 @@ def get_model_config(model: Any) -> Any:
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
+@checks_arguments
 def get_batch_on_this_cp_rank(
     batch: dict[str, Any],
     is_hybrid_cp: bool = False,
@@ -78,13 +78,7 @@ def get_batch_on_this_cp_rank(
             elements, instead of `document_starts`; or an argument is refused.
     """
     caller = "get_batch_on_this_cp_rank"
-    one_level = "every sequence is split over the same ranks"
-    refuse(
-        caller,
-        is_hybrid_cp=(is_hybrid_cp, False, one_level),
-        hybrid_cp_group_func=(hybrid_cp_group_func, None, one_level),
-        cu_seqlens=(batch.get("cu_seqlens"), None, "give the model document_starts"),
-    )
+    refuse(caller, cu_seqlens=(batch.get("cu_seqlens"), None, "give the model document_starts"))
     check_same_groups(caller, ProcessGroupCollection(cp=cp_group), ("cp",))
     if parallel_state.get_context_parallel_world_size() == 1:
         return batch
@@ -97,28 +91,5 @@ def get_batch_on_this_cp_rank(
 
 __getattr__ = absent_names(
     __name__,
-    {
-        **dict.fromkeys(
-            ["get_pg_size", "get_pg_rank", "get_pg_src_rank"], "ask the group: size(), rank(), get_process_group_ranks"
-        ),
-        **dict.fromkeys(["get_torch_version", "is_torch_min_version"], "compare torch.__version__"),
-        **dict.fromkeys(["divide", "ensure_divisibility", "round_up_to_nearest_multiple"], "use % and //"),
-        **dict.fromkeys(
-            ["init_method_normal", "scaled_init_method_normal"], "use core.transformer.transformer_config"
-        ),
-        "get_tensor_model_parallel_group_if_none": "core.parallel_state.get_tensor_model_parallel_group(False)",
-        "get_model_type": "get_attr_wrapped_model(model, 'model_type')",
-        "StragglerDetector": "core.training's log has the time of each step",
-        "GlobalMemoryBuffer": "no memory is kept between calls; allocate a tensor",
-        "make_viewless_tensor": "pipeline stages keep their outputs; use the tensor itself",
-        "make_tp_sharded_tensor_for_checkpoint": "use core.dist_checkpointing.model_state_dict",
-        "make_sharded_tensor_for_checkpoint": "use core.dist_checkpointing.model_state_dict",
-        "check_param_hashes_across_dp_replicas": "wrappers compare replicas when they are made",
-        "get_te_version": "Transformer Engine is not used",
-        "is_te_min_version": "Transformer Engine is not used",
-        "get_batch_on_this_tp_rank": "use core.tensor_parallel.broadcast_data",
-        "nvtx_range_push": "use torch.cuda.nvtx.range_push",
-        "nvtx_range_pop": "use torch.cuda.nvtx.range_pop",
-    },
     functions_import=True,
 )

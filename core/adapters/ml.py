@@ -17,9 +17,8 @@ from ..distributed import _BaseDataParallel
 from ..errors import ConfigError, warn_once
 from ..text import choices
 from .bridge.meshes import data_parallel_mesh
-from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import CONTAINERS
-from .bridge.wrapping import Replicas, wrap_for_trainer
 
 T = TypeVar("T", bound=nn.Module)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from .. import device
 from .._torch_compat import fsdp_param_groups
@@ -25,9 +25,8 @@ from ..distributed.plan.units import UnitChoice
 from ..dtypes import DTYPE_NAMES, as_dtype
 from ..errors import ConfigError, ParallelConfigError
 from ..text import choices
-from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import CONTAINERS
-from .bridge.wrapping import Replicas, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
 _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
@@ -40,10 +39,9 @@ def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
         ConfigError: no such name.
     """
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
-    try:
-        return as_dtype(_OTHER_NAMES.get(plain, plain) if isinstance(plain, str) else plain, field)
-    except (ParallelConfigError, AttributeError) as error:
-        raise ConfigError(f"{field} is {name!r}; {choices(str(name), (*DTYPE_NAMES, *_OTHER_NAMES))}") from error
+    if plain is not None and plain not in (*DTYPE_NAMES, *_OTHER_NAMES):
+        raise ConfigError(f"{field} is {name!r}; {choices(str(name), (*DTYPE_NAMES, *_OTHER_NAMES))}")
+    return as_dtype(_OTHER_NAMES.get(str(plain), plain))
 
 
 @dataclass
@@ -123,6 +121,9 @@ class Collective:
         ParallelConfigError: a rank that is not among them.
     """
 
+    process_group: dist.ProcessGroup | None = None
+    """The ranks; None for one alone."""
+
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         if not 0 <= rank < world_size:
             raise ParallelConfigError(f"rank is {rank} of a world of {world_size}; it takes 0 to {world_size - 1}")
@@ -134,11 +135,6 @@ class Collective:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks; None for one alone."""
-        return None
-
 
 class MeshCollective(Collective):
     """All ranks, as a mesh ``(dp_replicate, dp_shard, tp)``. Missing arguments are read from the launcher's variables.
@@ -149,8 +145,6 @@ class MeshCollective(Collective):
         local_world_size: number of ranks on a machine.
         local_rank: this process's rank on its machine.
         device_type: device type of the mesh.
-        mesh: a mesh with these three axes; made here by default.
-        process_group: a group of all ranks; the default group by default.
         tp_size: number of ranks that share each layer.
         sharding_world_size: number of ranks that share a parameter; by default the data-parallel ranks of a machine.
 
@@ -158,6 +152,7 @@ class MeshCollective(Collective):
         dp_mesh, tp_mesh: the meshes ``(dp_replicate, dp_shard)`` and ``(tp,)``.
         dp_world_size, dp_rank: the data-parallel ranks, and this rank's place among them; likewise with ``tp_``.
         local_rank: this process's rank on its machine.
+        default_device: the device on which this process computes.
 
     Raises:
         ParallelConfigError: sizes that do not divide the ranks, or differ from what the process group has.
@@ -170,50 +165,31 @@ class MeshCollective(Collective):
         local_world_size: int | None = None,
         local_rank: int | None = None,
         device_type: str | None = None,
-        mesh: DeviceMesh | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        *,
         tp_size: int = 1,
         sharding_world_size: int | None = None,
     ) -> None:
         device.init_process_group()
-        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group))
-        for name, given, found in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
-            if given not in (None, found):
-                raise ParallelConfigError(f"{name} is {given}, but the process group has {found}; leave it out")
-        self._local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        default_local_rank = os.environ.get("LOCAL_RANK", self.rank % self._local_world_size)
+        super().__init__(dist.get_rank(), dist.get_world_size())
+        for name, given, actual in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
+            if given not in (None, actual):
+                raise ParallelConfigError(f"{name} is {given}, but the process group has {actual}; leave it out")
+        self.process_group = dist.group.WORLD
+        self.default_device = device.current_device()
+        local_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        default_local_rank = os.environ.get("LOCAL_RANK", self.rank % local_size)
         self.local_rank = int(default_local_rank) if local_rank is None else local_rank
-        self._group = dist.group.WORLD if process_group is None else process_group
-        kind = device_type or device.device_type()
-        mesh = self._make_mesh(kind, tp_size, sharding_world_size) if mesh is None else mesh
-        if tuple(mesh.mesh_dim_names or ()) != _AXES:
-            raise ParallelConfigError(f"the mesh has the axes {mesh.mesh_dim_names}; it takes {_AXES}")
-        self.dp_mesh, self.tp_mesh = mesh["dp_replicate", "dp_shard"], mesh["tp"]
-        self.tp_world_size = self.tp_mesh.size()
-        self.dp_world_size = self.world_size // self.tp_world_size
-        self.dp_rank, self.tp_rank = divmod(self.rank, self.tp_world_size)
-
-    def _make_mesh(self, device_type: str, tp_size: int, sharding_world_size: int | None) -> DeviceMesh:
-        shard_size = sharding_world_size or max(1, self._local_world_size // tp_size)
+        shard_size = sharding_world_size or max(1, local_size // tp_size)
         if self.world_size % (shard_size * tp_size):
             raise ParallelConfigError(
                 f"sharding_world_size {shard_size} times tp_size {tp_size} does not divide the {self.world_size} ranks"
             )
         shape = (self.world_size // (shard_size * tp_size), shard_size, tp_size)
-        if self._group is dist.group.WORLD:
-            return init_device_mesh(device_type, shape, mesh_dim_names=_AXES)
-        ranks = torch.tensor(dist.get_process_group_ranks(self._group))
-        return DeviceMesh(device_type, ranks.view(shape), mesh_dim_names=_AXES)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """All ranks."""
-        return self._group
-
-    @property
-    def default_device(self) -> torch.device:
-        """The device on which this process computes."""
-        return device.current_device()
+        mesh = init_device_mesh(device_type or device.device_type(), shape, mesh_dim_names=_AXES)
+        self.dp_mesh, self.tp_mesh = mesh["dp_replicate", "dp_shard"], mesh["tp"]
+        self.tp_world_size = tp_size
+        self.dp_world_size = self.world_size // tp_size
+        self.dp_rank, self.tp_rank = divmod(self.rank, tp_size)
 
 
 _REPLICATED = (
@@ -244,21 +220,25 @@ class BaseDistributedTransform:
         self.device = torch.device(device)
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """Returns the transformed model."""
-        raise NotImplementedError(f"{type(self).__name__} has no apply(model)")
+        """Moves the model and makes it data parallel. On one rank it stays as it is, with an ``accumulation_context``.
 
-    def _moved(self, model: nn.Module) -> nn.Module:
-        on_meta = any(parameter.is_meta for parameter in model.parameters())
-        return model if on_meta else model.to(self.device)  # what is on meta goes there when it is drawn
-
-    def _data_mesh(self) -> DeviceMesh:
+        Raises:
+            ParallelConfigError: several ranks without a mesh.
+        """
+        if not any(parameter.is_meta for parameter in model.parameters()):  # what is on meta moves when it is drawn
+            model = model.to(self.device)
+        if self.collective.world_size <= 1:
+            return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
         mesh = getattr(self.collective, "dp_mesh", None)
         if not isinstance(mesh, DeviceMesh):
             raise ParallelConfigError(
                 f"{type(self).__name__} was given a {type(self.collective).__name__} of {self.collective.world_size} "
                 "ranks; it takes a MeshCollective, whose dp_mesh it shards over"
             )
-        return mesh
+        return self._parallelize(model, mesh)
+
+    def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        raise NotImplementedError(f"{type(self).__name__} has no way to make a model data parallel")
 
 
 class DDPWrappedModel(Replicas):
@@ -273,32 +253,15 @@ class DDPWrappedModel(Replicas):
         own = getattr(self.module, "make_parameter_groups", None)
         return own() if callable(own) else {"params": self.module.named_parameters()}
 
-    def fully_shard(self, **fsdp_kwargs: Any) -> Any:
-        """Returns the model's own way to shard itself.
-
-        Raises:
-            ParallelConfigError: it has none.
-        """
-        own = getattr(self.module, "fully_shard", None)
-        if not callable(own):
-            raise ParallelConfigError(
-                f"{type(self.module).__name__} has no fully_shard(**kwargs) of its own; use FullyShardTransform"
-            )
-        return own(**fsdp_kwargs)
-
 
 class DDPTransform(BaseDistributedTransform):
-    """Replicates the model over the data-parallel ranks; leaves the model unchanged on a single rank."""
+    """Replicates the model over the data-parallel ranks, in a `DDPWrappedModel`."""
 
     cfg: DDPTransformConfig
 
-    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """Returns the model in a `DDPWrappedModel`, or on one rank itself, with an ``accumulation_context``."""
+    def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         translate(self.cfg, _REPLICATED)
-        model = self._moved(model)
-        if self.collective.world_size <= 1:
-            return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
-        mesh, tensor_mesh = self._data_mesh(), getattr(self.collective, "tp_mesh", None)
+        tensor_mesh = getattr(self.collective, "tp_mesh", None)
         if tensor_mesh is not None and tensor_mesh.size() > 1:
             raise ParallelConfigError(
                 f"DDPTransform was given a collective with {tensor_mesh.size()} tensor-parallel ranks, and flat "
@@ -308,7 +271,7 @@ class DDPTransform(BaseDistributedTransform):
 
 
 class FullyShardTransform(BaseDistributedTransform):
-    """Shards the model in place over the data-parallel ranks; leaves the model unchanged on a single rank.
+    """Shards the model in place over the data-parallel ranks.
 
     If the model has a method ``fully_shard(**kwargs)``, units and their resharding are those that the method chooses;
     else units are the items of the model's lists. The method runs on a copy of the model without values, to find the
@@ -317,24 +280,15 @@ class FullyShardTransform(BaseDistributedTransform):
 
     cfg: FullyShardTransformConfig
 
-    def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """Returns the same model, sharded, with an ``accumulation_context``."""
-        model = self._moved(model)
-        if self.collective.world_size <= 1:
-            return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
-        mesh = self._data_mesh()
+    def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if mesh.ndim == 2 and (mesh.size(0) == 1 or not self.cfg.use_hybrid_sharding):
             mesh = mesh._flatten()
         mp_policy = self._mp_policy()
         units: list[UnitChoice] = list(CONTAINERS)
         chosen: dict[str, Reshard] = {}
         if callable(getattr(model, "fully_shard", None)):
-            fsdp_kwargs: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.cfg.reshard_after_forward}
-            if self.cfg.mixed_precision is not None:
-                fsdp_kwargs["mp_policy"] = mp_policy
-            if self.cfg.offload is not None and self.cfg.offload.cpu_offload:
-                fsdp_kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=self.cfg.offload.pin_memory)
-            chosen = _units_by_own_hook(model, fsdp_kwargs)
+            options = {"mesh": mesh, "reshard_after_forward": self.cfg.reshard_after_forward, "mp_policy": mp_policy}
+            chosen = _units_by_own_hook(model, options)
             units = [model.get_submodule(name) for name in chosen]
         overrides = tuple(f"{name}={value}" for name, value in chosen.items())
         config = config_of(FSDP2, self.cfg, _SHARDED, reshard_overrides=overrides)
@@ -360,14 +314,10 @@ def _with_accumulation_context(model: nn.Module, context: Callable[[bool], Abstr
 def _units_by_own_hook(model: nn.Module, fsdp_kwargs: dict[str, Any]) -> dict[str, Reshard]:
     """Returns the units that ``model.fully_shard(**kwargs)`` makes below the root, with their resharding, by name."""
     tensors = [*model.parameters(), *model.buffers()]
-    without_values: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
-    shadow: Any = copy.deepcopy(model, without_values)
+    shadow: Any = copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
     shadow.fully_shard(**fsdp_kwargs)
-    found: dict[str, Reshard] = {}
-    for name, module in shadow.named_modules():
-        if name and isinstance(module, FSDPModule):
-            found[name] = _reshards(module, fsdp_kwargs["mesh"])
-    return found
+    units = {name: module for name, module in shadow.named_modules() if name and isinstance(module, FSDPModule)}
+    return {name: _reshards(module, fsdp_kwargs["mesh"]) for name, module in units.items()}
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

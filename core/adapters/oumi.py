@@ -7,10 +7,9 @@ state dicts go out and in by its ``state_dict_type``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,23 +18,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import device
-from ..dist_checkpointing import load_model_state_dict as load_whole_or_sharded
 from ..dist_checkpointing import model_state_dict as global_state_dict
-from ..dist_checkpointing.global_view import local_tensor
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.units import UnitChoice
 from ..dtypes import as_dtype
-from ..errors import CheckpointError, ConfigError, MissingExtraError
+from ..errors import ConfigError
 from ..text import choices
 from .bridge.checkpoints import whole_state_dict
 from .bridge.meshes import data_parallel_mesh, fully_replicated
-from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
+from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import units_by_class, units_by_size
-from .bridge.wrapping import Replicas, wrap_for_trainer
 
 
-class ShardingStrategy(str, Enum):
+class _OfTorch(str, Enum):
+    """Members of an enum of `torch.distributed.fsdp` that has the same name."""
+
+    def to_torch(self) -> Any:
+        """Returns torch's member of this name, which may begin with an underscore there; None if torch has none."""
+        members = getattr(torch_fsdp, type(self).__name__).__members__
+        return members.get(self.name, members.get(f"_{self.name}"))
+
+
+class ShardingStrategy(_OfTorch):
     """Oumi's sharding strategies."""
 
     FULL_SHARD = "FULL_SHARD"
@@ -43,11 +48,6 @@ class ShardingStrategy(str, Enum):
     HYBRID_SHARD = "HYBRID_SHARD"
     NO_SHARD = "NO_SHARD"
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
-
-    def to_torch(self) -> torch_fsdp.ShardingStrategy:
-        """Returns torch's member of this name."""
-        is_private = self is ShardingStrategy.HYBRID_SHARD_ZERO2
-        return torch_fsdp.ShardingStrategy["_HYBRID_SHARD_ZERO2" if is_private else self.value]
 
     @property
     def is_hybrid(self) -> bool:
@@ -60,28 +60,20 @@ class ShardingStrategy(str, Enum):
         return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-class StateDictType(str, Enum):
+class StateDictType(_OfTorch):
     """Oumi's forms of a state dict; see `model_state_dict`."""
 
     FULL_STATE_DICT = "FULL_STATE_DICT"
     SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
     LOCAL_STATE_DICT = "LOCAL_STATE_DICT"
 
-    def to_torch(self) -> torch_fsdp.StateDictType:
-        """Returns torch's member of this name."""
-        return torch_fsdp.StateDictType[self.value]
 
-
-class BackwardPrefetch(str, Enum):
+class BackwardPrefetch(_OfTorch):
     """When backward gathers the parameters that it needs next."""
 
     BACKWARD_PRE = "BACKWARD_PRE"
     BACKWARD_POST = "BACKWARD_POST"
     NO_PREFETCH = "NO_PREFETCH"
-
-    def to_torch(self) -> torch_fsdp.BackwardPrefetch | None:
-        """Returns torch's member of this name; none of them for no prefetch."""
-        return None if self is BackwardPrefetch.NO_PREFETCH else torch_fsdp.BackwardPrefetch[self.value]
 
 
 class AutoWrapPolicy(str, Enum):
@@ -98,7 +90,6 @@ _ENUMS: dict[str, type[Enum]] = {
     "state_dict_type": StateDictType,
     "auto_wrap_policy": AutoWrapPolicy,
 }
-_FLAGS = ("enable_fsdp", "cpu_offload", "forward_prefetch", "sync_module_states")
 
 
 @dataclass
@@ -130,7 +121,7 @@ class FSDPParams:
     """FSDP2 keeps the original parameters in any case."""
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    """Form of `model_state_dict`: whole tensors, DTensors, or this rank's local pieces."""
+    """Form of `model_state_dict`: whole tensors or DTensors."""
 
     auto_wrap_policy: AutoWrapPolicy = AutoWrapPolicy.NO_WRAP
     """Units by parameter count, by the class of the transformer's layers, or the model as one."""
@@ -144,44 +135,6 @@ class FSDPParams:
     sync_module_states: bool = True
     """Begin with the first rank's values."""
 
-    def __post_init__(self) -> None:
-        for name, enum in _ENUMS.items():  # what is no member is said by finalize_and_validate
-            setattr(self, name, enum.__members__.get(str(getattr(self, name)), getattr(self, name)))
-
-    @classmethod
-    def from_dict(cls, block: Mapping[str, Any]) -> FSDPParams:
-        """Reads the block itself, or a whole config that has it under ``fsdp``; checked.
-
-        Raises:
-            ConfigError: an unknown field or value.
-        """
-        block = block.get("fsdp", block) if isinstance(block.get("fsdp"), Mapping) else block
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in block:
-            if name not in names:
-                raise ConfigError(f"the fsdp block has {name!r}; {choices(str(name), names)}")
-        params = cls(**block)
-        params.finalize_and_validate()
-        return params
-
-    @classmethod
-    def from_yaml(cls, source: str | Path) -> FSDPParams:
-        """Reads a YAML file, or the text of one; see `from_dict`.
-
-        Raises:
-            ConfigError: the text is not a block, or has an unknown field or value.
-            MissingExtraError: PyYAML is not installed.
-        """
-        try:
-            import yaml
-        except ImportError as error:
-            raise MissingExtraError("pyyaml", "hf", "reading an oumi config") from error
-        is_text = isinstance(source, str) and ("\n" in source or ":" in source)
-        block = yaml.safe_load(source if is_text else Path(source).read_text(encoding="utf-8"))
-        if not isinstance(block, Mapping):
-            raise ConfigError(f"the oumi config is a {type(block).__name__}; it takes a block of fields")
-        return cls.from_dict(block)
-
     def finalize_and_validate(self) -> None:
         """Checks every field, and puts enum members in the place of their names.
 
@@ -190,29 +143,37 @@ class FSDPParams:
         """
         for name, enum in _ENUMS.items():
             value = getattr(self, name)
-            if not isinstance(value, enum):
-                if not isinstance(value, str) or value not in enum.__members__:
-                    raise ConfigError(f"{name} is {value!r}; {choices(str(value), enum.__members__)}")
-                setattr(self, name, enum[value])
+            if not isinstance(value, str) or value not in enum.__members__:
+                raise ConfigError(f"{name} is {value!r}; {choices(str(value), enum.__members__)}")
+            setattr(self, name, enum(value))
         if self.mixed_precision == "no":
             self.mixed_precision = None
         as_dtype(self.mixed_precision, "mixed_precision")
-        for names, is_fit, takes in _CHECKS:
-            for name in names:
-                if not is_fit(getattr(self, name)):
-                    raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes {takes}")
+        for name, (is_fit, takes) in _CHECKS.items():
+            if not is_fit(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes {takes}")
 
 
-_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_FLAGS, lambda value: isinstance(value, bool), "True or False"),
-    (("use_orig_params",), lambda value: value in (None, True, False), "True, False or None"),
-    (("min_num_params",), lambda value: type(value) is int and value > 0, "a positive number"),
-    (
-        ("transformer_layer_cls",),
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enable_fsdp": (_is_flag, "True or False"),
+    "cpu_offload": (_is_flag, "True or False"),
+    "forward_prefetch": (_is_flag, "True or False"),
+    "sync_module_states": (_is_flag, "True or False"),
+    "use_orig_params": (lambda value: value is None or _is_flag(value), "True, False or None"),
+    "min_num_params": (lambda value: type(value) is int and value > 0, "a positive number"),
+    "transformer_layer_cls": (
         lambda value: value is None or (isinstance(value, str) and value != ""),
         "class names with commas between",
     ),
-)
+    "state_dict_type": (
+        lambda value: value is not StateDictType.LOCAL_STATE_DICT,
+        "FULL_STATE_DICT or SHARDED_STATE_DICT, because FSDP2 has no flattened pieces",
+    ),
+}
 _REPLICATED = tuple(
     ignored(field.name, "enable_fsdp is False, and the model is replicated")
     for field in dataclasses.fields(FSDPParams)
@@ -288,37 +249,11 @@ def model_state_dict(model: nn.Module, params: FSDPParams) -> dict[str, torch.Te
     """Returns the model's state, as ``state_dict_type`` says; every rank has to call it.
 
     FULL_STATE_DICT: whole tensors on the CPU, on every rank. SHARDED_STATE_DICT: DTensors of the whole model's
-    tensors, which share the model's storage. LOCAL_STATE_DICT: this rank's pieces, sharing it too.
+    tensors, which share the model's storage.
     """
-    kind = _checked(params).state_dict_type
-    if kind is StateDictType.FULL_STATE_DICT:
+    if _checked(params).state_dict_type is StateDictType.FULL_STATE_DICT:
         return whole_state_dict(model)
-    view = global_state_dict(unwrap_model(model))
-    is_local = kind is StateDictType.LOCAL_STATE_DICT
-    return {name: local_tensor(tensor) if is_local else tensor for name, tensor in view.items()}
-
-
-def load_model_state_dict(model: nn.Module, state_dict: Mapping[str, torch.Tensor], params: FSDPParams) -> None:
-    """Copies what `model_state_dict` gave, under the same ``state_dict_type``, into the model.
-
-    Raises:
-        CheckpointError: names or shapes that differ; nothing has been written then.
-    """
-    module = unwrap_model(model)
-    if _checked(params).state_dict_type is not StateDictType.LOCAL_STATE_DICT:
-        load_whole_or_sharded(module, state_dict)
-        return
-    own = {name: local_tensor(tensor) for name, tensor in global_state_dict(module).items()}
-    shapes, given = ({name: tensor.shape for name, tensor in of.items()} for of in (own, state_dict))
-    wrong = {name for name, _ in shapes.items() ^ given.items()}
-    if wrong:
-        raise CheckpointError(
-            f"LOCAL_STATE_DICT holds pieces of one rank's own cut, and these differ from the model's: "
-            f"{', '.join(sorted(wrong))}; load it where and as it was saved, or save FULL_STATE_DICT"
-        )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state_dict[name])
+    return dict(global_state_dict(unwrap_model(model)))
 
 
 def _checked(params: FSDPParams) -> FSDPParams:

@@ -12,7 +12,7 @@ them is recorded: the graph would have to break for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from ..dtypes import LOW_PRECISION
 from ..errors import warn_once
 from ..host_memory import transient_memory
 from . import gloo
-from .call import Collective
-from .gloo import SumOrder, add_in_fp32, add_in_tree, store
+from .call import Collective, message_tag
+from .gloo import EXCHANGE_TAG, SumOrder, add_in_fp32, add_in_tree, store
 from .record import recorded
 
 
@@ -92,6 +92,37 @@ def broadcast_by_backend(tensor: Tensor, group: ProcessGroup | None = None, *, w
         OutOfStepError: other ranks did not join.
     """
     _run("broadcast", what, tensor, group, lambda: dist.broadcast(tensor, group=group, group_src=0))
+
+
+def exchange(
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    group: ProcessGroup | None = None,
+    *,
+    what: str,
+) -> None:
+    """Sends tensors to ranks of the group and receives others, and returns when both are done.
+
+    Messages between two ranks match in their order. Every rank of the group calls it, also one with nothing to send
+    or receive.
+
+    Args:
+        sends: contiguous tensors, each with the rank in the group that gets it.
+        receives: contiguous tensors to fill, each with the rank that sends it.
+
+    Raises:
+        OutOfStepError: other ranks did not join.
+    """
+    if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+        return
+    group = group or dist.group.WORLD
+    payload = next((tensor for tensor, _ in (*receives, *sends)), torch.empty(0))
+    with recorded("exchange", what, payload, group):
+        tag = message_tag(EXCHANGE_TAG)
+        calls = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank, tag=tag) for tensor, rank in receives]
+        calls += [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank, tag=tag) for tensor, rank in sends]
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
 
 
 def _run(

@@ -71,8 +71,8 @@ CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
 """Bytes of one message of a reduction, at most and at least. A message is small enough to be added while it is in the
 cache; it shrinks as the group grows, so that the inboxes take the same memory in a group of any size."""
 
-REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
-"""Tags of this file's messages, so that no other send or receive matches them."""
+REDUCE_TAG, GATHER_TAG, EXCHANGE_TAG = 0x5A4D, 0x5A4E, 0x5A4F
+"""Tags of the messages of this file and of `collectives.exchange`, so that no other send or receive matches them."""
 
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:

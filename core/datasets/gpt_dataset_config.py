@@ -8,37 +8,13 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from ..errors import ConfigError
-from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import check_range
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 Blend: TypeAlias = tuple[list[str], list[float] | None]
-
-_ONE_CORPUS = "give one corpus, blend=([path], None), whose documents split shares out"
-_FOREIGN = ForeignFields(
-    refused={
-        "blend_per_split": (None, _ONE_CORPUS),
-        "multiple_validation_sets": (None, _ONE_CORPUS),
-        "full_validation": (None, "give the builder None for the number of validation samples"),
-        "path_to_cache": (None, "use cache_dir"),
-        "drop_last_partial_validation_sequence": (True, "samples have one length"),
-        "add_extra_token_to_sequence": (True, "samples have one token more than sequence_length"),
-        "object_storage_cache_path": (None, "corpora are local files"),
-        "s3_cache_path": (None, "corpora are local files"),
-        "hybrid_context_parallel": (False, "use core.utils.get_batch_on_this_cp_rank"),
-        "inter_document_masking": (False, "use reset_attention_mask"),
-    },
-    ignored={
-        "num_dataset_builder_threads": 1,
-        "mmap_bin_files": True,
-        "fast_cache_load": False,
-        "defer_npy_index_mmap": False,
-    },
-    # The surplus of samples of each corpus of a blend; a single corpus has none, in Megatron-LM too.
-    accepted={"mid_level_dataset_surplus": 0.005},
-)
 
 
 class Vocabulary(Protocol):
@@ -50,7 +26,7 @@ class Vocabulary(Protocol):
     def eod(self) -> int: ...
 
 
-@takes_foreign_fields(_FOREIGN)
+@takes_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
     """Settings of a dataset; field names are Megatron-LM's where it has them.

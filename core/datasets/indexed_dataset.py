@@ -26,8 +26,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..absent_names import absent_names
 from ..errors import DataError
+from ..megatron_names import absent_names
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -261,7 +261,4 @@ class IndexedDataset:
             yield tokens[start : start + chunk_tokens]
 
 
-__getattr__ = absent_names(
-    __name__,
-    {"IndexedDatasetBuilder": "examples/gpt/prepare_data.py makes corpora; its corpus_writer.py has it"},
-)
+__getattr__ = absent_names(__name__)

@@ -1,6 +1,6 @@
 """Checkpoints and global views of sharded tensors. Knows tensors and meshes, never models."""
 
-from ..absent_names import absent_names
+from ..megatron_names import absent_names
 from .async_save import AsyncSaver
 from .flat_range import FlatRange, flat_range_view
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint
@@ -28,7 +28,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__ = absent_names(
-    __name__,
-    {"mapping": "state dicts hold tensors and DTensors of the whole model; core.dist_checkpointing.model_state_dict"},
-)
+__getattr__ = absent_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -49,43 +49,59 @@ class Ranks:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Calls `make` on the group's first rank, and returns its result, or raises its error, on all ranks."""
-        outcome: list[Any] = [None, None]
-        if self.is_first:
-            try:
-                outcome[0] = make()
-            except Exception as error:
-                if self.size == 1:
-                    raise
-                outcome[1] = error_text(error)
+        error, outcome = self._attempt(make) if self.is_first else (None, None)
+        shared = [outcome]
         if self.size > 1:
-            dist.broadcast_object_list(outcome, src=self._first_global_rank(), group=self.group)
-        if outcome[1] is not None:
-            raise CheckpointError(outcome[1])
-        return outcome[0]  # type: ignore[no-any-return]
+            dist.broadcast_object_list(shared, src=self._first_global_rank(), group=self.group)
+        return self._result(shared[0], error)  # type: ignore[no-any-return]
 
-    def decided_by_first(self, value: T, decide: Callable[[list[T]], R]) -> R:
-        """Calls `decide` on the group's first rank with the small objects of all ranks. Returns its result on all."""
+    def decided_by_first(self, value: T, decide: Callable[[list[T]], Sequence[R]], doing: str = "") -> R:
+        """Calls `decide` on the group's first rank with the small objects of all ranks, in rank order.
+
+        Args:
+            doing: begins the message of an error.
+
+        Returns:
+            this rank's entry of the result.
+        """
         gathered: list[Any] = [value] * self.size
+        own: list[Any] = [None]
+        group, first = self.group, self._first_global_rank()
         if self.size > 1:
-            into = gathered if self.is_first else None
-            dist.gather_object(value, into, dst=self._first_global_rank(), group=self.group)
-        return self.from_first(lambda: decide(gathered))
+            dist.gather_object(value, gathered if self.is_first else None, dst=first, group=group)
+        error, outcome = self._attempt(lambda: decide(gathered), doing) if self.is_first else (None, (None, ""))
+        decided, message = outcome
+        outcomes = [(entry, message) for entry in decided or [None] * self.size]
+        if self.size > 1:
+            dist.scatter_object_list(own, outcomes if self.is_first else None, src=first, group=group)
+        return self._result(own[0] if self.size > 1 else outcomes[0], error, doing)  # type: ignore[no-any-return]
 
-    def on_all(self, run: Callable[[], T]) -> T:
+    def on_all(self, run: Callable[[], T], doing: str = "") -> T:
         """Runs `run` on every rank and returns its result, or raises on all if it raised on one.
 
         `run` must not communicate: a rank that fails would leave the others waiting inside it.
+
+        Args:
+            doing: begins the message of an error.
         """
-        failed: Exception | None = None
+        error, (result, message) = self._attempt(run, doing)
+        return self._result((result, joined_by_rank(self.all_gather(message))), error, doing)  # type: ignore[no-any-return]
+
+    def _attempt(self, run: Callable[[], Any], doing: str = "") -> tuple[BaseException | None, Any]:
+        """Runs `run`. Returns its error, and what other ranks learn: the result, and the error's message or ``""``."""
         try:
-            result = run()
-        except Exception as error:
-            if self.size == 1:
+            return None, (run(), "")
+        except BaseException as error:
+            if self.size == 1 and not doing:
                 raise
-            failed = error
-        messages = self.all_gather(None if failed is None else error_text(failed))
-        if any(messages):
-            raise CheckpointError(joined_by_rank(messages)) from failed
+            return error, (None, error_text(error))
+
+    def _result(self, outcome: Any, error: BaseException | None, doing: str = "") -> Any:
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt stays an interrupt
+        result, message = outcome
+        if message:
+            raise CheckpointError(f"{doing}{message}") from error
         return result
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -97,8 +113,8 @@ class Ranks:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
 
-def joined_by_rank(messages: list[str | None]) -> str:
-    """Joins the ranks' messages into one: once if all are the same, else by rank."""
+def joined_by_rank(messages: Sequence[str]) -> str:
+    """Joins the ranks' messages into one: once if all are the same, else by rank. Empty ones count as none."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(messages):
         if text:

@@ -15,17 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.utils import find_state_dict_object
-from torch.distributed.tensor import DTensor
 
 from .. import device
 from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
 from ..errors import CheckpointError
 from ..host_memory import host_pages
-from .flat_range import FlatRange
 from .format.folders import Retention
+from .format.writer import Key, Offer, held_pieces, offers
 from .serialization import save
 
 _ALIGNMENT_BYTES = 64
@@ -47,12 +44,12 @@ class HostStaging:
         it, and so does `AsyncSaver` when the thread ends, also after an error."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         """Owns the copies of the last checkpoint. `_copy` grows it, and overwrites it for the next one."""
-        self._layout: dict[str, Any] | None = None
+        self._layout: dict[str, Offer] | None = None
         """Layout of the last checkpoint's state. `begin` sets it; None before the first."""
-        self._planned: list[MetadataIndex] | None = None
+        self._planned: list[Key] | None = None
         """The pieces that this rank writes for `_layout`. `take` sets it; `begin` clears it when the layout
         changes."""
-        self._ahead: dict[MetadataIndex, Tensor] | None = None
+        self._ahead: dict[Key, Tensor] | None = None
         """Copies that the last `begin` made before the plan, as views of `_memory`; None if it made none. Each `begin`
         replaces it."""
         self._stream: streams.Stream | None = None
@@ -66,39 +63,36 @@ class HostStaging:
             agree: returns whether its argument is true on all ranks; collective.
         """
         self.done.clear()
-        layout = {name: _cut(tensor) for name, tensor in state.items()}
+        tensors = {
+            name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)
+        }  # `save` refuses others
+        layout = offers(tensors)
         known = agree(self._planned is not None and layout == self._layout)
         self._layout, self._ahead = layout, None
-        on_gpu = any(
-            isinstance(tensor, Tensor) and streams.is_asynchronous(tensor.device) for tensor in state.values()
-        )
+        on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors.values())
         self._stream = streams.current_stream() if on_gpu else None
         if not known:
             self._planned = None
             return
-        planned = self._planned or []
-        copies = self._copy([find_state_dict_object(dict(state), index).detach() for index in planned])
+        planned, held = self._planned or [], held_pieces(tensors)
+        copies = self._copy([held[key] for key in planned])
         self._ahead = dict(zip(planned, copies, strict=True))
         self.done.set()
 
-    def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], Tensor]) -> list[Tensor]:
-        """Returns contiguous host copies of the planned pieces. Overwrites those of the last checkpoint.
-
-        Args:
-            indices: name and offset of each piece.
-            resolve: returns the piece at a position of `indices`.
-        """
+    def take(self, keys: Sequence[Key], held: Mapping[Key, Tensor]) -> list[Tensor]:
+        """Returns contiguous host copies of the planned boxes `keys` of `held`. Overwrites those of the last
+        checkpoint."""
         if self._ahead is None:
-            copies = self._copy([resolve(position) for position in range(len(indices))])
-            self._planned = list(indices)
+            copies = self._copy([held[key] for key in keys])
+            self._planned = list(keys)
             self.done.set()
             return copies
-        if missing := [index.fqn for index in indices if index not in self._ahead]:
+        if missing := [name for name, box in keys if (name, box) not in self._ahead]:
             raise CheckpointError(
                 "the ranks planned otherwise than for the last checkpoint, which had the same layout: "
                 f"{missing[0]} was not copied in time; save it again"
             )
-        return [self._ahead[index] for index in indices]
+        return [self._ahead[key] for key in keys]
 
     def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         starts, end = [], 0
@@ -118,18 +112,6 @@ class HostStaging:
         if self._stream is not None:
             self._stream.synchronize()
         return copies
-
-
-def _cut(tensor: Tensor) -> Any:
-    """Returns the properties of a tensor that decide which of its pieces this rank may write."""
-    if not isinstance(tensor, Tensor):
-        return None  # refused, with a message, when it is saved
-    whole = (tensor.dtype, tuple(tensor.shape))
-    if isinstance(tensor, FlatRange):
-        return *whole, tuple(tensor.boxes)
-    if isinstance(tensor, DTensor):
-        return *whole, tensor.device_mesh, tensor.placements
-    return whole
 
 
 _GROUP_LIMIT = timedelta(hours=6)
@@ -179,7 +161,7 @@ class AsyncSaver:
         arguments = {
             "metadata": copy.deepcopy(dict(metadata)) if isinstance(metadata, Mapping) else metadata,
             "keep": keep,
-            "staging": self._staging,
+            "stage": self._staging.take,
             "process_group": self._group,
         }
         self._thread = threading.Thread(

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -105,8 +103,7 @@ def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 class FlatRange(Tensor):
     """A tensor with the whole model's shape and dtype. This rank has a run of its elements in one flat tensor.
 
-    Made for checkpoints: `save` writes it and `load` fills it in place. It implements torch's protocol for
-    checkpointable tensors (``torch.distributed._checkpointable``) and no arithmetic; compute with `held`.
+    Made for checkpoints: `save` writes it and `load` fills it in place. It has no arithmetic; compute with `held`.
     """
 
     held: Tensor
@@ -140,30 +137,6 @@ class FlatRange(Tensor):
             f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
             "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )
-
-    # torch's protocol: what to write, what to read, and where each box is in memory.
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.held)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # A tensor without elements has no boxes, but the planner has to know its name.
-        boxes = self.boxes if self.numel() else [((0,) * self.ndim, tuple(self.shape))]
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, piece in self.pieces():
-            if index.offset is None or tuple(index.offset) == offsets:
-                return piece
-        raise CheckpointError(f"{index.fqn} has no box at {index.offset} on this rank; its boxes are {self.boxes}")
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ models. Under any layout of our tensor, each rank reads only the rows that it ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..text import listed
 from .agreement import Ranks
 from .flat_range import held_boxes
 from .format.index import CheckpointIndex, Piece
-from .format.reader import IndexedReader
+from .format.reader import PieceReader
 from .safetensors_io import open_safetensors
 
 _PROBLEMS_SHOWN = 20
@@ -39,8 +40,10 @@ class Run:
     """Its first row in the foreign tensor."""
     transposed: bool = False
     """Our rows are the foreign tensor's columns."""
-    layer: int | None = None
-    """Index along the first dimension, if the foreign tensor is a stack of layers; else None."""
+    source_index: tuple[int, ...] = ()
+    """Indices along the first dimensions, if the foreign tensor is a stack, of layers or of experts."""
+    index: int | None = None
+    """Index along our first dimension, if our tensor is a stack of experts, whose rows these are; else None."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,16 @@ class Recipe:
 
 def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every foreign tensor that the recipes name, from the shapes of our whole tensors."""
-    rows: dict[tuple[str, int | None], int] = {}
+    rows: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for recipe in recipes:
         for run in recipe.runs:
-            key = run.source, run.layer
-            rows[key] = rows.get(key, 0) + run.count
-            rest = tuple(ours[recipe.name][1:])
-            shape = (*rest, rows[key]) if run.transposed else (rows[key], *rest)
-            if run.layer is not None:
-                layers = max(run.layer + 1, shapes[run.source][0] if run.source in shapes else 0)
-                shape = (layers, *shape)
-            shapes[run.source] = shape
+            count = rows[run.source] = max(rows.get(run.source, 0), run.source_start + run.count)
+            rest = tuple(ours[recipe.name][1 if run.index is None else 2 :])
+            stacked = tuple(place + 1 for place in run.source_index)
+            if run.source in shapes:
+                stacked = tuple(map(max, zip(stacked, shapes[run.source][: len(stacked)], strict=True)))
+            shapes[run.source] = (*stacked, *rest, count) if run.transposed else (*stacked, count, *rest)
     return shapes
 
 
@@ -77,7 +78,8 @@ def make_foreign(
     """Builds one foreign tensor from our whole tensors, the inverse of :func:`load_foreign`."""
     parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
     made = parts[0][1].new_empty(tuple(shape))
-    for run, whole in parts:
+    for run, stack in parts:
+        whole = stack if run.index is None else stack[run.index]
         box = _source_box(run, slice(0, run.count), [slice(0, size) for size in whole.shape[1:]])
         made[box].copy_(_transpose_if_columns(run, whole[run.start : run.start + run.count * run.step : run.step]))
     return made
@@ -135,7 +137,9 @@ def _check(
             problems.append(f"{name} is {list(entry.shape)} there, and the model takes {list(expected[name])}")
     for recipe in known:
         target = targets[recipe.name]
-        rows, num_foreign = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)
+        num_row_dims = 2 if any(run.index is not None for run in recipe.runs) else 1
+        rows = math.prod(target.shape[:num_row_dims]) if target.dim() else 0
+        num_foreign = sum(run.count for run in recipe.runs)
         if num_foreign != rows and (num_foreign > rows or not recipe.padded):
             problems.append(f"{recipe.name} has {rows} rows here, and {num_foreign} there")
         for name in sorted({run.source for run in recipe.runs} & index.tensors.keys()):
@@ -158,41 +162,45 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
     for offsets, held in held_boxes(target):
         if recipe.padded:
             held.zero_()
-        first, last = offsets[0], offsets[0] + held.shape[0]
-        rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], held.shape[1:], strict=True)]
-        for run in recipe.runs:
-            begin = max(0, -(-(first - run.start) // run.step))
-            end = min(run.count, -(-(last - run.start) // run.step))
-            if begin >= end or not held.numel():
-                continue
-            start = run.start + begin * run.step - first
-            rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
-            read = source.read(run.source, _source_box(run, slice(begin, end), rest))
-            rows.copy_(_transpose_if_columns(run, read))
+        for run in recipe.runs if held.numel() else ():
+            if run.index is None:
+                _fill_rows(held, offsets, run, source)
+            elif offsets[0] <= run.index < offsets[0] + held.shape[0]:
+                _fill_rows(held[run.index - offsets[0]], offsets[1:], run, source)
+
+
+def _fill_rows(held: torch.Tensor, offsets: Sequence[int], run: Run, source: BoxReader) -> None:
+    first, last = offsets[0], offsets[0] + held.shape[0]
+    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], held.shape[1:], strict=True)]
+    begin = max(0, -(-(first - run.start) // run.step))
+    end = min(run.count, -(-(last - run.start) // run.step))
+    if begin >= end:
+        return
+    start = run.start + begin * run.step - first
+    rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
+    read = source.read(run.source, _source_box(run, slice(begin, end), rest))
+    rows.copy_(_transpose_if_columns(run, read))
 
 
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
     """Returns the box of the foreign tensor with these rows of the run, and these elements of them."""
     own = slice(run.source_start + rows.start, run.source_start + rows.stop)
     box: list[slice | int] = [*rest, own] if run.transposed else [own, *rest]
-    return tuple(box if run.layer is None else [run.layer, *box])
+    return (*run.source_index, *box)
 
 
 def _transpose_if_columns(run: Run, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(0, -1) if run.transposed else tensor
 
 
-class BoxReader:
+class BoxReader(PieceReader):
     """Reads boxes of foreign tensors. A result may be a view of the file: do not write to it.
 
-    Caches the last piece that it unpacked, and keeps files open for the boxes that follow.
+    Keeps files open for the boxes that follow.
     """
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        self.index = index
-        self.reader = IndexedReader(folder, index)
-        # The piece that was unpacked last, and its tensor, which owns its memory. The next unpacked piece replaces it.
-        self.last: tuple[Piece, torch.Tensor] | None = None
+        super().__init__(folder, index)
         # Open safetensors files by name; tensors read from them may be views of their pages. `close_files` clears it.
         self.files: dict[str, Any] = {}
 
@@ -201,45 +209,21 @@ class BoxReader:
         self.files.clear()
 
     def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
-        entry = self.index.tensors[name]
-        ranges = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
-        overlapping = [piece for piece in entry.pieces if _meets(piece, ranges)]
-        whole = (
-            torch.empty([stop - start for start, stop in ranges], dtype=entry.dtype) if len(overlapping) > 1 else None
-        )
-        for piece in overlapping:
-            common = [
-                (max(start, offset), min(stop, offset + size))
-                for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
-            ]
-            inside = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(common, piece.offsets, strict=True))
-            part = self._piece(name, piece)[inside]
-            if whole is None:
-                whole = part
-            else:
-                whole[
-                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, ranges, strict=True))
-                ] = part
-        if whole is None:  # an index that has been checked covers every element
-            raise CheckpointError(f"{name} has no element in {ranges}")
-        return whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
+        bounds = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
+        offsets, sizes = [start for start, _ in bounds], [stop - start for start, stop in bounds]
+        overlaps = list(self.overlaps(name, offsets, sizes))
+        if len(overlaps) == 1:
+            whole = self.stored(name, overlaps[0][0])[overlaps[0][2]]
+        else:
+            whole = torch.empty(sizes, dtype=self.index.tensors[name].dtype)
+            for piece, inside, within in overlaps:
+                whole[inside] = self.stored(name, piece)[within]
+        values: torch.Tensor = whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
+        return values
 
-    def _piece(self, name: str, piece: Piece) -> Any:
-        """Returns an object that reads a part of a piece when it is indexed."""
-        if self.index.encoding == "safetensors":
-            if piece.file not in self.files:
-                self.files[piece.file] = open_safetensors(self.reader.folder / piece.file)
-            return self.files[piece.file].get_slice(name)
-        if self.index.encoding == "raw":
-            return self.reader.read_piece(name, piece)  # mapped: reads only the pages that are used
-        if self.last is None or self.last[0] is not piece:
-            self.last = None
-            self.last = piece, self.reader.read_piece(name, piece)
-        return self.last[1]
-
-
-def _meets(piece: Piece, ranges: list[tuple[int, int]]) -> bool:
-    return all(
-        start < offset + size and offset < stop
-        for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
-    )
+    def stored(self, name: str, piece: Piece) -> Any:
+        if self.index.encoding != "safetensors":
+            return super().stored(name, piece)
+        if piece.file not in self.files:
+            self.files[piece.file] = open_safetensors(self.folder / piece.file)
+        return self.files[piece.file].get_slice(name)

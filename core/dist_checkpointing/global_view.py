@@ -65,7 +65,8 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
     if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
         return value
     _check_piece(local.shape, mesh, placements, shape)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=_contiguous_stride(shape))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def global_shape(param: torch.Tensor) -> torch.Size:
@@ -185,13 +186,6 @@ def _refuse_pipeline() -> None:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(stride)
 
 
 class _MeshCache:

@@ -1,4 +1,4 @@
-"""Saves tensors from any layout and loads them into any other, on ``torch.distributed.checkpoint``.
+"""Saves tensors from any layout and loads them into any other.
 
 A state is a flat mapping from names to tensors: plain tensors, which every rank that gives the name holds whole, and
 DTensors, with a piece on each rank (:func:`global_view` makes them). The name and the shape of the whole
@@ -12,29 +12,23 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as torch_load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save_sharded
 
 from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
 from ..text import listed
-from .agreement import Ranks, error_text, joined_by_rank
+from .agreement import Ranks
 from .flat_range import FlatRange
 from .format import folders
 from .format.index import CheckpointIndex, json_problem
-from .format.reader import IndexedReader, read_index
+from .format.reader import PieceReader, read_index
 from .format.verification import damage, differing_tensors, verified_line
-from .format.writer import RawWriter, SpreadPlanner, Staging
+from .format.writer import RawWriter, Stage, offers
 from .global_view import is_piece
 from .model_state import ShardedStateDict
 
@@ -47,7 +41,7 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: folders.Retention | None = None,
-    staging: Staging | None = None,
+    stage: Stage | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint atomically: it is complete under its name, or not there at all.
@@ -64,7 +58,7 @@ def save(
         keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, each
             rank reads back and compares what it wrote. If `metadata` says ``"finite": False``, or ``"skipped_steps"``
             above 0, the newest checkpoint that does not say so stays too.
-        staging: memory for copies that are taken before this rank writes; `AsyncSaver` needs it.
+        stage: copies this rank's part before it is written; `AsyncSaver` needs it.
         process_group: the ranks that write together; None means the default group, or this process alone.
 
     Raises:
@@ -74,12 +68,11 @@ def save(
     state, metadata = sharded_state_dict, {} if metadata is None else metadata
     ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
-    writer = RawWriter(folder, metadata, keep, staging)
-    planner = SpreadPlanner(state)
+    writer, doing = RawWriter(folder, metadata, keep, stage), f"saving {folder}: "
     try:
-        _run_dcp(
-            torch_save_sharded, _detached(state), ranks, f"saving {folder}", storage_writer=writer, planner=planner
-        )
+        file, keys = ranks.decided_by_first(offers(state), writer.plan, doing)
+        pieces = ranks.on_all(lambda: writer.write(state, file, keys), doing)
+        ranks.decided_by_first(pieces, writer.finish, doing)
     except BaseException:
         writer.release(failed=True)
         raise
@@ -145,12 +138,8 @@ def load(
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     _refuse(f"{folder} is a checkpoint of another model or layout", problems)
     targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = IndexedReader(source, index)
-    _run_dcp(
-        torch_load_sharded, _detached(targets), ranks, f"loading {folder}", storage_reader=reader, planner=planner
-    )
-    line = _verify(_detached(targets), source, index, reader.resharded, verify, ranks)
+    resharded = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
+    line = _verify(targets, source, index, resharded, verify, ranks)
     if report is not None:
         report(line)
     for tensor, stand_in in casts.values():
@@ -203,28 +192,6 @@ def _verify(
 
 def _folder(directory: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would replace a link by its target
-
-
-def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: tensor.detach() for name, tensor in state.items()}
-
-
-def _run_dcp(run: Callable[..., Any], state: dict[str, Any], ranks: Ranks, what: str, **storage: Any) -> None:
-    """Runs torch's coordination, and raises the errors of every rank, which it wraps in a BaseException, as one."""
-    alone = ranks.size == 1 and ranks.group is None
-    try:
-        with warnings.catch_warnings() if alone else nullcontext():
-            if alone:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is allowed
-            run(state, process_group=ranks.group, no_dist=alone, **storage)
-    except CheckpointException as failure:
-        own = failure.failures.get(ranks.rank)
-        if own is not None and not isinstance(own[0], Exception):
-            raise own[0] from failure  # an interrupt stays an interrupt
-        messages: list[str | None] = [None] * ranks.size
-        for rank, (error, _) in failure.failures.items():
-            messages[rank] = error_text(error)
-        raise CheckpointError(f"{what}: {joined_by_rank(messages)}") from failure
 
 
 def _refuse(what: str, problems: list[str]) -> None:

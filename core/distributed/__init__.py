@@ -1,6 +1,6 @@
 """Data parallelism: one interface, several wrappers, and the numbers do not change between them."""
 
-from ..absent_names import absent_names
+from ..megatron_names import absent_names
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -23,9 +23,4 @@ __all__ = [
     "wrap_model",
 ]
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        "ParamAndGradBuffer": "it is in core.distributed.param_and_grad_buffer",
-    },
-)
+__getattr__ = absent_names(__name__)

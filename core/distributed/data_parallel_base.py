@@ -149,6 +149,11 @@ class _BaseDataParallel(nn.Module, ABC):
     def _set_gradient_sync(self, enabled: bool) -> None:
         self._syncs_gradients = enabled
 
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether a backward may communicate. False inside `no_sync`."""
+        return self._syncs_gradients
+
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
         """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``; the default is 1.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import GradSyncError, ParallelConfigError, warn_once
-from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import check_range
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -21,31 +21,7 @@ def shards_parameters(strategy: str) -> bool:
     return strategy == "optim_grads_params"
 
 
-_NO_FP8 = "parameters are gathered in fp32, fp16 or bf16"
-_FOREIGN = ForeignFields(
-    positional=("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
-    refused={
-        "fp8_param_gather": (False, _NO_FP8),
-        "fp4_param_gather": (False, _NO_FP8),
-        "reuse_grad_buf_for_mxfp8_param_ag": (False, _NO_FP8),
-        "use_megatron_fsdp": (False, "give a TorchFullyShardedDataParallelConfig"),
-        "use_custom_fsdp": (False, "give a TorchFullyShardedDataParallelConfig"),
-        "outer_dp_sharding_strategy": ("no_shard", "use num_distributed_optimizer_instances"),
-    },
-    ignored={
-        "align_param_gather": False,
-        "gradient_reduce_div_fusion": True,
-        "suggested_communication_unit_size": None,
-        "keep_fp8_transpose_cache": False,
-        "nccl_ub": False,
-        "disable_symmetric_registration": False,
-        "delay_wgrad_compute": False,
-    },
-    inert_prefixes=("fsdp_", "megatron_fsdp_"),
-)
-
-
-@takes_foreign_fields(_FOREIGN)
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig:
     """Settings of a data-parallel wrapper; field names are Megatron-LM's.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..dtypes import Dtype, as_dtype
 from ..errors import ParallelConfigError
-from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
@@ -29,7 +29,7 @@ Reshard = bool | int
 """False: parameters stay gathered. True: back to this rank's shard. A number: to shards over that many ranks."""
 
 
-@takes_foreign_fields(ForeignFields())
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """Settings of :class:`FullyShardedDataParallel`, and those that it has in common with FSDP2.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 
 
-@takes_foreign_fields(ForeignFields())
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper.

@@ -12,7 +12,7 @@ from ..distributed import _BaseDataParallel
 from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
 from ..distributed.parameter_owner import owner_of
 from ..errors import ConfigError, OptimizerError
-from ..foreign_arguments import refuse
+from ..megatron_names import refuse
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges

@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import ConfigError
-from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import check_choices, check_range
 
 OPTIMIZERS = ("adam", "sgd")
 
 
-_IN_FP32 = "masters and moments are kept in fp32"
-_BY_CONDITION = "give get_megatron_optimizer scale_lr_cond and lr_mult"
-_FOREIGN = ForeignFields(
-    refused={
-        "decoupled_lr": (None, _BY_CONDITION),
-        "decoupled_min_lr": (None, _BY_CONDITION),
-        "apply_wd_to_qk_layernorm": (False, "give get_megatron_optimizer no_weight_decay_cond"),
-        "decoupled_weight_decay": (True, "adam's weight decay is decoupled"),
-        "use_precision_aware_optimizer": (False, _IN_FP32),
-        "main_grads_dtype": (torch.float32, _IN_FP32),
-        "main_params_dtype": (torch.float32, _IN_FP32),
-        "exp_avg_dtype": (torch.float32, _IN_FP32),
-        "exp_avg_sq_dtype": (torch.float32, _IN_FP32),
-        "use_layer_wise_distributed_optimizer": (False, "set use_distributed_optimizer in the wrapper's config"),
-        "optimizer_cpu_offload": (False, "use TorchFullyShardedDataParallelConfig(cpu_offload=True)"),
-        "grad_norm_skip_threshold": (math.inf, "clip by clip_grad"),
-        "fp8_recipe": (None, "set bf16 or fp16"),
-    },
-    ignored={
-        "params_dtype": torch.float32,
-        "store_param_remainders": True,
-        "overlap_param_gather": False,
-        "overlap_param_gather_with_optimizer_step": False,
-        "reuse_grad_buf_for_mxfp8_param_ag": False,
-        "optimizer_offload_fraction": 0.0,
-        "use_torch_optimizer_for_cpu_offload": False,
-        "overlap_cpu_optimizer_d2h_h2d": False,
-        "pin_cpu_grads": True,
-        "pin_cpu_params": True,
-        "barrier_with_L1_time": False,
-        "config_logger_dir": "",
-        "optimizer_cuda_graph": False,
-    },
-    accepted={"timers": None},
-    inert_prefixes=("muon_", "lion_", "soap_", "adaptive_muon_"),
-)
-
-
-@takes_foreign_fields(_FOREIGN)
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Settings of :func:`~core.optimizer.get_megatron_optimizer`, with Megatron-LM's field names and defaults.

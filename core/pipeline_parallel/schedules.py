@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from .. import parallel_state
-from ..absent_names import absent_names
 from ..distributed import _BaseDataParallel
 from ..errors import ConfigError, ParallelConfigError
-from ..foreign_arguments import refuse
+from ..megatron_names import absent_names, checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection
 from ..utils import get_model_config
 
@@ -21,6 +20,7 @@ ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
 """Takes the data iterator and the model; returns the model's output, and a function from output to loss."""
 
 
+@checks_arguments
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """Returns :func:`forward_backward_no_pipelining`, the schedule of one pipeline stage.
 
@@ -32,9 +32,7 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
         ParallelConfigError: there are several stages.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size() if pp_size is None else pp_size
-    caller = "get_forward_backward_func"
-    refuse(caller, pp_size=(stages, 1, "models here have one pipeline stage"))
-    refuse(caller, vp_size=(vp_size, None, "a rank holds one pipeline stage"))
+    refuse("get_forward_backward_func", pp_size=(stages, 1, "models here have one pipeline stage"))
     return forward_backward_no_pipelining
 
 
@@ -140,13 +138,4 @@ def _single(name: str, value: Any) -> Any:
     return value
 
 
-_ONE_STAGE = "models here have one pipeline stage; get_forward_backward_func"
-
-__getattr__ = absent_names(
-    __name__,
-    {
-        "forward_backward_pipelining_with_interleaving": _ONE_STAGE,
-        "forward_backward_pipelining_without_interleaving": _ONE_STAGE,
-        "get_tensor_shapes": _ONE_STAGE,
-    },
-)
+__getattr__ = absent_names(__name__)

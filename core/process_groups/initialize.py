@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .._torch_compat import forget_sharding_decisions
 from ..errors import ParallelConfigError, ParallelStateError
-from ..foreign_arguments import ignore, refuse
+from ..megatron_names import ignore, refuse
 from . import current
 from .make_groups import ParallelSizes, make_parallel_groups
 

@@ -1,7 +1,7 @@
 """Splits matrices over tensor-parallel ranks: layers, mappings between regions, loss, random streams, initial
 values."""
 
-from ..absent_names import absent_names
+from ..megatron_names import absent_names
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
 from .initialization import (
@@ -58,29 +58,4 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        **dict.fromkeys(
-            [
-                *("set_tensor_model_parallel_attributes", "copy_tensor_model_parallel_attributes"),
-                "set_defaults_if_not_set_tensor_model_parallel_attributes",
-            ],
-            "set tensor_model_parallel, partition_dim and partition_stride on the parameter",
-        ),
-        "param_is_not_tensor_parallel_duplicate": "core.optimizer computes the norm, and counts each element once",
-        "split_tensor_along_last_dim": "use torch.split",
-        "split_tensor_into_1d_equal_chunks": "models here have one pipeline stage; use torch.chunk",
-        "gather_split_1d_tensor": "models here have one pipeline stage; use torch.distributed.all_gather_single",
-        "utils": "use torch.split, and core.tensor_parallel.vocab for the ids of a rank",
-        "linear_with_grad_accumulation_and_async_allreduce": "use ColumnParallelLinear, whose backward overlaps both",
-        "CheckpointWithoutOutput": "use checkpoint",
-        "convert_cuda_rng_state": "use get_rng_tracker().get_states()",
-        "get_expert_parallel_rng_tracker_name": "experts draw no random numbers",
-        "get_data_parallel_rng_tracker_name": "replicas share the default stream; use torch's",
-        "is_graph_safe_cuda_rng_tracker": "there is one kind of tracker; get_rng_tracker()",
-        "all_to_all": "use torch.distributed.all_to_all_single",
-        "all_gather_last_dim_from_tensor_parallel_region": "use gather_from_tensor_model_parallel_region",
-        "reduce_scatter_last_dim_to_tensor_parallel_region": "use reduce_scatter_to_sequence_parallel_region",
-    },
-)
+__getattr__ = absent_names(__name__)

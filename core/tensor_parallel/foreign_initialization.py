@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,16 +32,20 @@ _OVERWRITING = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "ex
 
 
 @dataclass
-class ForeignModule:
-    """A module without `initializers`, and its tensors to fill."""
+class ModuleToFill:
+    """A module, and its own tensors to fill."""
 
     name: str
     """The module's name in the model that owns the seed, with a dot at the end."""
     module: nn.Module
+    seed: int
+    """The seed of the model that owns it."""
     hook: Callable[..., Any] | None
     """`_init_weights(module)` of the nearest enclosing module that has one, as in Hugging Face's models."""
-    targets: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The module's own parameters and buffers to fill, by local name."""
+    targets: dict[str, torch.Tensor]
+    """The module's own parameters and buffers to fill, by local name. A shared one belongs to its first module."""
+    fills_all_below: bool
+    """Whether all parameters of the module and its submodules are to be filled, and there are some."""
 
     def resets(self) -> list[Callable[[], Any]]:
         """Returns the functions that fill the module's tensors, in the order of construction."""
@@ -61,7 +65,7 @@ def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
     return hook if len(required) == 1 and required[0].kind is not inspect.Parameter.VAR_KEYWORD else None
 
 
-def reset(foreign: ForeignModule, seed: int) -> None:
+def reset(foreign: ModuleToFill, seed: int) -> None:
     """Runs a module's own initialisation and copies this rank's parts of the tensors that it filled.
 
     Leaves other tensors to the enclosing module. Tensors of submodules that it writes are written too: each is made
@@ -81,7 +85,7 @@ def reset(foreign: ForeignModule, seed: int) -> None:
         copy_partition(value.detach(), target, resolve_group(None))
 
 
-def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: int) -> dict[str, torch.Tensor]:
+def _filled_by(foreign: ModuleToFill, resets: list[Callable[[], Any]], seed: int) -> dict[str, torch.Tensor]:
     with _whole_tensors(foreign) as blank, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
         marks = {name: (tensor, tensor._version, _bytes_of(tensor).clone()) for name, tensor in blank.items()}
@@ -98,7 +102,7 @@ def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: in
 
 
 @contextmanager
-def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor]]:
+def _whole_tensors(foreign: ModuleToFill) -> Iterator[Mapping[str, torch.Tensor]]:
     """Gives the module whole, blank tensors on the CPU inside the block, and yields those to fill."""
     module = foreign.module
     parameters, buffers = dict(module._parameters), dict(module._buffers)
@@ -146,7 +150,7 @@ class _WritesWhole(TorchDispatchMode):
     DTensor itself would draw the wrong values for a rank's part.
     """
 
-    def __init__(self, foreign: ForeignModule) -> None:
+    def __init__(self, foreign: ModuleToFill) -> None:
         super().__init__()
         self._name = foreign.name or "the model"
         # Parameters of submodules that are kept as a range, by the address of their memory: one element until they are

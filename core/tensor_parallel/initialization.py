@@ -22,7 +22,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..local_parts import local_part
 from ..model_parallel_config import ModelParallelConfig
-from .foreign_initialization import ForeignModule, init_weights_hook, reset
+from .foreign_initialization import ModuleToFill, init_weights_hook, reset
 from .groups import Group, resolve_group
 from .partition import copy_partition, whole_shape
 
@@ -196,13 +195,12 @@ def initialize_parameters(
     targets = {id(tensor) for tensor in (module.parameters() if only is None else only)}
     places = _places(module, seed, prefix, targets)
     versions = [_version(tensor) for _, _, tensor in _tensors(places)]
-    foreign: list[tuple[ForeignModule, int]] = []
+    foreign: list[ModuleToFill] = []
     for place in places:
         initializers = getattr(place.module, "initializers", None)
         if initializers is None:
             if place.targets or place.fills_all_below:
-                unit = ForeignModule(place.prefix, place.module, place.hook, place.targets)
-                foreign.append((unit, _seed_of(place.seed, place.prefix)))
+                foreign.append(place)
             continue
         if isinstance(place.module, ParameterOwner):
             place.module.restore_parameter_marks()
@@ -211,30 +209,18 @@ def initialize_parameters(
         for name, parameter in place.targets.items():
             if name in initializers:
                 dtype = dtypes.get(name, torch.float32)
-                _fill(parameter, initializers[name], _seed_of(place.seed, place.prefix + name), group, dtype)
-    for unit, unit_seed in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
-        reset(unit, unit_seed)
+                _fill(parameter, initializers[name], _seed_of(place.seed, place.name + name), group, dtype)
+    for place in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
+        reset(place, _seed_of(place.seed, place.name))
     for (place, name, tensor), version in zip(_tensors(places), versions, strict=True):
         if _version(tensor) == version:
             raise ConfigError(_nothing_fills(place, name))
 
 
-@dataclass
-class _Place:
-    """A module, the prefix of its names, and its own tensors to fill."""
-
-    module: nn.Module
-    prefix: str
-    seed: int
-    hook: Callable[..., Any] | None
-    targets: dict[str, torch.Tensor]
-    fills_all_below: bool
-
-
-def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[_Place]:
+def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[ModuleToFill]:
     """Returns every module before its submodules. A shared tensor belongs to the first module that holds it."""
-    places: list[_Place] = []
-    by_path: dict[str, _Place] = {}
+    places: list[ModuleToFill] = []
+    by_path: dict[str, ModuleToFill] = {}
     placed: set[int] = set()
     for path, module in root.named_modules():
         around = by_path.get(path.rpartition(".")[0])
@@ -245,7 +231,7 @@ def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[
             where, seed_here = "", own_seed
         else:
             part = path.rpartition(".")[2]
-            where, seed_here = around.prefix + ("" if part in _WRAPPER_PARTS else f"{part}."), around.seed
+            where, seed_here = around.name + ("" if part in _WRAPPER_PARTS else f"{part}."), around.seed
         tensors = {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
         mine = {name: t for name, t in tensors.items() if id(t) in targets and id(t) not in placed}
         placed.update(map(id, mine.values()))
@@ -256,20 +242,15 @@ def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[
                     "call to_empty(device=...) on the model before initialize_parameters()"
                 )
         below = [*module.parameters()]
-        place = _Place(
-            module,
-            where,
-            seed_here,
-            init_weights_hook(module) or (around.hook if around else None),
-            mine,
-            bool(below) and all(id(parameter) in targets for parameter in below),
-        )
+        hook = init_weights_hook(module) or (around.hook if around else None)
+        fills_all = bool(below) and all(id(parameter) in targets for parameter in below)
+        place = ModuleToFill(where, module, seed_here, hook, mine, fills_all)
         places.append(place)
         by_path[path] = place
     return places
 
 
-def _tensors(places: list[_Place]) -> list[tuple[_Place, str, torch.Tensor]]:
+def _tensors(places: list[ModuleToFill]) -> list[tuple[ModuleToFill, str, torch.Tensor]]:
     return [(place, name, tensor) for place in places for name, tensor in place.targets.items()]
 
 
@@ -278,16 +259,16 @@ def _version(tensor: torch.Tensor) -> int:
     return tensor._version + local_part(tensor)._version
 
 
-def _nothing_fills(place: _Place, name: str) -> str:
+def _nothing_fills(place: ModuleToFill, name: str) -> str:
     kind = type(place.module).__name__
     if name in place.module._buffers:
         return (
-            f"buffers on the meta device cannot be filled: nothing says how to fill {place.prefix}{name!r} of {kind}; "
+            f"buffers on the meta device cannot be filled: nothing says how to fill {place.name}{name!r} of {kind}; "
             "build it on a device (register_buffer under torch.device('cpu')), or let the module's reset_parameters() "
             "fill it"
         )
     return (
-        f"nothing says how to initialise parameter {place.prefix}{name} of {kind}; put a function that fills it into "
+        f"nothing says how to initialise parameter {place.name}{name} of {kind}; put a function that fills it into "
         f"its `initializers[{name!r}]`, or give the module reset_parameters()"
     )
 
@@ -306,16 +287,13 @@ def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: G
 
 def call_initializer(initializer: Initializer, tensor: torch.Tensor, seed: int) -> None:
     """Fills a tensor on the CPU in place from a seed; torch's default generator is restored."""
-    if _takes_generator(initializer):
+    try:
+        takes_generator = "generator" in inspect.signature(initializer).parameters
+    except (TypeError, ValueError):  # built-in, without a signature
+        takes_generator = False
+    if takes_generator:
         initializer(tensor, generator=torch.Generator(device="cpu").manual_seed(seed))
     else:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
             initializer(tensor)
-
-
-def _takes_generator(initializer: Initializer) -> bool:
-    try:
-        return "generator" in inspect.signature(initializer).parameters
-    except (TypeError, ValueError):  # built-in, without a signature
-        return False

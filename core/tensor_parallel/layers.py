@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ParallelConfigError
-from ..foreign_arguments import ignore, refuse
+from ..megatron_names import checks_arguments
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
 from .groups import Group, check_degree, group_size, per_rank
@@ -57,6 +57,7 @@ class ColumnParallelLinear(ParameterOwner):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
+    @checks_arguments
     def __init__(
         self,
         input_size: int,
@@ -78,14 +79,6 @@ class ColumnParallelLinear(ParameterOwner):
         tp_group: Group = None,
         name: str | None = None,
     ) -> None:
-        caller = "ColumnParallelLinear"
-        _check_foreign(caller, stride, is_expert, keep_master_weight_for_test, tp_comm_buffer_name)
-        refuse(
-            caller,
-            embedding_activation_buffer=(embedding_activation_buffer, None, _NO_DEFERRED_GRADIENTS),
-            grad_output_buffer=(grad_output_buffer, None, _NO_DEFERRED_GRADIENTS),
-            disable_grad_reduce=(disable_grad_reduce, False, "the input's gradient is summed over the group"),
-        )
         super().__init__(tp_group)
         check_degree(config, self.tp_group)
         self.config = config
@@ -166,6 +159,7 @@ class RowParallelLinear(ParameterOwner):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @checks_arguments
     def __init__(
         self,
         input_size: int,
@@ -183,7 +177,6 @@ class RowParallelLinear(ParameterOwner):
         tp_group: Group = None,
         name: str | None = None,
     ) -> None:
-        _check_foreign("RowParallelLinear", stride, is_expert, keep_master_weight_for_test, tp_comm_buffer_name)
         super().__init__(tp_group)
         check_degree(config, self.tp_group)
         self.config = config
@@ -225,21 +218,6 @@ class RowParallelLinear(ParameterOwner):
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
-
-
-_NO_DEFERRED_GRADIENTS = "the gradient of a weight is computed in its backward"
-
-
-def _check_foreign(
-    caller: str, stride: int, is_expert: bool, keep_master_weight_for_test: bool, tp_comm_buffer_name: str | None
-) -> None:
-    refuse(
-        caller,
-        stride=(stride, 1, "each rank has consecutive rows or columns"),
-        is_expert=(is_expert, False, "the matrices of experts are one GroupedLinear"),
-        keep_master_weight_for_test=(keep_master_weight_for_test, False, "gather the weight instead"),
-    )
-    ignore(caller, "it names a buffer of communication", tp_comm_buffer_name=(tp_comm_buffer_name, None))
 
 
 def _zeros(tensor: torch.Tensor) -> None:

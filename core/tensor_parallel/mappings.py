@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.collectives import all_reduce_by_backend
-from ..foreign_arguments import ignore, refuse
+from ..megatron_names import ignore, refuse
 from .groups import Group, group_size, resolve_group
 from .partition import gather_first_dim, rank_slice, reduce_scatter_first_dim
 

@@ -37,7 +37,7 @@ from .. import device, parallel_state
 from ..device import device_type
 from ..dist_checkpointing.format.content_hash import splitmix64
 from ..errors import ConfigError, ParallelStateError
-from ..foreign_arguments import ignore
+from ..megatron_names import checks_arguments, ignore
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"
@@ -117,22 +117,12 @@ def get_rng_tracker() -> RNGStatesTracker:
     return _tracker
 
 
+@checks_arguments
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> RNGStatesTracker:
     """Calls :func:`get_rng_tracker`, under Megatron-LM's name. Ignores other kinds of trackers with a warning."""
-    _ignore_other_trackers("get_cuda_rng_tracker", use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     return _tracker
-
-
-def _ignore_other_trackers(caller: str, use_te: bool, inference: bool, use_cudagraphable: bool) -> None:
-    ignore(
-        caller,
-        "there is one kind of tracker, and its streams are the same",
-        use_te_rng_tracker=(use_te, False),
-        inference_rng_tracker=(inference, False),
-        use_cudagraphable_rng=(use_cudagraphable, False),
-    )
 
 
 def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
@@ -157,6 +147,7 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
         _tracker.add(CONTEXT_PARALLEL_RNG, own + _CONTEXT_PARALLEL_OFFSET)
 
 
+@checks_arguments
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,
@@ -175,9 +166,6 @@ def model_parallel_cuda_manual_seed(
         ep_rank, etp_rank: ignored, as experts draw no numbers of their own.
         force_reset_rng: ignored: streams are always reset.
     """
-    caller = "model_parallel_cuda_manual_seed"
-    _ignore_other_trackers(caller, te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    ignore(caller, "there is no stream of experts", ep_rank=(ep_rank, None), etp_rank=(etp_rank, None))
     model_parallel_manual_seed(seed, tp_rank=tp_rank)
 
 

@@ -4,8 +4,8 @@
     initialize          process group, parallel groups and seeds
     data                corpus, tokenizer, loaders, and batches on their way to the device
     train_step          one optimizer step, and one validation
-    state               everything that changes with a step
-    checkpointing       saves and loads the state of a run; run_metadata checks what a checkpoint says about its run
+    state               everything that changes with a step; checks what a checkpoint says about its run
+    checkpointing       saves and loads the state of a run
     pretrained          weights only
     loop                the steps of a run, with StopRequest (launch.signals)
     run_log, log_file   write the log of a run

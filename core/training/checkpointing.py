@@ -43,8 +43,7 @@ from ..errors import CheckpointError, ShardstackError
 from ..files import brief
 from ..tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
 from .config import PretrainConfig
-from .run_metadata import check_is_run, check_same_model, rank_layout, warn_of_another_order
-from .state import TrainingState
+from .state import TrainingState, check_is_run, check_same_model, rank_layout, warn_of_another_order
 
 TOKENIZER_FILE = "tokenizer.json"
 _RNG_NAMES = "rng."

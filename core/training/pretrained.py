@@ -6,30 +6,22 @@ Each rank reads only its part of each tensor, under any wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ..datasets.tokenizer import Tokenizer, load_tokenizer
-from ..device import current_device
 from ..dist_checkpointing import load, load_metadata
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.format.folders import existing_folder
-from ..dist_checkpointing.format.reader import read_index
 from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import CheckpointError, DataError
-from ..files import brief
+from ..errors import CheckpointError
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS, base_state_dict, gpt_of
 from ..models.gpt.hugging_face import load_hugging_face, read_hf_config
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
-from ..transformer.lora import add_lora, is_adapter, merge_lora
-from .checkpointing import TOKENIZER_FILE, find_checkpoint, load_weights
-from .config import PretrainConfig
-from .run_metadata import check_is_run
-from .state import TrainingState
+from ..transformer.lora import is_adapter
+from .checkpointing import find_checkpoint
+from .state import TrainingState, check_is_run
 
 NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
@@ -105,69 +97,3 @@ def is_hugging_face(folder: Path) -> bool:
         return "model_type" in read_hf_config(folder)
     except CheckpointError:
         return False
-
-
-def load_run_model(
-    checkpoint: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
-) -> tuple[PretrainConfig, GPTModel]:
-    """Loads a checkpoint's model, whole in this process, and its run's settings.
-
-    LoRA adapters are merged into the weights.
-
-    Args:
-        verify, report: as in :func:`core.dist_checkpointing.load`.
-    """
-    metadata = load_metadata(checkpoint)
-    check_is_run(metadata, checkpoint)
-    config = PretrainConfig.from_json(metadata["config"])
-    alone = replace(
-        config.model,
-        tensor_model_parallel_size=1,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        perform_initialization=False,  # the checkpoint fills every parameter
-    )
-
-    def build() -> GPTModel:
-        model = GPTModel(
-            alone,
-            vocab_size=metadata["vocab_size"],
-            max_sequence_length=config.max_sequence_length,
-            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-            position_embedding_type=config.gpt.position_embedding_type,
-        )
-        add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
-        return model
-
-    _check_description(checkpoint, config, build)
-    model = build()
-    load_weights(model, checkpoint, verify=verify, report=report)
-    merge_lora(model)
-    if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
-        model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)
-    return config, model.to(current_device())
-
-
-def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable[[], GPTModel]) -> None:
-    """Refuses a checkpoint whose settings describe another model than its tensors, before allocating that model."""
-    stored = read_index(existing_folder(checkpoint)).tensors
-    try:
-        fits = config.model.num_layers <= len(stored)
-        with torch.device("meta"):
-            shapes = {f"model.{name}": tuple(t.shape) for name, t in build().state_dict().items()} if fits else {}
-    except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, MemoryError) as error:
-        raise CheckpointError(f"{checkpoint}: no model can be made of its settings ({brief(str(error))})") from None
-    differing = [name for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
-    if not fits or differing or not shapes.keys() & stored.keys():
-        which = f": {brief(differing[0])}, for one," if differing else ""
-        raise CheckpointError(
-            f"{checkpoint}: its settings are those of another model than it holds{which}; load another"
-        )
-
-
-def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
-    """Loads the tokenizer that the run saved next to its checkpoints."""
-    path = checkpoint.parent / TOKENIZER_FILE
-    if not path.exists():
-        raise DataError(f"{path} does not exist: the run had no tokenizer; put the corpus's tokenizer.json there")
-    return load_tokenizer(path)

@@ -1,13 +1,21 @@
-"""The state of a run: everything that changes with an iteration, and that a checkpoint has to store."""
+"""The state of a run: everything that changes with an iteration, and the checks of a checkpoint that continues it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from .. import parallel_state
 from ..distributed import _BaseDataParallel
+from ..errors import CheckpointError
+from ..models.gpt.architecture import TRANSFORMER_FIELDS
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+from ..transformer.moe_config import OPTIONS_OF_FUNCTION
 from .config import PretrainConfig
 
 
@@ -60,3 +68,109 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
         wsd_decay_steps=settings.lr_wsd_decay_iters,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )
+
+
+_METADATA: dict[str, type] = {
+    "iteration": int,
+    "consumed_samples": int,
+    "vocab_size": int,
+    "config": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "model_tensors": list,
+    "rng_layout": list,
+    "layout": dict,
+}
+_RNG_BYTES = 1 << 24
+"""Limit of the bytes of a rank's random streams, which are about 20,000."""
+MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
+    "model": (*TRANSFORMER_FIELDS, "num_moe_experts", *OPTIONS_OF_FUNCTION),
+    "gpt": (
+        *("position_embedding_type", "untie_embeddings_and_output_weights"),
+        *("lora_rank", "lora_alpha", "lora_targets"),
+    ),
+}
+
+
+def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a checkpoint that :func:`save_checkpoint` did not write, or whose metadata it could not have written."""
+    missing = _METADATA.keys() - metadata.keys()
+    if missing:
+        raise CheckpointError(
+            f"{folder}: not the checkpoint of a pretraining run, its metadata has no {', '.join(sorted(missing))}"
+        )
+    odd = sorted(name for name, kind in _METADATA.items() if not isinstance(metadata[name], kind))
+    odd += [name for name in ("iteration", "consumed_samples") if name not in odd and metadata[name] < 0]
+    if "config" not in odd:
+        sections = ("model", "gpt", "ddp", "optimizer")
+        odd += [f"config.{name}" for name in sections if not isinstance(metadata["config"].get(name), dict)]
+    if "model_tensors" not in odd and not all(isinstance(name, str) for name in metadata["model_tensors"]):
+        odd.append("model_tensors")
+    if "layout" not in odd and not _is_small(metadata["layout"].get("ranks")):
+        odd.append("layout")
+    if "rng_layout" not in odd and not all(
+        isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_small(entry[1])
+        for entry in metadata["rng_layout"]
+    ):
+        odd.append("rng_layout")
+    if "rng_layout" not in odd and sum(size for _, size in metadata["rng_layout"]) > _RNG_BYTES:
+        odd.append("rng_layout")
+    if odd:
+        raise CheckpointError(
+            f"{folder}: the metadata holds what no pretraining run writes, under {', '.join(odd)}; load another one"
+        )
+
+
+def _is_small(value: Any) -> bool:
+    """Returns whether a value is a plausible number of ranks, or of bytes of a generator's state."""
+    return type(value) is int and 0 < value < 1 << 20
+
+
+def check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: PretrainConfig, folder: Path) -> None:
+    """Raises CheckpointError, with all differences, if a checkpoint is of another model than `state`."""
+    theirs = metadata["config"]
+    ours = config.to_json()
+    without = OPTIONS_OF_FUNCTION if ours["model"]["num_moe_experts"] is None else ()
+    differing = [
+        f"{name} {theirs[section].get(name)!r} there and {ours[section][name]!r} here"
+        for section, names in MODEL_FIELDS.items()
+        for name in names
+        if name not in without and theirs[section].get(name) != ours[section][name]
+    ]
+    if metadata["vocab_size"] != state.vocab_size:
+        differing.append(f"vocab_size {metadata['vocab_size']} there and {state.vocab_size} here")
+    if theirs["optimizer"].get("optimizer") != ours["optimizer"]["optimizer"]:
+        differing.append(
+            f"optimizer {theirs['optimizer'].get('optimizer')} there and {config.optimizer.optimizer} here"
+        )
+    if differing:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: {', '.join(differing)}; give the flags of that run, or load "
+            "a checkpoint of this model"
+        )
+
+
+def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> None:
+    """Warns if samples come in another order than in the checkpoint's run.
+
+    A run may continue with other data, or for longer, on purpose; but samples then repeat.
+    """
+    ours = state.sample_order
+    same = all(theirs.get(name) == ours.get(name) for name in ("order", "corpus", "seq_length"))
+    changed = [name for name in ours if name != "order" and theirs.get(name) != ours[name]]
+    if theirs and not same and changed:
+        changes = ", ".join(f"{name} {theirs.get(name)} -> {ours[name]}" for name in changed)
+        warnings.warn(
+            f"the order of samples differs from the checkpoint's ({changes}): training goes on at sample "
+            f"{state.consumed_samples} of the new order, so that some samples repeat and others are skipped",
+            stacklevel=3,
+        )
+
+
+def rank_layout() -> dict[str, int]:
+    """Returns the number of ranks and the degrees of model parallelism."""
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }

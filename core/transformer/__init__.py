@@ -1,6 +1,6 @@
 """Pre-norm transformer layers with tensor and sequence parallelism, named as in Megatron-LM's local layer spec."""
 
-from ..absent_names import absent_names
+from ..megatron_names import absent_names
 from .context_parallel import own_chunks, own_positions
 from .module import Float16Module, MegatronModule, materialize
 from .spec_utils import ModuleSpec, build_module
@@ -23,17 +23,5 @@ __all__ = [
     "own_positions",
 ]
 
-_ATTENTION = "layers here have multi-head or grouped-query attention; TransformerConfig"
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        "MLATransformerConfig": _ATTENTION,
-        "multi_latent_attention": _ATTENTION,
-        "experimental_attention_variant": _ATTENTION,
-        "multi_token_prediction": "models here predict the next token alone",
-        "cuda_graphs": "no step is captured in a graph",
-        "custom_layers": "Transformer Engine is not used; core.transformer's layers",
-        "heterogeneous": "all layers have one config; give TransformerBlockSubmodules layer_specs that differ",
-    },
-)
+__getattr__ = absent_names(__name__)

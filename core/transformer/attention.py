@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..foreign_arguments import ignore
+from ..megatron_names import checks_arguments
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_rank, group_size, resolve_group
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -82,6 +82,7 @@ class SelfAttention(MegatronModule):
         ParallelConfigError: another mask or other groups are given.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -96,7 +97,6 @@ class SelfAttention(MegatronModule):
         config.check_sizes_given("num_layers", "hidden_size", "num_attention_heads")
         check_mask_type("SelfAttention", attn_mask_type)
         check_same_groups("SelfAttention", pg_collection, ("tp", "cp"))
-        ignore("SelfAttention", "it is how parts of a sequence meet", cp_comm_type=(cp_comm_type, None))
         submodules = submodules or SelfAttentionSubmodules()
         super().__init__(config)
         self.layer_number = layer_number

@@ -1,11 +1,11 @@
 """Chooses the kernel of whole causal attention, once for each device, dtype and shape of heads.
 
-`attention_backend` of the config has Megatron-LM's values. "auto" sets the order in which torch tries its kernels, the
-fastest of the device first, and leaves what a call cannot use to torch; another value names one kernel, for every
-call, and is an error where it cannot run. Attention within packed documents and over context-parallel ranks needs
-kernels that return the log-sum-exp of the scores, forward and backward, which are flash's in half precision. With it
-the attentions of one query to two sets of keys combine into the attention to both (:func:`combine`), and the backward
-of each set needs only the combined output and log-sum-exp (Dao et al., 2022; Liu et al., 2023).
+`attention_backend` of the config has Megatron-LM's values. "auto" leaves the choice to torch, which tries the fastest
+kernel of the device first. Another value names one kernel, for every call, and is an error where it cannot run.
+Attention within packed documents and over context-parallel ranks needs kernels that return the log-sum-exp of the
+scores, forward and backward, which are flash's in half precision. With it the attentions of one query to two sets of
+keys combine into the attention to both (:func:`combine`), and the backward of each set needs only the combined output
+and log-sum-exp (Dao et al., 2022; Liu et al., 2023).
 
 Only this file chooses among torch's kernels. All tensors are `[b, n, s, d]` with any strides and a contiguous last
 dim; keys and values may have fewer heads than queries, each shared by consecutive ones.
@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from typing import Any, Literal
 
@@ -31,9 +28,9 @@ from torch.backends.cuda import (
     can_use_efficient_attention,
     can_use_flash_attention,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from .._torch_compat import called_while_compiled, set_attention_order
+from .._torch_compat import called_while_compiled
 from ..dtypes import LOW_PRECISION, dtype_name
 from ..errors import warn_once
 
@@ -94,7 +91,7 @@ def attend(
         )
         output, logsumexp, random = results[0], results[1], (results[6], results[7])
     else:
-        key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
+        key, value = (expand_groups(tensor, query.shape[1]) for tensor in (key, value))
         output, logsumexp, *random = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, dropout, causal, scale=scale
         )
@@ -137,7 +134,7 @@ def attend_backward(
             scale=scale,
         )
     else:
-        key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
+        key, value = (expand_groups(tensor, query.shape[1]) for tensor in (key, value))
         padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
         grads_of_kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, query, key, value, None, output, padded, *random),
@@ -177,14 +174,14 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _expanded(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def expand_groups(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeats `[b, groups, s, d]` to `[b, heads, s, d]`."""
     groups = tensor.shape[1]
     return tensor if groups == heads else tensor.repeat_interleave(heads // groups, dim=1)
 
 
 def _summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
-    """Sums a gradient over the heads that `_expanded` repeated."""
+    """Sums a gradient over the heads that `expand_groups` repeated."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
 
@@ -192,31 +189,24 @@ AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 """Megatron-LM's names of kernels: torch's choice, torch's flash kernel, cuDNN's kernel, and, under two names, separate
 products and softmax."""
 
-_KERNELS = {
+KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "fused": SDPBackend.CUDNN_ATTENTION,
     "unfused": SDPBackend.MATH,
     "local": SDPBackend.MATH,
 }
 _CAN_USE = {
-    SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
     SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
     SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
+    SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
 }
 _NAMES = {
-    SDPBackend.CUDNN_ATTENTION: "cuDNN's",
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's",
 }
-_LEAST_CUDNN = 91500
-"""The version from which torch itself prefers cuDNN's kernel."""
 
 _log = logging.getLogger(__name__)
-
-
-def backend_name(value: Any) -> Any:
-    """Returns the name of a member of Megatron-LM's enum `AttnBackend`, and anything else as it is."""
-    return value.name if isinstance(value, Enum) else value
 
 
 def takes_pieces(backend: str) -> bool:
@@ -251,11 +241,6 @@ def pick_backend(
     return _choose(backend, device, dtype, (heads, groups), channels, drops, masked and backend != "auto")
 
 
-def only_backend(backend: str) -> AbstractContextManager[Any]:
-    """Returns a context in which torch's attention uses only this backend, or torch's choice with "auto"."""
-    return nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
-
-
 @called_while_compiled
 def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype, channels: int) -> None:
     """Warns once, with a remedy, if packed documents or context parallelism use a slow attention path on a GPU.
@@ -285,8 +270,7 @@ def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype,
         )
 
 
-# Runs once in a process for the same arguments. On CUDA it logs the choice, and with "auto" sets the order in which
-# torch tries its kernels, for the whole process.
+# Runs once in a process for the same arguments. On CUDA it logs the choice.
 @cache
 def _choose(
     backend: str,
@@ -302,40 +286,20 @@ def _choose(
     refusal = f"attention_backend is {backend!r}, which torch does not have here ({call}%s); write 'auto'"
     if device.type != "cuda":
         return refusal % "" if backend == "fused" or (backend == "flash" and drops) else ""
-    if backend == "auto":
-        _prefer_the_fastest(device, dtype, heads, channels, drops, call)
-    elif (kernel := _KERNELS[backend]) in _CAN_USE:
-        if reason := _why_not(kernel, _probe(device, dtype, heads, channels, drops, masked)):
-            return refusal % f": {reason}"
-        _log.info("attention: %s kernel, as call (%s)", _NAMES[kernel], call)
-    return ""
-
-
-def _prefer_the_fastest(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, call: str
-) -> None:
-    probe = _probe(device, dtype, heads, channels, drops, masked=False)
-    order = _order(device)
-    usable = [kernel for kernel in order if not _why_not(kernel, probe)]
+    kernels = [kernel for kernel in _CAN_USE if backend == "auto" or kernel is KERNELS[backend]]
+    probe = _probe(device, dtype, heads, channels, drops, masked)
+    reasons = {_NAMES[kernel]: _why_not(kernel, probe) for kernel in kernels}
+    usable = [name for name, reason in reasons.items() if not reason]
     if usable:
-        set_attention_order([*order, SDPBackend.MATH])
-        _log.info("attention: %s kernel (%s)", ", else ".join(_NAMES[kernel] for kernel in usable), call)
-        return
-    warn_once(
-        f"no fused attention kernel here ({call}: {_why_not(order[0], probe)}): its memory is quadratic in the "
-        f"length of a sequence; use bf16 or fp16, and heads of up to {MOST_CHANNELS} channels"
-    )
-
-
-def _order(device: torch.device) -> list[SDPBackend]:
-    """Returns the fused kernels, the fastest on this device first, in torch's order of all supported versions."""
-    prefers_cudnn = (
-        torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
-        and (torch.backends.cudnn.version() or 0) >= _LEAST_CUDNN
-        and "TORCH_CUDNN_SDPA_DEPRIORITIZED" not in os.environ
-    )
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    return [SDPBackend.CUDNN_ATTENTION, *others] if prefers_cudnn else [*others, SDPBackend.CUDNN_ATTENTION]
+        _log.info("attention: %s kernel (%s)", " or ".join(usable), call)
+    elif backend == "auto":
+        warn_once(
+            f"no fused attention kernel here ({call}: {reasons['flash']}): its memory is quadratic in the length of a "
+            f"sequence; use bf16 or fp16, and heads of up to {MOST_CHANNELS} channels"
+        )
+    elif reasons:
+        return refusal % f": {reasons.popitem()[1]}"
+    return ""
 
 
 def _probe(

@@ -6,18 +6,20 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
 from .. import parallel_state
 from ..dtypes import LOW_PRECISION
 from ..errors import ConfigError
-from ..foreign_arguments import ignore, refuse
+from ..megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
 from .attention_backend import (
+    KERNELS,
+    expand_groups,
     has_flash_kernel,
     has_kernel,
-    only_backend,
     pick_backend,
     takes_pieces,
     warn_of_slow_pieces,
@@ -50,6 +52,7 @@ class DotProductAttention(MegatronModule):
         ParallelConfigError: another mask, kind of attention, scale, or other groups are given.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -63,12 +66,6 @@ class DotProductAttention(MegatronModule):
     ) -> None:
         caller = "DotProductAttention"
         check_mask_type(caller, attn_mask_type)
-        refuse(
-            caller,
-            attention_type=(attention_type, "self", "there is no cross-attention"),
-            softmax_scale=(softmax_scale, None, "scale the queries"),
-        )
-        ignore(caller, "it is how parts of a sequence meet", cp_comm_type=(cp_comm_type, None))
         check_same_groups(caller, pg_collection, ("tp", "cp"))
         super().__init__(config)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -111,16 +108,16 @@ class DotProductAttention(MegatronModule):
         grouped = query.shape[2] != key.shape[2]
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d], views
         if grouped and not _fuses_groups(query, attention_mask):
-            key, value = (_expand_groups(tensor, query.shape[1]) for tensor in (key, value))
+            key, value = (expand_groups(tensor, query.shape[1]) for tensor in (key, value))
             grouped = False
         visible = None if attention_mask is None else _visible(attention_mask)
         self._check_backend(query, key, dropout, masked=visible is not None)
-        with only_backend(self.config.attention_backend):
-            if dropout > 0.0:
-                with get_rng_tracker().fork():
-                    context = _attend(query, key, value, visible, dropout, grouped)
-            else:
-                context = _attend(query, key, value, visible, dropout, grouped)
+        backend = self.config.attention_backend
+        with (
+            nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]),
+            get_rng_tracker().fork() if dropout > 0.0 else nullcontext(),
+        ):
+            context = _attend(query, key, value, visible, dropout, grouped)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
 
     def _check_backend(self, query: torch.Tensor, key: torch.Tensor, dropout: float, *, masked: bool = False) -> None:
@@ -143,7 +140,8 @@ class DotProductAttention(MegatronModule):
         documents: PackedDocuments | None,
         dropout: float,
     ) -> torch.Tensor:
-        if not takes_pieces(backend := self.config.attention_backend):
+        backend = self.config.attention_backend
+        if not takes_pieces(backend):
             raise ConfigError(
                 f"attention_backend is {backend!r}, which takes neither packed documents nor context parallelism; "
                 "write 'auto' or 'flash'"
@@ -163,7 +161,7 @@ class DotProductAttention(MegatronModule):
                 return attend_in_pieces(query, key, value, starts, dropout, group).flatten(2)
             # Quadratic memory, as without context parallelism on such a device.
             key, value = (gather_sequence(tensor, group).permute(1, 2, 0, 3) for tensor in (key, value))
-            key, value = (_expand_groups(tensor, query.shape[2]) for tensor in (key, value))
+            key, value = (expand_groups(tensor, query.shape[2]) for tensor in (key, value))
             visible = visible_keys(starts, own_positions(query.shape[0], query.device), key.shape[2])
             context = _attend(query.permute(1, 2, 0, 3), key, value, visible, dropout, False)
         return context.permute(2, 0, 1, 3).flatten(2)
@@ -200,8 +198,3 @@ def _fuses_groups(query: torch.Tensor, attention_mask: torch.Tensor | None) -> b
     precision and no mask; otherwise torch would fall back to the kernel that allocates s x s scores.
     """
     return not query.is_cuda or (attention_mask is None and query.dtype in LOW_PRECISION)
-
-
-def _expand_groups(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats each group of `[b, groups, s, d]` for its heads: `[b, heads, s, d]`."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)

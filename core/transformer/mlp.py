@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError
-from ..foreign_arguments import refuse
+from ..megatron_names import checks_arguments
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from .module import MegatronModule
@@ -44,6 +44,7 @@ class MLP(MegatronModule):
         ParallelConfigError: `is_expert` is set.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -54,7 +55,6 @@ class MLP(MegatronModule):
         tp_group: Group = None,
         name: str | None = None,
     ) -> None:
-        refuse("MLP", is_expert=(is_expert, False, "experts are a GroupedMLP"))
         config.check_sizes_given("num_layers", "hidden_size", "ffn_hidden_size")
         submodules = submodules or MLPSubmodules()
         if submodules.activation_func is not None:

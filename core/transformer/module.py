@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from ..device import current_device
 from ..dist_checkpointing.model_state import sharded_state_dict
@@ -145,12 +146,8 @@ def performs_initialization(model: nn.Module) -> bool:
 
 def _cast(value: Any, from_dtypes: tuple[torch.dtype, ...], to_dtype: torch.dtype) -> Any:
     """Casts every tensor of `from_dtypes` in `value`, through tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.to(to_dtype) if value.dtype in from_dtypes else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, from_dtypes, to_dtype) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(item, from_dtypes, to_dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _cast(item, from_dtypes, to_dtype) for key, item in value.items()}
-    return value
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(to_dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in from_dtypes else leaf
+
+    return tree_map(cast, value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigError, ParallelConfigError
-from ..foreign_arguments import ignore
+from ..megatron_names import ignore
 from ..model_parallel_config import ModelParallelConfig
 from ..ranges import out_of_choices, out_of_range
 

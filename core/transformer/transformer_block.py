@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..foreign_arguments import refuse
+from ..megatron_names import checks_arguments
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
 from .attention import Rotation, packing
@@ -50,6 +50,7 @@ class TransformerBlock(MegatronModule):
         ParallelConfigError: other groups or a `vp_stage` are given.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -61,7 +62,6 @@ class TransformerBlock(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         config.check_sizes_given()
-        refuse("TransformerBlock", vp_stage=(vp_stage, None, "a rank holds one pipeline stage"))
         check_same_groups("TransformerBlock", pg_collection, ("tp", "cp", "pp"))
         super().__init__(config)
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm

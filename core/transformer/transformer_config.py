@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import ConfigError, ParallelConfigError
-from ..foreign_arguments import takes_foreign_fields
+from ..megatron_names import takes_megatron_fields
 from ..ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
-from .attention_backend import AttentionBackend, backend_name
-from .foreign_config_fields import FOREIGN_FIELDS
+from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig
 
 
@@ -93,7 +93,7 @@ class _FromStd(Normal):
     """The initializer of `init_method_std`, derived again when `dataclasses.replace` changes that."""
 
 
-@takes_foreign_fields(FOREIGN_FIELDS)
+@takes_megatron_fields
 @dataclass(kw_only=True)
 class TransformerConfig(MoEConfig):
     """The shape of a transformer and how it is computed.
@@ -137,7 +137,7 @@ class TransformerConfig(MoEConfig):
     attention on CPU needs memory quadratic in the sequence length."""
 
     attention_backend: AttentionBackend = "auto"
-    """The kernel of attention, by Megatron-LM's names. "auto": the fastest that the device has. "flash", "fused" (of
+    """The kernel of attention, by Megatron-LM's names. "auto": the one that torch chooses. "flash", "fused" (of
     cuDNN) and "unfused" ("local" is the same): that one, or an error where it cannot run. A member of Megatron-LM's
     `AttnBackend` becomes its name."""
 
@@ -210,7 +210,8 @@ class TransformerConfig(MoEConfig):
         divides = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
         if self.kv_channels is None and divides:
             self.kv_channels = self.hidden_size // self.num_attention_heads
-        self.attention_backend = backend_name(self.attention_backend)
+        if isinstance(self.attention_backend, Enum):  # Megatron-LM's `AttnBackend`
+            self.attention_backend = self.attention_backend.name
         self._resolve_experts()
         if callable(self.activation_func):
             self.activation_func = name_of_activation(self.activation_func)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from .. import parallel_state
 from ..errors import ConfigError
-from ..foreign_arguments import refuse
+from ..megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
 from .attention import Rotation, SelfAttention, packing
@@ -62,6 +62,7 @@ class TransformerLayer(MegatronModule):
         ParallelConfigError: other groups are given, or an argument or a submodule is refused.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -82,11 +83,6 @@ class TransformerLayer(MegatronModule):
             mlp=MoELayer if config.has_experts(layer_number) else MLP,
         )
         _check_submodules(submodules)
-        refuse(
-            "TransformerLayer",
-            vp_stage=(vp_stage, None, "a rank holds one pipeline stage"),
-            is_mtp_layer=(is_mtp_layer, False, "models here predict the next token alone"),
-        )
         check_same_groups("TransformerLayer", pg_collection, ("tp", "cp", "pp"))
         config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from .. import device
 from ..rendezvous import set_launcher_variables
-from ..training.launch.entry import run_command
-from ..training.launch.environment import environment_threads
+from ..training.launch.entry import environment_threads, run_command
 from ..training.launch.ranks import run_ranks
 from .lockstep import WRAPPERS, Options, verify
 from .model_under_test import load_model_under_test

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from run_model import load_run_model, load_run_tokenizer
 
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import checkpoint_directory, model_state_dict, save
 from core.errors import CheckpointError, ConfigError
 from core.files import write_durably
 from core.models.gpt import GPTModel
-from core.models.gpt.architecture import TRANSFORMER_FIELDS, Architecture
+from core.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
 from core.models.gpt.hf_config import Layout
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.tensor_parallel.vocab import pad_vocab_size
@@ -29,7 +30,7 @@ from core.training.config import PretrainConfig
 from core.training.config.arguments import parse_call
 from core.training.config.build import NEGATED, OTHER_NAMES, build_config
 from core.training.launch.entry import run_command
-from core.training.pretrained import NO_HASHES, is_hugging_face, load_run_model, load_run_tokenizer
+from core.training.pretrained import NO_HASHES, is_hugging_face
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
@@ -42,7 +43,7 @@ def convert(
     *,
     load: Path,
     save: Path,
-    layout: Literal["llama", "qwen2", "qwen3", "gpt2"] | None = None,
+    layout: Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gpt2"] | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     vocab_size: int | None = None,
     max_shard_gb: float = 5.0,
@@ -175,8 +176,11 @@ def flags_of(architecture: Architecture) -> list[str]:
     """Returns the flags of `pretrain_gpt.py` for a run of this model."""
     settings = settings_of(architecture)
     flags: list[str] = []
-    for name in (*TRANSFORMER_FIELDS, "position_embedding_type", "max_position_embeddings"):
-        value, dashed = settings[name], name.replace("_", "-")
+    names = (*TRANSFORMER_FIELDS, *EXPERT_FIELDS, "position_embedding_type", "max_position_embeddings")
+    for name in names:
+        value, dashed = settings.get(name), name.replace("_", "-")
+        if value is None:
+            continue
         flag = OTHER_NAMES.get(name, (f"--{dashed}",))[0]
         if isinstance(value, bool):
             flags.append(flag if value else NEGATED.get(name, f"--no-{dashed}"))

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from run_model import load_run_model, load_run_tokenizer
 from sampling import SamplingConfig, generate_tokens, stream_text
 
 from core.errors import ConfigError
 from core.training.checkpointing import find_checkpoint
 from core.training.config.arguments import parse_call
 from core.training.launch.entry import run_command
-from core.training.pretrained import load_run_model, load_run_tokenizer
 
 
 def main(arguments: Sequence[str]) -> None:

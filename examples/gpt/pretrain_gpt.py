@@ -11,35 +11,31 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bigram import bigram_validation_loss
 from corpus import prepare
+from run_folder import begin_or_continue, check_output_folders, name_run_folder, run_folder_held, say
 from sampling import SamplingConfig, generate_tokens, stream_text
 from text_sources import standard_library_sources
 
-from core import parallel_state
+from core import device, parallel_state
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import Tokenizer
 from core.device import barrier, current_device
-from core.dist_checkpointing import latest_checkpoint
-from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
-from core.training.checkpointing import find_checkpoint, is_checkpoint, load_checkpoint
+from core.training.checkpointing import load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
 from core.training.config.arguments import parse_arguments
 from core.training.data import RunData, load_data
-from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
-from core.training.launch.entry import run_command
-from core.training.launch.environment import RUN_STARTED, environment_restart_count
+from core.training.initialize import initialize
+from core.training.launch.entry import environment_restart_count, run_command
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
@@ -134,48 +130,29 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     return model if on_meta else model.to(current_device())
 
 
-def name_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """Returns the settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None and load is not None:
-        find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
-        save = load.parent if is_checkpoint(load) else load
-    elif save is None:
-        # The time of the start; the launcher's, if it is known, is the same after a restart.
-        name = [os.environ.get(RUN_STARTED) or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
-        dist.broadcast_object_list(name, src=0)  # clocks differ
-        save = Path("runs") / name[0]
-    return replace(config, checkpoint=replace(config.checkpoint, save=save))
+def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
+    """Refuses a model whose weights alone exceed the memory of this rank, before it is built.
 
-
-def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
-    """Returns the settings with the checkpoint to load chosen. Call it while the run's folder is locked.
-
-    --save and --load may name the same folder from the start, so that one line begins a run and, queued again,
-    continues it. Ranks that their launcher has restarted continue their last checkpoint.
+    Raises:
+        ConfigError: names both sizes.
     """
-    checkpoint = config.checkpoint
-    save, load = checkpoint.folder, checkpoint.load
-    if save is None:
-        return config
-    if environment_restart_count() > 0 and complete_checkpoints(save):
-        checkpoint = replace(checkpoint, load=save)
-    elif load is not None:
-        is_same_run = save.resolve() in (load.resolve(), load.resolve().parent)
-        saved = latest_checkpoint(save)
-        if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
-            say(f"{load} holds no checkpoint yet: the run starts there")
-            checkpoint = replace(checkpoint, load=None)
-        elif saved is not None and not is_same_run:
-            raise ConfigError(
-                f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "
-                f"continue the one with --load {save}"
-            )
-    elif latest_checkpoint(save) is not None:
+    model = config.model
+    attention = 2 * model.hidden_size * (model.kv_channels or 1) * model.num_attention_heads
+    widths = (model.num_layers - model.num_expert_layers) * (model.ffn_hidden_size or 1)
+    of_experts = (model.num_moe_experts or 0) * model.expert_ffn_size + (
+        model.moe_shared_expert_intermediate_size or 0
+    )
+    widths += model.num_expert_layers * of_experts
+    mlps = model.hidden_size * widths * (3 if model.gated_linear_unit else 2)
+    parameters = vocab_size * model.hidden_size + model.num_layers * attention + mlps
+    pieces = dist.get_world_size() if config.ddp.shards_parameters else model.tensor_model_parallel_size
+    needed, there = 4 * parameters // pieces, device.memory_bytes()
+    if needed > there:
         raise ConfigError(
-            f"--save {save} holds a run already; continue it with --load {save}, or choose another folder"
+            f"num_layers {model.num_layers}, hidden_size {model.hidden_size} and a vocabulary of {vocab_size} make "
+            f"{parameters / 1e9:.3g} billion parameters: {needed / 2**30:.3g} GiB of weights on each rank, which has "
+            f"{there / 2**30:.3g} GiB; make the model smaller, or shard it over more ranks"
         )
-    return replace(config, checkpoint=checkpoint)
 
 
 def standard_library_corpus(folder: Path = Path("data")) -> Path:
@@ -240,12 +217,6 @@ def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, n
 def short(path: str) -> str:
     """Returns a path relative to the current folder, if that is shorter."""
     return min(path, os.path.relpath(path), key=len)
-
-
-def say(text: str) -> None:
-    """Prints on the first rank."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
 
 
 if __name__ == "__main__":

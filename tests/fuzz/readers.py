@@ -16,15 +16,15 @@ from core.datasets.index_cache import load_or_build
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
-from core.dist_checkpointing.format.folders import hold_folder
+from core.dist_checkpointing.format.folders import acquire_folder, release_folder
 from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.training.log_file import read_log
-from core.training.pretrained import load_run_model
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import save_weights
+from examples.gpt.run_model import load_run_model
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ def _arrays() -> dict:
 def _read_small_files(folder: Path) -> None:
     read_log(folder / "log.jsonl")
     load_or_build(folder / "cache", {"k": 1}, _arrays)
-    with hold_folder(folder):
-        pass
+    release_folder(acquire_folder(folder))
 
 
 READERS = {

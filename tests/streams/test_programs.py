@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core.comm import streams
 from core.dist_checkpointing.async_save import HostStaging
+from core.dist_checkpointing.format.writer import held_pieces
 from core.distributed.engine.reduction import BucketReduction
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
@@ -65,14 +65,14 @@ def _on_a_side_stream(program: Callable[[], None]) -> None:
 def _stages_checkpoints() -> None:
     """Saves a state that training goes on to write, as `AsyncSaver` does: the first time the copies are a thread's."""
     staging, state = HostStaging(), {"weight": torch.ones(8), "moment": torch.zeros(8)}
-    indices = [MetadataIndex(name) for name in state]
+    held = held_pieces(state)
     for _ in range(3):
         for tensor in state.values():
             tensor.add_(1.0)
         staging.begin(state, lambda known: known)
 
         def write(taken: list[list[float]]) -> None:
-            copies = staging.take(indices, lambda position: list(state.values())[position])
+            copies = staging.take([*held], held)
             taken += [copy.tolist() for copy in copies]
 
         taken: list[list[float]] = []

@@ -133,12 +133,8 @@ class ShardstackAccelerator(Accelerator):
         trained = self._trained_by(given)
         if trained is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
-        if norm_type != 2:
-            raise ConfigError(
-                f"norm_type is {norm_type}; gradients over several ranks are clipped by their L2 norm, 2"
-            )
         trained.finish_sums()
-        return trained.norm.clip(max_norm)
+        return trained.norm.clip(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
@@ -193,17 +189,18 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             CheckpointError: it is missing, damaged, or of another model.
         """
-        folder = self._folder_to_load(input_dir)
         prepared = self._prepared()
-        for index in range(len(prepared)):
-            if not checkpoint_folder(folder, index).is_dir():
-                raise CheckpointError(
-                    f"{folder} has no folder {checkpoint_folder(folder, index).name}: it was not saved by an "
-                    "accelerator of use_shardstack; load its weights into the model before prepare"
-                )
-        left: list[nn.Module] = []
+        left: list[nn.Module] = []  # the models that no hook of the user has taken; set by `take_own`
+        folders: list[Path] = []  # of `prepared`, in the folder that accelerate chose; set by `take_own`
 
         def take_own(models: list[nn.Module], folder: str) -> None:
+            folders.extend(checkpoint_folder(folder, index) for index in range(len(prepared)))
+            missing = [path.name for path in folders if not path.is_dir()]
+            if missing:
+                raise CheckpointError(
+                    f"{folder} has no folder {missing[0]}: it was not saved by an accelerator of use_shardstack; load "
+                    "its weights into the model before prepare"
+                )
             left.extend(models)
             models[:] = [model for model in models if Trained.of(model) is None]
 
@@ -213,9 +210,9 @@ class ShardstackAccelerator(Accelerator):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
-        for index, trained in enumerate(prepared):
+        for folder, trained in zip(folders, prepared, strict=True):
             if any(model is trained.wrapper for model in left):
-                load_trained(checkpoint_folder(folder, index), trained, saved_tensors(trained))
+                load_trained(folder, trained, saved_tensors(trained))
 
     @contextmanager
     def _without_own_optimizers(self) -> Iterator[None]:
@@ -232,21 +229,9 @@ class ShardstackAccelerator(Accelerator):
     def _prepared(self) -> list[Trained]:
         return [trained for model in self._models if (trained := Trained.of(model)) is not None]
 
-    def _folder_to_load(self, input_dir: str | None) -> Path:
-        if input_dir is not None:
-            return Path(input_dir).expanduser()
-        folders = sorted((Path(self.project_dir or ".") / "checkpoints").glob("checkpoint_*"), key=_number_of)
-        if not folders:
-            raise CheckpointError("load_state was given no folder, and there are no automatic checkpoints; give one")
-        return folders[-1]
-
 
 def _listed(parameters: Iterable[nn.Parameter] | Tensor) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
-def _number_of(folder: Path) -> int:
-    return int(folder.name.rpartition("_")[2])
 
 
 def checkpoint_folder(root: str | os.PathLike[str], index: int = 0) -> Path:

@@ -11,8 +11,7 @@ from torch import nn
 
 from ...errors import OptimizerError
 from ...optimizer import MegatronOptimizer
-from ..bridge.optimizers import build_update, share_groups, unlike_ours
-from ..bridge.trained import Trained
+from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -91,20 +90,14 @@ def prepare_optimizer(
     Raises:
         OptimizerError: the optimizer cannot update shards, has stepped already, or has parameters of another model.
     """
-    groups = [
-        {**group, "params": [replaced.get(param, param) for param in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    replace_parameters(optimizer, replaced)
     if unlike_ours(optimizer) and trained.wrapper.plan.is_replicated:
-        for group, taken in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = taken["params"]
         return PreparedOptimizer(optimizer, trained)
     if optimizer.state and not unlike_ours(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__name__} has stepped before its model was prepared, and its state would be lost; "
             "prepare a new one, and load the state with load_state"
         )
-    # fp32 masters of bf16 weights, if there are any, as the update has.
-    advice = "ShardstackPlugin('no_shard')"
-    trained.updates = build_update(optimizer, trained.wrapper, groups, advice, bf16=True)
+    # bf16: with fp32 masters of weights in bf16, if there are any.
+    trained.updates = build_update(optimizer, trained.wrapper, "ShardstackPlugin('no_shard')", bf16=True)
     return PreparedOptimizer(optimizer, trained)

@@ -20,9 +20,8 @@ from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError
 from ...text import choices
 from ..bridge.meshes import data_parallel_mesh
-from ..bridge.translation import STRATEGIES, config_class, config_of
+from ..bridge.translation import STRATEGIES, config_class, config_of, wrap_for_trainer
 from ..bridge.units import units_by_class
-from ..bridge.wrapping import wrap_for_trainer
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
 

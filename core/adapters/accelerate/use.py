@@ -12,6 +12,7 @@ from accelerate.utils import parse_flag_from_env
 from ...distributed import _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
 from ...errors import ConfigError
+from ..bridge.trained import mix_in
 from ..bridge.translation import check_version
 from .accelerator import ShardstackAccelerator
 from .plugin import ShardstackPlugin
@@ -39,7 +40,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     plugin = ShardstackPlugin() if plugin is None else plugin
     if isinstance(target, Accelerator):
         reject_settings(target)
-        _mix_in(target, ShardstackAccelerator)
+        mix_in(target, ShardstackAccelerator)
         vars(target)["plugin"] = plugin
         return target
     check_version("transformers", "core.adapters.accelerate")
@@ -53,18 +54,8 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     reject_wrapped(target.model_wrapped, (_BaseDataParallel,))
     target.accelerator.free_memory()  # of what was prepared for evaluation, as `train` does first
     use_shardstack(target.accelerator, plugin)
-    _mix_in(target, ShardstackTrainer)
+    mix_in(target, ShardstackTrainer)
     return target
-
-
-def _mix_in(target: Any, kind: type) -> None:
-    """Puts the methods of `kind`, a subclass of the target's base, before those of its own class."""
-    own = type(target)
-    # The class is set on the user's object: nothing puts the old one back, and a second call keeps it.
-    if issubclass(kind, own):
-        target.__class__ = kind
-    elif not isinstance(target, kind):
-        target.__class__ = type(f"Shardstack{own.__name__}", (kind, own), {"__module__": own.__module__})
 
 
 def reject_settings(accelerator: Accelerator) -> None:

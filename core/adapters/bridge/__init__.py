@@ -1,10 +1,8 @@
-"""What adapters share: meshes, units, the choice of a wrapper, a trained model, optimizers, checkpoints and versions.
+"""What adapters share: meshes, units, wrappers for another library's settings, a trained model, and checkpoints.
 
 meshes       which ranks a model is replicated and sharded over, by the names of a mesh's axes
 units        which modules are gathered together, by class, by name or by size
-wrapping     builds the wrapper for a trainer's settings, by a table of translations
-trained      one reduction a step; the norm of the whole gradient, and clipping by it; the step
-optimizers   torch's optimizers as settings of `core.optimizer`, with the groups of the user's
+translation  tables of another library's settings, the wrapper that they become, and the versions that are known
+trained      one reduction a step; the norm of the whole gradient, and clipping by it; the step, and its optimizer
 checkpoints  a trained model and its optimizer in a folder that any sharding continues from
-versions     the supported versions of the systems that need an extra
 """

@@ -26,8 +26,7 @@ from ...dist_checkpointing.format.reader import read_index
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
-from .optimizers import TorchOptimizer
-from .trained import Trained
+from .trained import TorchOptimizer, Trained
 
 _MODEL, _OPTIMIZER, _MASTER = "model.", "optimizer.", "master."
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import device, parallel_state
-from ...distributed.groups import whole_group
 from ...errors import ParallelConfigError
 from ...text import choices
 
@@ -32,12 +31,10 @@ class MeshAxes:
     Attributes:
         data: the ranks that share parameters, context parallelism included: one axis, or with hybrid sharding
             ``(replicate, shard)``.
-        group: all ranks of `data`.
         tensor: the tensor-parallel axis; None where it has one rank, or there is none.
     """
 
     data: DeviceMesh
-    group: dist.ProcessGroup
     tensor: DeviceMesh | None
 
 
@@ -65,7 +62,7 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
         )
     shard = _with_context(device_mesh, shard, axis_names)
     data = _sliced(device_mesh, (REPLICATE_AXIS, shard) if has_replicas else shard)
-    return MeshAxes(data, whole_group(data), tensor if tensor is not None and tensor.size() > 1 else None)
+    return MeshAxes(data, tensor if tensor is not None and tensor.size() > 1 else None)
 
 
 def axis_sizes(device_mesh: DeviceMesh) -> str:
@@ -80,8 +77,7 @@ def _with_context(device_mesh: DeviceMesh, shard: str, axis_names: tuple[str, ..
     if context is None or shard in _WITH_CONTEXT:
         return shard
     joined = "dp_shard_cp" if shard == "dp_shard" else "dp_cp"
-    both: Iterator[str] = (name for name in axis_names if name in (shard, context))
-    device_mesh[tuple(both)]._flatten(joined)
+    device_mesh[tuple(name for name in axis_names if name in (shard, context))]._flatten(joined)
     return joined
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from types import ModuleType
 
 from torch import nn
 
@@ -132,28 +130,16 @@ def _import_class(path: str) -> type[nn.Module]:
     module_path, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     if not module_path:
         raise WrapError(f"class path {path!r} is not a dotted one; write the module too, as torch.nn.Linear")
-    module = _import_module(module_path, path)
-    found = getattr(module, name, None)
-    if isinstance(found, type) and issubclass(found, nn.Module):
-        return found
-    known = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
-    what = "has no such class" if found is None else f"has {name} as a {type(found).__name__}, not a module class"
-    raise WrapError(f"class path {path!r} does not import: {module_path} {what}; {choices(name, known)}")
-
-
-def _import_module(module_path: str, path: str) -> ModuleType:
     try:
-        return importlib.import_module(module_path)
+        module = importlib.import_module(module_path)
     except ModuleNotFoundError as error:
-        missing = error.name or module_path
-        parent = missing.rpartition(".")[0]
-        known: list[str] = []
-        if parent and parent.startswith(module_path.split(".")[0]):
-            known = _submodules(importlib.import_module(parent))
-        hint = f"; {choices(missing.rpartition('.')[2], known)}" if known else "; is its package installed?"
-        raise WrapError(f"class path {path!r} does not import: there is no module {missing}{hint}") from error
-
-
-def _submodules(package: ModuleType) -> list[str]:
-    found = pkgutil.iter_modules(getattr(package, "__path__", []))
-    return [info.name for info in found if not info.name.startswith("_")]
+        raise WrapError(
+            f"class path {path!r} does not import: there is no module {error.name}; correct its name, or install its "
+            "package"
+        ) from error
+    value = getattr(module, name, None)
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return value
+    known = [n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    what = "has no such class" if value is None else f"has {name} as a {type(value).__name__}, not a module class"
+    raise WrapError(f"class path {path!r} does not import: {module_path} {what}; {choices(name, known)}")

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
 from ..bridge.translation import FSDP2, STRATEGIES  # noqa: E402
 from .fabric_strategy import ShardstackFabricStrategy  # noqa: E402
-from .optimizers import ShardstackOptimizer  # noqa: E402
+from .shared import ShardstackOptimizer  # noqa: E402
 from .trainer_strategy import ShardstackStrategy  # noqa: E402
 
 __all__ = ["ShardstackFabricStrategy", "ShardstackOptimizer", "ShardstackStrategy"]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...dist_checkpointing import load_metadata
 from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.format.folders import existing_folder
+from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
 from ...errors import CheckpointError
 from ...tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
@@ -57,9 +58,9 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
         CheckpointError: on all ranks: another kind of file, another model or optimizer, before anything is changed;
             or damaged.
     """
-    metadata = Ranks().from_first(lambda: _checked_metadata(folder, with_optimizer))
-    stored = Ranks().from_first(lambda: read_index(folder)).tensors
-    values = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in stored.items() if n.startswith(_VALUES)}
+    index = Ranks().from_first(lambda: _checked_index(folder, with_optimizer))
+    metadata = index.metadata
+    values = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in index.tensors.items() if n.startswith(_VALUES)}
     others, layout = dict(values), metadata.get("rng_layout", [])
     continues = with_optimizer and metadata.get("ranks") == dist.get_world_size() and layout == rng_layout(rng_state())
     if continues:
@@ -75,13 +76,14 @@ def _own_streams() -> str:
     return f"rng.rank{dist.get_rank()}"
 
 
-def _checked_metadata(folder: Path, with_optimizer: bool) -> dict[str, Any]:
+def _checked_index(folder: Path, with_optimizer: bool) -> CheckpointIndex:
     if folder.is_file():
         raise CheckpointError(
             f"{folder} is one file, and this strategy's checkpoints are folders; load its weights into the module "
             "before fit (LightningModule.load_from_checkpoint), which starts a new run from them"
         )
-    metadata = load_metadata(folder)
+    index = read_index(existing_folder(folder))
+    metadata = index.metadata
     if "lightning" not in metadata or not isinstance(metadata.get("model_tensors"), list):
         raise CheckpointError(
             f"{folder} is no checkpoint of a Lightning strategy; load its weights with "
@@ -92,4 +94,4 @@ def _checked_metadata(folder: Path, with_optimizer: bool) -> dict[str, Any]:
             f"{folder} holds weights alone (save_weights_only), so that no training continues from it; load its "
             "weights with core.training.checkpointing.load_weights, and fit without ckpt_path"
         )
-    return metadata
+    return index

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
@@ -18,32 +17,18 @@ from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, fin
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
-from ..bridge.trained import Trained
+from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
 from .checkpoint import load_folder, save_folder
-from .optimizers import ShardstackOptimizer, updates_of, zero_through_wrapper
-from .processes import Processes, trained_of, unsupported, wrap
+from .shared import Processes, ShardstackOptimizer, ZeroesThroughWrapper, check_precision, trained_of, updates_of, wrap
 
 
 class NoSync(_BackwardSyncControl):
-    """Fabric's ``no_backward_sync``: `no_sync` of the wrapper, noted so that `backward` finishes no gradients."""
-
-    def __init__(self) -> None:
-        # Wrappers whose micro-batches accumulate at the moment; set and cleared by `no_backward_sync`.
-        self.accumulating: set[nn.Module] = set()
+    """Fabric's ``no_backward_sync``: `no_sync` of the wrapper."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Lets gradients accumulate on this rank where `enabled`."""
-        return self._entered(module) if enabled else nullcontext()
-
-    @contextmanager
-    def _entered(self, module: nn.Module) -> Iterator[None]:
-        self.accumulating.add(module)
-        try:
-            with trained_of(module).wrapper.no_sync():
-                yield
-        finally:
-            self.accumulating.discard(module)
+        return trained_of(module).wrapper.no_sync() if enabled else nullcontext()
 
 
 class ShardstackFabricStrategy(Processes, DDPStrategy):
@@ -62,7 +47,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
-        self._backward_sync_control = self._no_sync = NoSync()
+        self._backward_sync_control = NoSync()
         # For each optimizer of the user, its model. Added when an optimizer is set up; never cleared.
         self._trained: dict[Optimizer, Trained] = {}
 
@@ -73,9 +58,8 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
-        is_bf16 = type(plugin) in (HalfPrecision, MixedPrecision) and str(plugin.precision).startswith("bf16")  # type: ignore[union-attr]
-        if not (plugin is None or type(plugin) is Precision or is_bf16):
-            raise unsupported(plugin)
+        if plugin is not None:
+            check_precision(plugin)
         self._precision = plugin  # Lightning's attribute; Fabric sets it through here, None before
 
     # ---- setup
@@ -99,23 +83,20 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             OptimizerError: an optimizer of other parameters, or that has stepped already.
         """
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        before = dict(module.named_parameters())
+        known = set(before.values())
         for optimizer in optimizers:
-            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
             if foreign or optimizer.state:
                 found = f"{len(foreign)} parameters of another model" if foreign else "the state of earlier steps"
                 raise OptimizerError(
                     f"{type(optimizer).__name__} was given to fabric.setup with {found}; build it from the model's "
                     "parameters right before"
                 )
-        places = [
-            [[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
-        ]
         wrapper = self.setup_module(module)
-        named = dict(module.named_parameters())
-        for optimizer, groups in zip(optimizers, places, strict=True):
-            for group, of_group in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = [named[name] for name in of_group]
+        after = dict(module.named_parameters())
+        for optimizer in optimizers:
+            replace_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
         return wrapper, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -139,7 +120,8 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         trained = trained_of(wrapper)
         trained.optimizer, trained.updates = optimizer, updates_of(optimizer, wrapper)
         self._trained[optimizer] = trained
-        zero_through_wrapper(optimizer, wrapper)
+        vars(optimizer)["wrapper"] = wrapper
+        mix_in(optimizer, ZeroesThroughWrapper)
         return optimizer
 
     # ---- a step
@@ -148,8 +130,8 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         """Runs backward, and finishes the gradients of the models that it reached and that do not accumulate."""
         super().backward(tensor, module, *args, **kwargs)
         for trained in self._trained.values():  # in one order on all ranks
-            wrapper, is_accumulating = trained.wrapper, trained.wrapper in self._no_sync.accumulating
-            if wrapper.gradient_state.phase is Phase.ACCUMULATING and not is_accumulating:
+            wrapper = trained.wrapper
+            if wrapper.gradient_state.phase is Phase.ACCUMULATING and wrapper.syncs_gradients:
                 finalize_model_grads([wrapper])
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -176,9 +158,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             ConfigError: another norm than L2.
             OptimizerError: a norm that is not finite, where that is to be an error.
         """
-        if float(norm_type) != 2.0:
-            raise ConfigError(f"norm_type is {norm_type}; gradients are clipped by their L2 norm, 2.0")
-        norm = trained_of(module).norm.clip(float(max_norm))
+        norm = trained_of(module).norm.clip(float(max_norm), norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise OptimizerError(
                 f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or "
@@ -209,14 +189,16 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             CheckpointError: several models or optimizers, or values that no checkpoint holds.
         """
         trained, values, has_optimizer = self._split(state)
-        values = {name: _state_of(value) for name, value in values.items()}
+        for name, value in values.items():
+            if hasattr(value, "state_dict"):  # as of a scheduler
+                values[name] = value.state_dict()
         model = self.get_module_state_dict(trained.wrapper)
         unknown = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
         if unknown:
             raise CheckpointError(f"filter names {', '.join(unknown)}; only the model's tensors can be filtered")
         for keeps in (filter or {}).values():
             model = {name: tensor for name, tensor in model.items() if keeps(name, tensor)}
-        save_folder(Path(self.broadcast(path)), trained, model, values, with_optimizer=has_optimizer)
+        save_folder(self.folder(path), trained, model, values, with_optimizer=has_optimizer)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -233,7 +215,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         if not isinstance(given, dict):
             raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
         trained, values, has_optimizer = self._split(given)
-        folder = Path(self.broadcast(path))
+        folder = self.folder(path)
         found: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
         missing = [name for name in values if name not in found]
         if strict and missing:
@@ -271,8 +253,3 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             )
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return trained, others, optimizer is not None
-
-
-def _state_of(value: Any) -> Any:
-    """Returns the state of an object that has one, as a scheduler; anything else as it is."""
-    return value.state_dict() if hasattr(value, "state_dict") else value

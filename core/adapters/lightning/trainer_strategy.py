@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ...distributed import _BaseDataParallel, finalize_model_grads
-from ...errors import CheckpointError, ConfigError
+from ...errors import ConfigError
 from ...optimizer import MegatronOptimizer
-from ..bridge.trained import Trained
+from ..bridge.trained import Trained, mix_in
 from .checkpoint import load_folder, save_folder
-from .optimizers import updates_of
-from .processes import Processes, unsupported, wrap
+from .shared import Processes, check_precision, updates_of, wrap
 
 
-class _StepsThroughStrategy(Precision):
-    """Clips and steps through the strategy; mixed in before one of Lightning's plugins."""
+class StepsThroughStrategy(Precision):
+    """Mixed into the class of the Trainer's precision plugin, which clips and steps: the strategy does."""
 
     strategy: ShardstackStrategy
-    """The `ShardstackStrategy`. Set by `of_strategy`, once, before Lightning gets the plugin."""
+    """Set by the strategy when it gets the plugin; never cleared."""
 
     def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -36,7 +34,7 @@ class _StepsThroughStrategy(Precision):
         """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
         result = self._wrap_closure(model, optimizer, closure)
         if result is not None:
-            self.strategy.make_step(optimizer)
+            self.strategy.make_step()
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -45,38 +43,7 @@ class _StepsThroughStrategy(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clamps every element of the gradient."""
-        self.strategy.clip_by_value(float(clip_val))
-
-
-class FullPrecision(_StepsThroughStrategy, Precision):
-    """``32-true``."""
-
-
-class BFloat16Autocast(_StepsThroughStrategy, MixedPrecision):
-    """``bf16-mixed``: fp32 parameters, and `torch.autocast` around forward."""
-
-
-class BFloat16(_StepsThroughStrategy, HalfPrecision):
-    """``bf16-true``: bf16 parameters."""
-
-
-def of_strategy(plugin: Precision | None, strategy: ShardstackStrategy) -> Precision:
-    """Returns the counterpart of one of Lightning's plugins.
-
-    Raises:
-        ConfigError: a precision without a counterpart.
-    """
-    made: _StepsThroughStrategy
-    if plugin is None or type(plugin) is Precision:
-        made = FullPrecision()
-    elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
-        made = BFloat16Autocast("bf16-mixed", plugin.device)
-    elif type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
-        made = BFloat16("bf16-true")
-    else:
-        raise unsupported(plugin)
-    made.strategy = strategy
-    return made
+        self.strategy.trained.norm.clamp(float(clip_val))
 
 
 class ShardstackStrategy(Processes, DDPStrategy):
@@ -99,7 +66,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     strategy_name = "shardstack"
     _precision_plugin: Precision | None
-    """Lightning's. Its constructor and the setter of `precision_plugin` set it; always from `of_strategy` or None."""
+    """Lightning's. Its constructor and the setter of `precision_plugin` set it."""
 
     grad_norm: Tensor | None = None
     """The norm of the last step's gradient before clipping, 0-dim in fp32; None if it was not measured. `make_step`
@@ -109,8 +76,9 @@ class ShardstackStrategy(Processes, DDPStrategy):
     _clipped_norm: Tensor | None = None
     # The wrapped model and its optimizer. `setup` sets it, again for another model; None before.
     _trained: Trained | None = None
-    # True inside `block_backward_sync`, which sets and clears it: backward then reduces no gradients.
-    _is_accumulating = False
+    # Of Lightning: a checkpoint fills the sharded model in place, and `load_checkpoint` continues the optimizer too.
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = False
 
     # ---- parts
 
@@ -118,21 +86,32 @@ class ShardstackStrategy(Processes, DDPStrategy):
     def precision_plugin(self) -> Precision:
         """The plugin of the Trainer's precision, which clips and steps by this strategy."""
         if self._precision_plugin is None:
-            self._precision_plugin = of_strategy(None, self)
-        return self._precision_plugin
+            self.precision_plugin = Precision()
+        return cast(Precision, self._precision_plugin)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else of_strategy(plugin, self)
+        if plugin is not None:
+            check_precision(plugin)
+            mix_in(plugin, StepsThroughStrategy)
+            vars(plugin)["strategy"] = self
+        self._precision_plugin = plugin
 
     @property
-    def wrapper(self) -> _BaseDataParallel:
-        """The wrapped LightningModule.
+    def trained(self) -> Trained:
+        """The wrapped LightningModule and its optimizer.
 
         Raises:
             ConfigError: asked for before the Trainer has set the strategy up.
         """
-        return self._trained_model().wrapper
+        if self._trained is None:
+            raise ConfigError("the model is wrapped when fit, validate, test or predict begins; ask for it after that")
+        return self._trained
+
+    @property
+    def wrapper(self) -> _BaseDataParallel:
+        """The wrapped LightningModule; see `trained`."""
+        return self.trained.wrapper
 
     # ---- setup
 
@@ -181,24 +160,20 @@ class ShardstackStrategy(Processes, DDPStrategy):
             raise ConfigError(
                 f"configure_optimizers gave {names or 'nothing'}; this strategy takes one torch optimizer"
             )
-        trained = self._trained_model()
-        trained.optimizer, trained.updates = self.optimizers[0], updates_of(self.optimizers[0], self.wrapper)
+        self.trained.optimizer, self.trained.updates = (
+            self.optimizers[0],
+            updates_of(self.optimizers[0], self.wrapper),
+        )
 
     # ---- a step
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Lets gradients accumulate on this rank; no collective runs in backward."""
-        self._is_accumulating = True
-        try:
-            with self.wrapper.no_sync() if self._trained is not None else nullcontext():
-                yield
-        finally:
-            self._is_accumulating = False
+        return self.wrapper.no_sync()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Finishes the gradients of a step, after its last backward."""
-        if not self._is_accumulating:
+        if self.wrapper.syncs_gradients:
             finalize_model_grads([self.wrapper])
 
     def clip_by_norm(self, max_norm: float) -> None:
@@ -207,7 +182,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
         Raises:
             ConfigError: the optimizer clips too, by another norm.
         """
-        trained = self._trained_model()
+        trained = self.trained
         updates = trained.updates
         own = updates.config.clip_grad if isinstance(updates, MegatronOptimizer) else 0.0
         if own and own != max_norm:
@@ -218,31 +193,17 @@ class ShardstackStrategy(Processes, DDPStrategy):
         if not own:
             self._clipped_norm = trained.norm.clip(max_norm)
 
-    def clip_by_value(self, limit: float) -> None:
-        """Clamps each element of the gradient."""
-        self._trained_model().norm.clamp(limit)
-
-    def make_step(self, optimizer: Optimizer) -> None:
+    def make_step(self) -> None:
         """Updates the parameters, and zeroes gradients."""
-        measured = self._trained_model().step()
+        measured = self.trained.step()
         norm, self._clipped_norm = self._clipped_norm, None
         self.grad_norm = torch.tensor(measured) if norm is None and measured is not None else norm
 
     # ---- checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: a checkpoint fills the sharded model in place."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: `load_checkpoint` continues the optimizer."""
-        return False
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the tensors of the whole model, each rank with its part of their values."""
-        return dict(self._trained_model().model_tensors())
+        return dict(self.trained.model_tensors())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Does nothing: `load_checkpoint` has filled the model."""
@@ -260,15 +221,10 @@ class ShardstackStrategy(Processes, DDPStrategy):
         Raises:
             CheckpointError: a remote path, or values that no checkpoint holds.
         """
-        folder = self._folder(filepath)
         values = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
-        save_folder(
-            folder,
-            self._trained_model(),
-            checkpoint["state_dict"],
-            values,
-            with_optimizer="optimizer_states" in checkpoint,
-        )
+        has_optimizer = "optimizer_states" in checkpoint
+        folder = self.folder(filepath)
+        save_folder(folder, self.trained, checkpoint["state_dict"], values, with_optimizer=has_optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fills the model, and in training the optimizer, from a folder that `save_checkpoint` wrote.
@@ -280,14 +236,12 @@ class ShardstackStrategy(Processes, DDPStrategy):
             CheckpointError: another kind of file, another model, or damaged.
         """
         module = self._connected_module()
-        trained = self._trained_model()
+        continues = self.trained.updates is not None and module.trainer.state.fn == TrainerFn.FITTING
+        folder = self.folder(checkpoint_path)
         values: dict[str, Any] = load_folder(
-            self._folder(checkpoint_path),
-            trained,
-            strict=module.strict_loading,
-            with_optimizer=trained.updates is not None and module.trainer.state.fn == TrainerFn.FITTING,
+            folder, self.trained, strict=module.strict_loading, with_optimizer=continues
         )
-        return values | {"state_dict": trained.model_tensors()}
+        return values | {"state_dict": self.trained.model_tensors()}
 
     def teardown(self) -> None:
         """Ends what the parts hold; the model stays where it is, and wrapped."""
@@ -297,21 +251,10 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     # ---- inside
 
-    def _folder(self, path: Any) -> Path:
-        path = self.broadcast(path)
-        if "://" in str(path):
-            raise CheckpointError(f"{path} is remote, and checkpoints are folders of a file system that ranks share")
-        return Path(path)
-
     def _connected_module(self) -> LightningModule:
         if self.lightning_module is None:
             raise ConfigError("the strategy has no model; give it to a Trainer, and call fit")
         return self.lightning_module
-
-    def _trained_model(self) -> Trained:
-        if self._trained is None:
-            raise ConfigError("the model is wrapped when fit, validate, test or predict begins; ask for it after that")
-        return self._trained
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule) -> None:

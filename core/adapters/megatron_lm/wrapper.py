@@ -61,7 +61,6 @@ _UNSUPPORTED = (
     ),
 )
 _REFUSED_FLAGS = (
-    refused("--use-torch-fsdp2", "with_fsdp2 takes the place of --use-torch-fsdp2; drop the flag"),
     refused("--use-distributed-optimizer", "FSDP2 shards the optimizer's state already; drop the flag"),
     refused("--use-megatron-fsdp", "one wrapper shards a model; drop the flag"),
     refused(
@@ -76,8 +75,6 @@ _REFUSED_FLAGS = (
     ),
 )
 _STOCK = stock_module.TorchFullyShardedDataParallel
-_CHOSEN = "_shardstack_chose_fsdp2"
-"""An attribute of Megatron-LM's arguments: `with_fsdp2` has set ``use_torch_fsdp2``, not a flag."""
 
 registered_settings: dict[str, Any] = {}
 """Fields of `TorchFullyShardedDataParallelConfig` for every wrapper that is constructed from now on. `register` sets
@@ -212,22 +209,23 @@ def register(**settings: Any) -> None:
         raise ParallelConfigError(f"register was given {name}, which is no setting of FSDP2; {choices(name, known)}")
     TorchFullyShardedDataParallelConfig(**settings)
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    holders = [module for module in modules if module.__name__ != __name__ and _names_of_stock(module)]
-    for module in holders:
+    holders = [
+        (module, name)
+        for module in modules
+        if module.__name__ != __name__
+        for name, value in list(vars(module).items())
+        if value is _STOCK
+    ]
+    for module, _ in holders:
         if not module.__name__.startswith("megatron."):
             raise ShardstackError(
                 f"{module.__name__} imported Megatron-LM's TorchFullyShardedDataParallel before "
                 "core.adapters.megatron_lm, and would go on using it; import core.adapters.megatron_lm first"
             )
-    for module in holders:
-        for name in _names_of_stock(module):
-            setattr(module, name, TorchFullyShardedDataParallel)
+    for module, name in holders:
+        setattr(module, name, TorchFullyShardedDataParallel)
     registered_settings.clear()
     registered_settings.update(settings)
-
-
-def _names_of_stock(module: ModuleType) -> list[str]:
-    return [name for name, value in list(vars(module).items()) if value is _STOCK]
 
 
 def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -244,12 +242,10 @@ def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Mod
     def provide(*args: Any, **kwargs: Any) -> nn.Module:
         # Imported here: `core.adapters.megatron_lm` is imported before `megatron.training`.
         arguments = importlib.import_module("megatron.training.global_vars").get_args()
-        if not getattr(arguments, _CHOSEN, False):
-            flags = {row.name: row.name.removeprefix("--").replace("-", "_") for row in _REFUSED_FLAGS}
-            given = {flag: getattr(arguments, name, None) for flag, name in flags.items()}
-            translate(given, _REFUSED_FLAGS, where=" with with_fsdp2")
+        flags = {row.name: row.name.removeprefix("--").replace("-", "_") for row in _REFUSED_FLAGS}
+        given = {flag: getattr(arguments, name, None) for flag, name in flags.items()}
+        translate(given, _REFUSED_FLAGS, where=" with with_fsdp2")
         arguments.use_torch_fsdp2 = True
-        setattr(arguments, _CHOSEN, True)
         return model_provider(*args, **kwargs)
 
     return provide

@@ -35,9 +35,8 @@ from ...dtypes import LOW_PRECISION
 from ...errors import ParallelConfigError, warn_once
 from ...text import choices
 from ..bridge.meshes import mesh_axes
-from ..bridge.translation import FSDP2, config_of, honoured, ignored
+from ..bridge.translation import FSDP2, config_of, honoured, ignored, wrap_for_trainer
 from ..bridge.units import CONTAINERS, check_classes_are_in, import_classes_from_paths
-from ..bridge.wrapping import wrap_for_trainer
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 _FSDP2 = (
@@ -52,6 +51,7 @@ _NVFSDP = (
     *map(honoured, ("grad_reduce_in_fp32", "check_for_nan_in_grad", "average_in_collective")),
     ignored("keep_fp8_transpose_cache_when_using_custom_fsdp", _MEMORY),
     ignored("fsdp_double_buffer", _MEMORY),
+    ignored("init_nvfsdp_with_meta_device", "a model on the meta device is drawn after sharding in any case"),
 )
 _ON_FSDP2 = (
     *_NVFSDP,
@@ -74,14 +74,7 @@ _ON_BUFFERS = (
 _RUN_AS_FULLY_SHARDED = ("grads_params", "params")
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # imported already, from no file
-        return True
-
-
-HAVE_NVFSDP = any(map(_is_installed, ("megatron_fsdp", "nvfsdp")))
+HAVE_NVFSDP = any(importlib.util.find_spec(package) for package in ("megatron_fsdp", "nvfsdp"))
 """Whether NVIDIA's own package can be imported; nothing here needs it."""
 
 
@@ -207,7 +200,6 @@ def nvfsdp_strategy_parallelize(
     reject_wrapped(model, (_BaseDataParallel,))
     unit_classes = import_classes_from_paths(nvfsdp_unit_modules or ())
     check_classes_are_in(model, unit_classes, "nvfsdp_unit_modules")
-    _compare_with_meta(model, init_nvfsdp_with_meta_device)
     param_dtype: torch.dtype | None = None
     if shards_parameters(strategy):
         param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
@@ -252,19 +244,6 @@ def _as_strategy(asked: str | int) -> str:
     )
 
 
-def _compare_with_meta(model: nn.Module, is_said_to_be_on_meta: bool) -> None:
-    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if is_said_to_be_on_meta and not is_on_meta:
-        warn_once(
-            "init_nvfsdp_with_meta_device is set, but no parameter is on the meta device; the model keeps its values"
-        )
-    if is_on_meta and not is_said_to_be_on_meta:
-        warn_once(
-            "parameters are on the meta device without init_nvfsdp_with_meta_device; they are drawn after sharding, "
-            "as with it"
-        )
-
-
 def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
     """Converts a low-precision model to fp32 and returns its old dtype, to which gathered parameters are cast.
 
@@ -291,14 +270,14 @@ def to_cpu(v: Any) -> Any:
     A DTensor on the CPU gives its local tensor, other tensors ``v.cpu()``, and anything else is given back.
 
     Raises:
-        ValueError: a DTensor on a device that is neither.
+        ValueError: a DTensor on the meta device.
     """
     if not isinstance(v, DTensor):
         return v.cpu() if isinstance(v, torch.Tensor) else v
     if v.device.type == "cpu":
         return v.to_local()
-    if not _is_accelerator(v.device.type):
-        raise ValueError(f"to_cpu was given a DTensor on the device {v.device}; it takes one on cpu or an accelerator")
+    if v.device.type == "meta":
+        raise ValueError("to_cpu was given a DTensor on the device meta, which holds no values; materialise it first")
     return v.full_tensor().cpu()
 
 
@@ -317,8 +296,3 @@ def _destroy_dist_connection() -> None:
     finally:
         if in_main_thread:
             signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-
-
-def _is_accelerator(device_type: str) -> bool:
-    accelerator = torch.accelerator.current_accelerator(check_available=False)
-    return device_type == "cuda" or (accelerator is not None and device_type == accelerator.type)

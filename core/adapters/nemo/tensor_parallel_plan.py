@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -42,16 +42,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "all_reduce": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
-    "replicated_with_grad_allreduce": lambda: ReplicatedWithGradAllReduce(),
-    "replicate": lambda: Untouched(),
+    # Whole parameters on every rank's part of the activations, here of the heads. Which dimension is cut changes no
+    # number, because these modules, as Qwen3's q_norm, compute along the last one alone.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
+    "replicate": PrepareModuleInput,  # which without layouts changes nothing
 }
-
-_WITHOUT_COUNTERPART = (
-    *("packed_colwise", "packed_rowwise", "local", "local_colwise", "local_rowwise", "local_packed_rowwise"),
-    *("local_params", "gather", "isolate", "grouped_gemm", "moe_tp_experts", "moe_identity_expert", "ep_router"),
-    *("ep_dispatch_experts", "mla_kv_a_proj"),
-)
-"""Styles of transformers that cut fused weights, or experts, in ways that torch's styles do not know."""
 
 
 @functools.cache
@@ -62,14 +57,12 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
         ParallelConfigError: (a ValueError) an unknown name, listing the known ones; or one that torch has no means
             for.
     """
-    if style in _STYLES:
-        return _STYLES[style]()
-    if style in _WITHOUT_COUNTERPART:
+    if style not in _STYLES:  # as those of transformers for fused weights and for experts
         raise ParallelConfigError(
-            f"the tensor-parallel style {style!r} of transformers has no counterpart among torch's styles; leave its "
-            "modules out of the plan, or shard this model without tensor parallelism"
+            f"the tensor-parallel style {style!r} has no counterpart among torch's styles; {choices(style, _STYLES)}. "
+            "Leave its modules out of the plan, or shard this model without tensor parallelism"
         )
-    raise ParallelConfigError(f"unknown tensor-parallel style {style!r}; {choices(str(style), _STYLES)}")
+    return _STYLES[style]()
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -84,10 +77,9 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """
     inner = getattr(model, "model", None)
     named: dict[str, Any] = {}
-    named.update(getattr(type(model), "_tp_plan", None) or {})
-    named.update(getattr(model, "_tp_plan", None) or {})
-    for plan in (getattr(type(inner), "_tp_plan", None), getattr(inner, "_tp_plan", None)):
-        named.update({f"model.{name}": style for name, style in (plan or {}).items()})
+    for owner, prefix in ((type(model), ""), (model, ""), (type(inner), "model."), (inner, "model.")):
+        plan = getattr(owner, "_tp_plan", None) or {}
+        named |= {f"{prefix}{name}": style for name, style in plan.items()}
     if not named:
         raise ParallelConfigError(
             f"{type(model).__name__} brings no tensor-parallel plan (_tp_plan); write one, {{module name: "
@@ -172,22 +164,17 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
                 "translate_to_torch_parallel_style gives"
             )
         if not any(_matches(pattern, name) for name in names):
+            # A number in a name is that of a layer: the suggestions name all layers at once.
+            known = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names if name)
             raise ParallelConfigError(
                 f"tp_shard_plan names {pattern!r}, which matches no module of {type(model).__name__}; "
-                f"{choices(pattern, _patterns(names))}"
+                f"{choices(pattern, known)}"
             )
 
 
 def _matches(pattern: str, name: str) -> bool:
     parts, named = pattern.split("."), name.split(".")
     return len(parts) == len(named) and all(map(fnmatchcase, named, parts))
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Returns module names with a ``*`` for each number, which means all layers."""
-    return list(
-        dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names if name)
-    )
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -229,50 +216,3 @@ def _tie(model: nn.Module, names: list[str]) -> None:
 
 def _layout(parameter: nn.Parameter) -> str:
     return str(parameter.placements) if isinstance(parameter, DTensor) else "whole"
-
-
-class ReplicatedWithGradAllReduce(ParallelStyle):
-    """Replicates a module's parameters; ranks use them on their own part of the activations, as Qwen3's q_norm.
-
-    Inputs and outputs are plain, and stay as they are. The gradients of its parameters are sums over the ranks.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for owner in module.modules():
-            for name, parameter in list(owner.named_parameters(recurse=False)):
-                whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
-                owner.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        forward = module.forward
-
-        @functools.wraps(forward)
-        def computed_on_a_part(*args: Any, **kwargs: Any) -> Any:
-            with _local_parameters(module):
-                return forward(*args, **kwargs)
-
-        module.forward = computed_on_a_part  # on the instance; never restored
-        return module
-
-
-class Untouched(ParallelStyle):
-    """Leaves a module whole on every rank."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module
-
-
-@contextmanager
-def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Replaces the module's DTensor parameters by local tensors inside, and puts them back on exit.
-
-    Each rank's gradient is then one addend of the sum over ranks (`Partial`).
-    """
-    owners = [(owner, dict(owner._parameters)) for owner in module.modules()]
-    for owner, parameters in owners:
-        for name, parameter in parameters.items():
-            if isinstance(parameter, DTensor):
-                owner._parameters[name] = parameter.to_local(grad_placements=[Partial()])
-    try:
-        yield
-    finally:
-        for owner, parameters in owners:
-            owner._parameters.update(parameters)

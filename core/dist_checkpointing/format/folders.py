@@ -27,7 +27,7 @@ import shutil
 import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -58,23 +58,16 @@ _guard = threading.Lock()
 """Held while a lock is taken or released: an asynchronous save releases its lock on another thread."""
 
 
-@contextlib.contextmanager
-def hold_folder(root: Path) -> Iterator[None]:
-    """Holds the lock of `root`, creating the folder if needed. One process may hold it several times.
+def acquire_folder(root: Path) -> tuple[int, str]:
+    """Takes the lock of `root`, creating the folder if needed. One process may hold it several times.
+
+    Returns:
+        the key for :func:`release_folder`.
 
     Raises:
         CheckpointError: another process holds it; names host, process and start.
         OSError: nothing can be written in `root`.
     """
-    key = acquire_folder(root)
-    try:
-        yield
-    finally:
-        release_folder(key)
-
-
-def acquire_folder(root: Path) -> tuple[int, str]:
-    """Takes the lock as :func:`hold_folder` does. Returns the key for :func:`release_folder`."""
     make_folders(root)
     key = os.getpid(), str(root.resolve())
     path = Path(key[1], LOCK_FILE)

@@ -17,13 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ...dtypes import DTYPES, dtype_name
 from ...errors import CheckpointError
@@ -129,19 +122,6 @@ class CheckpointIndex:
             volume += elements
         covered = volume == math.prod(entry.shape) and not overlap(entry.pieces)
         expect(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
-
-    def as_torch(self) -> Metadata:
-        """Returns the index for torch's load planner. ``storage_data`` maps each piece's index to its
-        :class:`Piece`."""
-        tensors: dict[str, Any] = {}
-        storage: dict[MetadataIndex, Piece] = {}
-        for name, entry in self.tensors.items():
-            chunks = []
-            for number, piece in enumerate(entry.pieces):
-                chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
-                storage[MetadataIndex(name, piece.offsets, number)] = piece
-            tensors[name] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
-        return Metadata(tensors, storage_data=storage)
 
 
 def overlap(pieces: Sequence[Box]) -> bool:

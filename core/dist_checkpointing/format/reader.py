@@ -1,71 +1,68 @@
-"""Reads a checkpoint for torch.distributed.checkpoint: checks its index, and reads the pieces in it."""
+"""Reads a checkpoint: checks its index, and reads boxes of its tensors from the stored pieces that overlap them."""
 
 from __future__ import annotations
 
-import os
-from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files import JSON_BYTES, BoundsError, read_file
+from ..flat_range import held_boxes
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 from .torch_files import read_tensor_archive, read_torch_index
 
+Slices = tuple[slice, ...]
 
-class IndexedReader(StorageReader):
-    """Reads the pieces of a checked index straight into the target tensors."""
+
+class PieceReader:
+    """Reads the pieces of a checked index. Holds at most one unpacked piece at a time."""
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.folder = folder
         self.index = index
-        self.pieces: dict[MetadataIndex, Piece] = {}
-        """Pieces by their index in torch's metadata; `set_up_storage_reader` fills it."""
-        self.resharded: set[str] = set()
-        """Tensors that this rank assembled from pieces of another layout. `read_data` adds; complete once it
-        returns."""
+        self._last: tuple[Piece, Tensor] | None = None
+        """The piece that was unpacked last, and its tensor. `stored` replaces it by the next one."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass  # one reader reads one checkpoint
+    def fill(self, targets: Mapping[str, Tensor]) -> set[str]:
+        """Fills this rank's part of each tensor. Returns those assembled from other pieces than they were saved in.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.index.as_torch()
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.pieces = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        requests = [(self.pieces[item.storage_index], item) for item in plan.items]
-        sources = Counter(item.dest_index for item in plan.items)
-        for piece, item in sorted(requests, key=lambda request: (request[0].file, request[0].start)):
-            target = planner.resolve_tensor(item).detach()
-            if tuple(item.lengths) != piece.sizes or sources[item.dest_index] > 1:
-                self.resharded.add(item.storage_index.fqn)
-            if tuple(item.lengths) != piece.sizes or self.index.encoding != "raw" or not _is_plain_memory(target):
-                stored = self.read_piece(item.storage_index.fqn, piece)
-                target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+        Args:
+            targets: tensors of the whole model by name, each in the index with this shape and dtype.
+        """
+        requests = []
+        resharded = set()
+        for name, target in targets.items():
+            for offsets, values in held_boxes(target):
+                for piece, inside, within in self.overlaps(name, offsets, values.shape):
+                    requests.append((name, piece, values[inside], within))
+                    if (piece.offsets, piece.sizes) != (offsets, tuple(values.shape)):
+                        resharded.add(name)
+        for name, piece, part, within in sorted(requests, key=lambda request: (request[1].file, request[1].start)):
+            if self.index.encoding == "raw" and tuple(part.shape) == piece.sizes and _is_plain_memory(part):
+                self._read_into(part, piece)
             else:
-                self._read_into(target, piece)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+                part.copy_(self.stored(name, piece)[within])
+        return resharded
 
-    def _read_into(self, target: torch.Tensor, piece: Piece) -> None:
+    def overlaps(
+        self, name: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Iterator[tuple[Piece, Slices, Slices]]:
+        """Yields the pieces that overlap a box of a tensor, each with the slices of both that they share."""
+        for piece in self.index.tensors[name].pieces:
+            bounds = [
+                (max(a, b), min(a + a_size, b + b_size), a, b)
+                for a, a_size, b, b_size in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
+            ]
+            if all(start < stop for start, stop, _, _ in bounds):
+                inside = tuple(slice(start - a, stop - a) for start, stop, a, _ in bounds)
+                yield piece, inside, tuple(slice(start - b, stop - b) for start, stop, _, b in bounds)
+
+    def _read_into(self, target: Tensor, piece: Piece) -> None:
         """Reads a whole piece straight into the memory of its target."""
         memory = target.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / piece.file).open("rb", buffering=0) as stream:
@@ -77,8 +74,8 @@ class IndexedReader(StorageReader):
                     raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
                 done += count
 
-    def read_piece(self, name: str, piece: Piece) -> torch.Tensor:
-        """Reads one stored piece of the tensor `name`. For raw bytes, maps a view of the file.
+    def stored(self, name: str, piece: Piece) -> Any:
+        """Returns a stored piece of the tensor `name`, to read by indexing. Raw bytes are a mapped view of the file.
 
         Raises:
             CheckpointError: an archive of torch's holds no tensor, or one of another dtype or shape.
@@ -88,6 +85,9 @@ class IndexedReader(StorageReader):
             # Copy-on-write, so that torch gets the writable memory that it requires and the file does not change.
             mapped = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
             return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
+        if self._last is not None and self._last[0] is piece:
+            return self._last[1]
+        self._last = None  # free it before the next one is unpacked
         with path.open("rb") as stream:
             stream.seek(piece.start)
             archive = stream.read(piece.num_bytes)
@@ -102,11 +102,8 @@ class IndexedReader(StorageReader):
                 f"{path} has another dtype or shape for {name!r} than {dtype} of shape {piece.sizes}, which the index "
                 "gives; load another checkpoint"
             )
+        self._last = piece, tensor
         return tensor
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def read_index(folder: Path) -> CheckpointIndex:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from ..flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
-from .reader import is_good, read_index
+from .reader import PieceReader, is_good, read_index
 
 BoxHash = tuple[Box, int]
 
@@ -32,12 +31,13 @@ def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names
     """
     held = {name: _box_hashes(state[name]) for name in sorted(names & state.keys())}
 
-    def compare(of_ranks: list[dict[str, list[BoxHash]]]) -> list[str]:
-        return [
+    def compare(of_ranks: list[dict[str, list[BoxHash]]]) -> list[list[str]]:
+        differing = [
             name
             for name in sorted(names)
             if _differs([box for of_rank in of_ranks for box in of_rank.get(name, [])], index, name)
         ]
+        return [differing] * len(of_ranks)
 
     return ranks.decided_by_first(held, compare)
 
@@ -69,7 +69,8 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     ]
     pieces.sort(key=lambda named: (named[1].file, named[1].start))
     mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
-    bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(folder, index, name, piece)])
+    reader = PieceReader(folder, index)
+    bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(reader, name, piece)])
     files: dict[str, list[str]] = {}
     for name, piece in (damaged_piece for of_rank in ranks.all_gather(bad) for damaged_piece in of_rank):
         files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
@@ -116,14 +117,12 @@ def advice(folder: Path, ranks: Ranks) -> str:
     return f"{whole.name} in the same folder is whole: continue from it with --load {whole}"
 
 
-def _is_damaged(folder: Path, index: CheckpointIndex, name: str, piece: Piece) -> bool:
-    entry = index.tensors[name]
+def _is_damaged(reader: PieceReader, name: str, piece: Piece) -> bool:
     try:
-        data = np.memmap(folder / piece.file, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
+        values = reader.stored(name, piece)
     except (OSError, ValueError):  # removed, or cut short, since its length was compared
         return True
-    values = torch.from_numpy(data).view(entry.dtype).view(piece.sizes)
-    return box_hash(values, piece.offsets, entry.shape) != piece.hash
+    return box_hash(values, piece.offsets, reader.index.tensors[name].shape) != piece.hash
 
 
 def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:

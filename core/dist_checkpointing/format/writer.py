@@ -1,4 +1,4 @@
-"""Writes a checkpoint for torch.distributed.checkpoint: one file of raw pieces per rank, one index for all.
+"""Writes a checkpoint: one file of raw pieces per rank, one index for all. Decides which rank writes which piece.
 
 A piece is the row-major bytes of a box of a tensor and nothing else: reading it runs no code, and a rank that needs a
 part of a piece reads only the pages of that part. Each piece begins at a multiple of 64 bytes.
@@ -7,81 +7,109 @@ part of a piece reads only the pages of that part. Each piece begins at a multip
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files import write_durably
+from ..flat_range import held_boxes
 from . import folders
 from .content_hash import box_hash
-from .folders import acquire_folder, release_folder
-from .index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, encode_index
+from .index import INDEX_FILE, Box, CheckpointIndex, Piece, TensorEntry, encode_index
 from .reader import is_good
 
 _MARK = "written_by_first_rank"
 
+Key = tuple[str, Box]
+"""A tensor's name, and a box of it that one rank writes as one piece."""
 
-def of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view whose values `SpreadPlanner` takes from the first rank that holds them."""
+Stage = Callable[[Sequence[Key], Mapping[Key, Tensor]], list[Tensor]]
+"""Returns contiguous host copies of the boxes in the first argument, from this rank's boxes in the second."""
+
+
+def of_first_rank(tensor: Tensor) -> Tensor:
+    """Returns a view whose values `spread` takes from the first rank that holds them."""
     view = tensor.detach()
     setattr(view, _MARK, True)
     return view
 
 
-class SpreadPlanner(DefaultSavePlanner):
-    """Spreads what replicas hold over the ranks that write, all but buffers, which may differ: they are the first
-    rank's.
+def is_of_first_rank(tensor: Tensor) -> bool:
+    """Returns whether `of_first_rank` made a view: its values may differ on other ranks."""
+    return getattr(tensor, _MARK, False)
 
-    Args:
-        state: tensors by name; those of `of_first_rank` are buffers.
-    """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._buffers = {name for name, tensor in state.items() if getattr(tensor, _MARK, False)}
+@dataclass(frozen=True)
+class Offer:
+    """The part of a tensor that a rank can write."""
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        written: set[MetadataIndex] = set()
-        plans = []
-        for plan in all_plans:
-            items = [item for item in plan.items if item.index not in written]
-            written |= {item.index for item in items if item.index.fqn in self._buffers}
-            plans.append(dataclasses.replace(plan, items=items))
-        return super().create_global_plan(plans)
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    boxes: tuple[Box, ...]
+    of_first_rank: bool
+    """Whether ranks that hold the same box may differ, as in a buffer: then the first of them writes it."""
+
+
+def held_pieces(state: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """Returns views of all boxes that this rank holds of the tensors in `state`."""
+    return {
+        (name, Box(offsets, tuple(values.shape))): values
+        for name, tensor in state.items()
+        for offsets, values in held_boxes(tensor)
+        if values.numel()
+    }
+
+
+def offers(state: Mapping[str, Tensor]) -> dict[str, Offer]:
+    """Returns what this rank can write of each tensor."""
+    boxes: dict[str, list[Box]] = {name: [] for name in state}
+    for name, box in held_pieces(state):
+        boxes[name].append(box)
+    return {
+        name: Offer(tensor.dtype, tuple(tensor.shape), tuple(boxes[name]), is_of_first_rank(tensor))
+        for name, tensor in state.items()
+    }
+
+
+def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
+    """Returns the boxes that each rank writes. What several ranks hold goes to the one with the fewest bytes."""
+    holders: dict[Key, list[int]] = {}
+    for rank, offered in enumerate(of_ranks):
+        for name, offer in offered.items():
+            for box in offer.boxes:
+                holders.setdefault((name, box), []).append(rank)
+    planned: list[list[Key]] = [[] for _ in of_ranks]
+    num_bytes = [0] * len(of_ranks)
+    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        offer = of_ranks[ranks[0]][name]
+        writer = ranks[0] if offer.of_first_rank else min(ranks, key=num_bytes.__getitem__)
+        planned[writer].append((name, box))
+        num_bytes[writer] += math.prod(box.sizes) * offer.dtype.itemsize
+    return planned
 
 
 _ALIGNMENT_BYTES = 64
 
 
-class Staging(Protocol):
-    """Host memory for copies of tensors (`async_save.HostStaging`)."""
-
-    def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """Returns contiguous host copies of the pieces `indices`. `resolve` returns the piece at a position."""
-
-
-class RawWriter(StorageWriter):
+class RawWriter:
     """Writes a temporary folder, and renames it to `folder` when every rank's file is on disk.
 
-    The first rank makes the temporary folder before plans are scattered, and publishes it after all results are
-    gathered. Torch raises an error of one rank on all ranks, so that no barrier is needed.
+    In this order: the first rank calls `plan`, every rank `write`, the first rank `finish`, every rank `release`.
 
     Args:
         metadata: copied at construction.
         keep: which older checkpoints stay when this one is complete; None keeps all.
-        staging: copies this rank's tensors before the first byte is written; the state may change from then on.
+        stage: copies this rank's boxes before the first byte is written; the state may change from then on.
     """
 
     def __init__(
@@ -89,96 +117,73 @@ class RawWriter(StorageWriter):
         folder: Path,
         metadata: Mapping[str, Any],
         keep: folders.Retention | None = None,
-        staging: Staging | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.folder = folder
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
-        self.staging = staging
-        self.is_first = False
-        """Whether this rank is the coordinator. `set_up_storage_writer` sets it; False before."""
+        self.stage = stage
+        self._offers: dict[str, Offer] = {}
+        """An offer of each tensor on the first rank, for its dtype and shape. `plan` sets it."""
         self._locked: tuple[int, str] | None = None
-        """Key of the folder's lock on the first rank, from the plan until `release`; None on other ranks."""
+        """Key of the folder's lock on the first rank, from `plan` until `release`; None on other ranks."""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass  # one writer writes one checkpoint
+    def plan(self, of_ranks: Sequence[Mapping[str, Offer]]) -> list[tuple[str, list[Key]]]:
+        """Makes the temporary folder. Returns for each rank the name of its file, and the boxes to write there."""
+        for offered in of_ranks:
+            self._offers = {**offered, **self._offers}
+        if not self._offers:
+            raise CheckpointError("no rank gave a tensor to save")
+        self._locked = folders.acquire_folder(self.folder.parent)
+        folders.begin(self.folder)
+        return [(f"rank_{rank:05d}.bin", keys) for rank, keys in enumerate(spread(of_ranks))]
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.is_first = is_coordinator
+    def write(self, state: Mapping[str, Tensor], file: str, keys: Sequence[Key]) -> list[tuple[str, Piece]]:
+        """Writes this rank's file. Returns its pieces, each with the name of its tensor."""
+        held = held_pieces(state)
+        tensors = [held[key] for key in keys] if self.stage is None else self.stage(keys, held)
+        pieces: list[tuple[str, Piece]] = []
+        if not keys:
+            return pieces
+        path = folders.temporary_folder(self.folder) / file
+        with path.open("wb") as stream:
+            for (name, box), tensor in zip(keys, tensors, strict=True):
+                hashed = box_hash(tensor, box.offsets, state[name].shape)
+                start, num_bytes = _append(stream, tensor)
+                pieces.append((name, Piece(box.offsets, box.sizes, file, start, num_bytes, hashed)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        if self.keep is not None:  # older checkpoints are removed only if the new one can be read
+            _check_written(path, [(piece, tensor) for (_, piece), tensor in zip(pieces, tensors, strict=True)])
+        return pieces
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self.is_first:
-            self._locked = acquire_folder(self.folder.parent)
-            folders.begin(self.folder)
-        return plan
+    def finish(self, of_ranks: Sequence[Sequence[tuple[str, Piece]]]) -> list[Path]:
+        """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
+        pieces: dict[str, list[Piece]] = {name: [] for name in self._offers}
+        file_bytes: dict[str, int] = {}
+        for name, piece in (named for of_rank in of_ranks for named in of_rank):
+            pieces[name].append(piece)
+            file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+        tensors = {
+            name: TensorEntry(offer.dtype, offer.shape, tuple(pieces[name])) for name, offer in self._offers.items()
+        }
+        text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
+        write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
+        folders.publish(self.folder)
+        if self.keep is not None:
+            folders.prune(self.folder.parent, self.keep, is_good)
+        return [self.folder] * len(of_ranks)
 
     def release(self, *, failed: bool) -> None:
         """Releases the folder's lock. After a failure also removes the unfinished checkpoint."""
         if self._locked is not None:
             if failed:
                 folders.discard(self.folder)
-            release_folder(self._locked)
+            folders.release_folder(self._locked)
             self._locked = None
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [dataclasses.replace(p, storage_data=f"rank_{rank:05d}.bin") for rank, p in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        items = [
-            (item, item.tensor_data)
-            for item in plan.items
-            if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
-        ]
-        tensors = self._values([item for item, _ in items], planner)
-        if items:
-            path = folders.temporary_folder(self.folder) / plan.storage_data
-            with path.open("wb") as stream:
-                for (item, described), tensor in zip(items, tensors, strict=True):
-                    offsets, whole = tuple(item.index.offset or ()), tuple(described.size)
-                    hashed = box_hash(tensor, offsets, whole)
-                    start, num_bytes = _append(stream, tensor)
-                    piece = Piece(offsets, tuple(tensor.shape), plan.storage_data, start, num_bytes, hashed)
-                    results.append(WriteResult(item.index, num_bytes, piece))
-                stream.flush()
-                os.fsync(stream.fileno())
-            if self.keep is not None:  # older checkpoints are removed only if the new one can be read
-                _check_written(path, [(result.storage_data, t) for result, t in zip(results, tensors, strict=True)])
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def _values(self, items: list[WriteItem], planner: SavePlanner) -> list[torch.Tensor]:
-        if self.staging is None:
-            return [_tensor_of(item, planner) for item in items]
-        return self.staging.take([item.index for item in items], lambda i: _tensor_of(items[i], planner))
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pieces: dict[str, list[Piece]] = {}
-        file_bytes: dict[str, int] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            piece = result.storage_data
-            pieces.setdefault(result.index.fqn, []).append(piece)
-            file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
-        tensors = {
-            name: TensorEntry(entry.properties.dtype, tuple(entry.size), tuple(pieces.get(name, ())))
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        if not tensors:
-            raise CheckpointError("no rank gave a tensor to save")
-        text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
-        write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
-        folders.publish(self.folder)
-        if self.keep is not None:
-            folders.prune(self.folder.parent, self.keep, is_good)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
+def _check_written(path: Path, pieces: list[tuple[Piece, Tensor]]) -> None:
     """Compares a file with the tensors written to it. Reads from disk if the system can drop its cached pages."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
@@ -193,14 +198,7 @@ def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None
                 )
 
 
-def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(f"{item.index.fqn} is no tensor; put it into metadata")
-    return tensor.detach()
-
-
-def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
+def _append(stream: io.BufferedWriter, tensor: Tensor) -> tuple[int, int]:
     """Appends the tensor's bytes. Returns their start in the file and their number."""
     start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     stream.seek(start)
@@ -209,6 +207,6 @@ def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
     return start, data.nbytes
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Returns the tensor's bytes in row-major order, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,12 +1,17 @@
-"""The base of language models: their loss."""
+"""The base of language models with their loss, and the projection to the vocabulary that can compute it."""
 
 from __future__ import annotations
 
 import torch
 
 from ... import tensor_parallel
+from ...errors import ConfigError
+from ...megatron_names import refuse
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
 from ...tensor_parallel.groups import Group, resolve_group
+from ...tensor_parallel.layers import ColumnParallelLinear, Output
+from ...tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from ...transformer.lora import Adapter
 from ...transformer.module import MegatronModule
 from ...transformer.transformer_config import TransformerConfig
 
@@ -34,6 +39,62 @@ class LanguageModule(MegatronModule):
         """
         labels = labels.transpose(0, 1).contiguous()
         loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
+        return transposed(loss)
+
+
+class LinearCrossEntropyModule(ColumnParallelLinear):
+    """A `ColumnParallelLinear` that returns losses instead of logits on request, as Megatron-LM's class of this name.
+
+    One call is one use of the weight in each direction: a sharded wrapper gathers it as for any other layer.
+    """
+
+    config: TransformerConfig
+
+    def forward(  # type: ignore[override]
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        labels: torch.Tensor | None = None,
+        reduction: str = "none",
+        ignore_index: int = -100,
+    ) -> Output | torch.Tensor:
+        """Returns what a `ColumnParallelLinear` does, or the loss of each token, `[b, s]` in fp32.
+
+        Args:
+            output_cross_entropy_loss: return losses.
+            labels: `[b, s]`; needed for losses.
+            reduction, ignore_index: Megatron-LM's arguments; refused unless at their defaults.
+
+        Raises:
+            ConfigError: losses are requested without labels or without a weight.
+        """
+        if not output_cross_entropy_loss:
+            return super().forward(input_, weight, runtime_gather_output)
+        refuse(
+            type(self).__name__,
+            ConfigError,
+            reduction=(reduction, "none", "reduce the losses that are returned"),
+            ignore_index=(ignore_index, -100, "give such tokens the label -100"),
+        )
+        weight = self.weight if weight is None else weight
+        if weight is None or labels is None or self.bias is not None:
+            missing = "a weight" if weight is None else "labels" if labels is None else "bias=False"
+            raise ConfigError(f"losses of a {type(self).__name__} need {missing}; give it, or take the logits")
+        adapter = getattr(self, "adapter", None)
+        low_rank = None
+        if isinstance(adapter, Adapter):
+            low_rank = adapter.reduced(input_), adapter.linear_out.get_parameter("weight")
+        loss = linear_cross_entropy(
+            input_,
+            weight,
+            labels.transpose(0, 1).contiguous(),
+            low_rank=low_rank,
+            vocab_chunk_size=self.config.cross_entropy_fusion_vocab_chunk_size,
+            sequence_parallel=self.sequence_parallel,
+            tp_group=self.tp_group,
+        )
         return transposed(loss)
 
 

@@ -14,6 +14,7 @@ from ...errors import CheckpointError
 from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
 from ...transformer.mlp import MLP
+from ...transformer.moe.moe_layer import MoELayer
 from ...transformer.norms import LayerNorm, RMSNorm
 from ...transformer.transformer_config import TransformerConfig
 from ...transformer.transformer_layer import TransformerLayer
@@ -25,7 +26,16 @@ TRANSFORMER_FIELDS = (
     *("normalization", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "qk_layernorm"),
     *("rotary_percent", "rotary_base", "layernorm_epsilon"),
 )
-"""Fields of `TransformerConfig` that decide what the model computes."""
+"""Fields of `TransformerConfig` that decide what the model computes, but for experts."""
+
+EXPERT_FIELDS = (
+    *("num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_num_groups"),
+    *("moe_router_group_topk", "moe_router_dtype"),
+)
+"""The same of experts. A limit of their tokens (`moe_expert_capacity_factor`) is a setting of a run: files of other
+projects have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +43,8 @@ class Architecture:
     """A GPT without its weights."""
 
     transformer: Mapping[str, Any]
-    """Values of the :data:`TRANSFORMER_FIELDS`, by name."""
+    """Values of the :data:`TRANSFORMER_FIELDS` and :data:`EXPERT_FIELDS`, by name, as :func:`model_fields` returns
+    them; of the latter only `num_moe_experts`, None, if there are no experts."""
     vocab_size: int
     """Rows of the embedding without padding, which a model may add."""
     max_sequence_length: int
@@ -43,6 +54,11 @@ class Architecture:
 
     def __getitem__(self, name: str) -> Any:
         return self.transformer[name]
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer, counted from 0, has experts."""
+        pattern = self["moe_layer_freq"] if self["num_moe_experts"] is not None else 0
+        return bool(pattern if isinstance(pattern, int) else pattern[layer])
 
     def build(self, *, vocab_size: int | None = None, **fields: Any) -> GPTModel:
         """Builds a model of this architecture.
@@ -63,7 +79,12 @@ class Architecture:
         """Lists the differences to `other`, each as "field this and that", except sizes of tables."""
         rotary = () if self.position_embedding_type == "rope" else ("rotary_percent", "rotary_base")
         names = [name for name in TRANSFORMER_FIELDS if name not in rotary]
-        differing = [f"{name} {self[name]!r} and {other[name]!r}" for name in names if self[name] != other[name]]
+        names += [name for name in EXPERT_FIELDS if name in self.transformer.keys() | other.transformer.keys()]
+        names = [name for name in names if name != "moe_router_dtype"]  # a precision
+        pairs = {name: (self.transformer.get(name), other.transformer.get(name)) for name in names}
+        if (self["num_moe_experts"] is None) != (other["num_moe_experts"] is None):
+            pairs = {name: pair for name, pair in pairs.items() if not name.startswith("moe_")}
+        differing = [f"{name} {ours!r} and {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
         for name in ("tied", "position_embedding_type"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -87,13 +108,15 @@ def architecture_of(model: GPTModel) -> Architecture:
     """Returns the architecture of a model.
 
     Raises:
-        CheckpointError: the model has experts, or its layers come from a spec and differ from those that its config
-            describes.
+        CheckpointError: the model's layers come from a spec and differ from those that its config describes.
     """
     _check_layers(model)
-    described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
     return Architecture(
-        transformer={**described, "rotary_percent": model.rotary_percent, "rotary_base": model.rotary_base},
+        transformer={
+            **model_fields(model.config),
+            "rotary_percent": model.rotary_percent,
+            "rotary_base": model.rotary_base,
+        },
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_sequence_length,
         tied=model.share_embeddings_and_output_weights,
@@ -101,20 +124,34 @@ def architecture_of(model: GPTModel) -> Architecture:
     )
 
 
+def model_fields(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of an `Architecture`, with equal values where models compute the same."""
+    fields = {name: getattr(config, name) for name in TRANSFORMER_FIELDS}
+    if config.num_moe_experts is None:
+        return fields | {"num_moe_experts": None}
+    fields |= {name: getattr(config, name) for name in EXPERT_FIELDS}
+    layers = [int(config.has_experts(number)) for number in range(1, config.num_layers + 1)]
+    fields |= {"moe_layer_freq": layers, "moe_ffn_hidden_size": config.expert_ffn_size}
+    if all(layers):
+        fields |= {"moe_layer_freq": 1, "ffn_hidden_size": config.expert_ffn_size}  # no layer has an MLP
+    if config.moe_router_score_function != "softmax":
+        fields["moe_router_pre_softmax"] = False
+    if config.moe_router_num_groups == 1:
+        fields |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if config.moe_router_topk_scaling_factor == 1:
+        fields["moe_router_topk_scaling_factor"] = None
+    return fields
+
+
 def _check_layers(model: GPTModel) -> None:
     config = model.config
-    if config.num_moe_experts is not None:
-        raise CheckpointError(
-            f"the model has experts (num_moe_experts {config.num_moe_experts}), and only dense models are translated "
-            "from and to other layouts; use core.dist_checkpointing"
-        )
     norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     for number, layer in enumerate(model.decoder.layers):
         attention = getattr(layer, "self_attention", None)
         as_described = (
             isinstance(layer, TransformerLayer)
             and isinstance(attention, SelfAttention)
-            and isinstance(layer.mlp, MLP)
+            and isinstance(layer.mlp, MoELayer if config.has_experts(number + 1) else MLP)
             and isinstance(layer.input_layernorm, norm)
             and isinstance(layer.pre_mlp_layernorm, norm)
             and isinstance(attention.q_layernorm, norm)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...absent_names import absent_names
-from ...foreign_arguments import refuse
+from ...megatron_names import absent_names, refuse
 from ...tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ...transformer.attention import SelfAttention, SelfAttentionSubmodules
 from ...transformer.dot_product_attention import DotProductAttention
@@ -77,11 +76,4 @@ def get_gpt_layer_local_spec(
     )
 
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        "get_gpt_layer_with_transformer_engine_spec": "use get_gpt_layer_local_spec",
-        "get_gpt_decoder_block_spec": "use get_gpt_layer_local_spec, or TransformerBlockSubmodules(layer_specs)",
-        "get_gpt_mtp_block_spec": "models here predict the next token alone",
-    },
-)
+__getattr__ = absent_names(__name__)

@@ -11,7 +11,7 @@ import torch
 
 from ... import parallel_state
 from ...errors import ConfigError, DataError, ParallelConfigError
-from ...foreign_arguments import refuse
+from ...megatron_names import checks_arguments, refuse
 from ...process_groups_config import ProcessGroupCollection
 from ...ranges import check_positive
 from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
@@ -19,14 +19,13 @@ from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
 from ...transformer.document_masks import PackedDocuments
-from ...transformer.linear_cross_entropy import LinearCrossEntropyModule
 from ...transformer.moe.load_balancing import add_auxiliary_losses
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from ..common.language_module import LanguageModule, transposed
+from ..common.language_module import LanguageModule, LinearCrossEntropyModule, transposed
 
 
 class GPTModel(LanguageModule):
@@ -62,6 +61,7 @@ class GPTModel(LanguageModule):
         ConfigError: a size below one, or an unknown kind of position embedding.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -90,20 +90,6 @@ class GPTModel(LanguageModule):
                 f"transformer_layer_spec is {transformer_layer_spec}; as in Megatron-LM the second argument says what "
                 "layers are made of: give None or get_gpt_layer_local_spec(), and vocab_size after it"
             )
-        refuse(
-            "GPTModel",
-            fp16_lm_cross_entropy=(fp16_lm_cross_entropy, False, "the loss is computed in fp32"),
-            logit_dtype=(logit_dtype, None, "logits have the compute dtype"),
-            rope_scaling=(rope_scaling, False, "angles are not scaled; change rotary_base"),
-            scatter_embedding_sequence_parallel=(
-                scatter_embedding_sequence_parallel,
-                True,
-                "leave sequence_parallel off",
-            ),
-            seq_len_interpolation_factor=(seq_len_interpolation_factor, None, "give position_ids"),
-            mtp_block_spec=(mtp_block_spec, None, "models here predict the next token alone"),
-            vp_stage=(vp_stage, None, "a rank holds one pipeline stage"),
-        )
         config.check_sizes_given()
         _check_degrees(config)
         check_positive({"vocab_size": vocab_size, "max_sequence_length": max_sequence_length})

@@ -1,4 +1,7 @@
-"""Translates ``config.json`` of Hugging Face's GPTs, Llama, Qwen2, Qwen3 and GPT-2, to an architecture and back."""
+"""Translates ``config.json`` of Hugging Face's GPTs to an architecture and back.
+
+Llama, Qwen2, Qwen3 and GPT-2 are dense; Mixtral, Qwen3-MoE and GLM-4.5 have experts (`hf_experts.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,37 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
 from ...files import brief
-from .architecture import Architecture
+from ...transformer.transformer_config import TransformerConfig
+from .architecture import Architecture, model_fields
+from .hf_experts import expert_fields, expert_settings, inexpressible_experts
 
 _LARGEST_SIZE = 2**31 - 1
+_MOST_LAYERS = 10_000
 
-Layout = Literal["llama", "qwen2", "qwen3", "gpt2"]
+Layout = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gpt2"]
 
 _CLASSES: dict[Layout, str] = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+_LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     "gelu": "gelu",
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
 }
+_NORMS_HEADS = ("qwen3", "qwen3_moe")
+"""Layouts that norm queries and keys in any case."""
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 _REFUSED: dict[
-    Layout, dict[str, tuple[bool, ...]]
+    Layout, dict[str, tuple[bool | None, ...]]
 ] = {  # settings that change what a model computes, with the values that do not
     "gpt2": {
         "scale_attn_weights": (True,),
@@ -36,6 +48,9 @@ _REFUSED: dict[
     },
     "qwen2": {"use_sliding_window": (False,)},
     "qwen3": {"use_sliding_window": (False,), "attention_bias": (False,)},
+    "qwen3_moe": {"use_sliding_window": (False,), "attention_bias": (False,)},
+    "mixtral": {"sliding_window": (None,)},
+    "glm4_moe": {"attention_bias": (False, True), "use_qk_norm": (False, True)},
     "llama": {"mlp_bias": (False, True), "attention_bias": (False, True)},
 }
 
@@ -88,6 +103,7 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
             "layer_norm_epsilon": a["layernorm_epsilon"],
         }
     base = float(a["rotary_base"])
+    share = {"partial_rotary_factor": a["rotary_percent"]} if layout == "glm4_moe" else {}
     described = common | {
         "num_hidden_layers": a["num_layers"],
         "hidden_size": a["hidden_size"],
@@ -99,11 +115,18 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
         "max_position_embeddings": a.max_sequence_length,
         "rms_norm_eps": a["layernorm_epsilon"],
         "rope_theta": base,  # transformers before 5
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+        "rope_parameters": {"rope_type": "default", "rope_theta": base, **share},
+        **share,
     }
+    if a["num_moe_experts"] is not None:
+        described |= expert_settings(layout, a)
     if layout == "llama":
         return described | {"attention_bias": a["add_bias_linear"], "mlp_bias": a["add_bias_linear"]}
-    if layout == "qwen3":
+    if layout == "glm4_moe":
+        return described | {"attention_bias": a["add_qkv_bias"], "use_qk_norm": a["qk_layernorm"]}
+    if layout == "mixtral":
+        return described | {"sliding_window": None}
+    if layout in _NORMS_HEADS:
         described["attention_bias"] = False
     return described | {"use_sliding_window": False}
 
@@ -123,51 +146,61 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     if config.get("quantization_config"):
         problems.append("quantization_config")
     get = _Reader(config)
+    fields: dict[str, Any]
     if layout == "gpt2":
-        hidden, heads = get.size("n_embd", 768), get.size("n_head", 12)
+        hidden, heads = get.size("n_embd", default=768), get.size("n_head", default=12)
         fields = {
-            "num_layers": get.size("n_layer", 12),
+            "num_layers": get.size("n_layer", default=12, most=_MOST_LAYERS),
             "hidden_size": hidden,
             "num_attention_heads": heads,
             "num_query_groups": heads,
             "kv_channels": hidden // heads,
-            "ffn_hidden_size": get.size("n_inner", 4 * hidden),
+            "ffn_hidden_size": get.size("n_inner", default=4 * hidden),
             "layernorm_epsilon": get.number("layer_norm_epsilon", 1e-5),
             "normalization": "LayerNorm",
             "add_bias_linear": True,
         }
-        activation, positions = get("activation_function", "gelu_new"), get.size("n_positions", 1024)
-        vocab_size, tied = get.size("vocab_size", 50257), get("tie_word_embeddings", True)
+        activation, positions = get("activation_function", "gelu_new"), get.size("n_positions", default=1024)
+        vocab_size, tied = get.size("vocab_size", default=50257), get("tie_word_embeddings", True)
     else:
         heads, hidden = get.size("num_attention_heads"), get.size("hidden_size")
         biased = bool(config.get("attention_bias", False)) if layout == "llama" else False
         if layout == "llama" and biased != bool(config.get("mlp_bias", False)):
             problems.append(f"attention_bias {biased} with mlp_bias {not biased}")
-        rope, rope_problems = _rope(config)
+        rope, rope_problems = _rope(config, layout)
+        num_layers = get.size("num_hidden_layers", most=_MOST_LAYERS)
         problems += rope_problems
         fields = {
-            "num_layers": get.size("num_hidden_layers"),
+            "num_layers": num_layers,
             "hidden_size": hidden,
             "num_attention_heads": heads,
-            "num_query_groups": get.size("num_key_value_heads", heads),
-            "kv_channels": get.size("head_dim", 128 if layout == "qwen3" else hidden // heads),
+            "num_query_groups": get.size("num_key_value_heads", default=heads),
+            "kv_channels": get.size("head_dim", default=128 if layout == "qwen3" else hidden // heads),
             "ffn_hidden_size": get.size("intermediate_size"),
-            "layernorm_epsilon": get.number("rms_norm_eps", 1e-6),
+            "layernorm_epsilon": get.number("rms_norm_eps", 1e-5 if layout in ("mixtral", "glm4_moe") else 1e-6),
             "normalization": "RMSNorm",
             "add_bias_linear": biased,
             "gated_linear_unit": True,
-            "rotary_base": rope,
+            "add_qkv_bias": layout == "qwen2" or (layout == "glm4_moe" and bool(get("attention_bias", False))),
+            "qk_layernorm": layout in _NORMS_HEADS or (layout == "glm4_moe" and bool(get("use_qk_norm", False))),
+            **rope,
         }
-        activation, positions = get("hidden_act", "silu"), get.size("max_position_embeddings", 2048)
+        if layout in ("mixtral", "qwen3_moe", "glm4_moe"):
+            of_experts, expert_problems = expert_fields(layout, get, num_layers)
+            fields |= of_experts
+            problems += expert_problems
+        activation, positions = get("hidden_act", "silu"), get.size("max_position_embeddings", default=2048)
         vocab_size, tied = get.size("vocab_size"), get("tie_word_embeddings", False)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         problems.append(f"the activation {brief(activation)}")
     if problems:
         raise CheckpointError(f"models here cannot express {', '.join(problems)} of this {layout}")
-    defaults = {"gated_linear_unit": False, "rotary_percent": 1.0, "rotary_base": 10000.0}
-    flags = {"add_qkv_bias": layout == "qwen2", "qk_layernorm": layout == "qwen3"}
+    try:
+        described = TransformerConfig(**fields | {"activation_func": _ACTIVATIONS[activation]})
+    except ConfigError as error:
+        raise CheckpointError(f"config.json describes a {layout} that no model here can be: {error}") from error
     return Architecture(
-        transformer={**defaults, **flags, **fields, "activation_func": _ACTIVATIONS[activation]},
+        transformer=model_fields(described),
         vocab_size=vocab_size,
         max_sequence_length=positions,
         tied=bool(tied),
@@ -183,9 +216,11 @@ def check_fits(architecture: Architecture, num_elements: int, num_tensors: int) 
     """
     a = architecture
     attention = a["hidden_size"] * a["kv_channels"] * a["num_attention_heads"]
-    least = a.vocab_size * a["hidden_size"] + a["num_layers"] * (
-        attention + 2 * a["hidden_size"] * a["ffn_hidden_size"]
-    )
+    per_layer = attention + 2 * a["hidden_size"] * a["ffn_hidden_size"]
+    least = a.vocab_size * a["hidden_size"] + a["num_layers"] * per_layer
+    if a["num_moe_experts"] is not None:
+        others = 2 * a["hidden_size"] * (a["num_moe_experts"] * a["moe_ffn_hidden_size"] - a["ffn_hidden_size"])
+        least += sum(map(a.has_experts, range(a["num_layers"]))) * others
     if least > num_elements or a["num_layers"] > num_tensors:
         raise CheckpointError(
             f"config.json describes a model of at least {least} parameters in {a['num_layers']} layers, and the files "
@@ -201,6 +236,11 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     """
     model_type = config.get("model_type")
     layouts: list[Layout] = [layout for layout in _CLASSES if layout == model_type]
+    if model_type in _LATENT_ATTENTION:
+        raise CheckpointError(
+            f"model_type is {brief(model_type)}, whose multi-head latent attention (kv_lora_rank "
+            f"{brief(config.get('kv_lora_rank'))}) no model here has; its router is that of a glm4_moe"
+        )
     if not layouts:
         raise CheckpointError(f"model_type is {brief(model_type)}; {', '.join(_CLASSES)} are known here")
     return layouts[0]
@@ -219,19 +259,24 @@ def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
         if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
             yield f"kv_channels {a['kv_channels']}"
     else:
-        required |= {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": layout == "qwen3"}
+        required |= {"normalization": "RMSNorm", "gated_linear_unit": True}
+        if layout == "glm4_moe":
+            del required["rotary_percent"]
+        else:
+            required |= {"qk_layernorm": layout in _NORMS_HEADS}
         if layout != "llama":
             required |= {"add_bias_linear": False}
         if layout == "qwen2":
             required |= {"add_qkv_bias": True}
             if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
                 yield f"kv_channels {a['kv_channels']}"
-        elif not a["add_bias_linear"]:
+        elif layout != "glm4_moe" and not a["add_bias_linear"]:
             required |= {"add_qkv_bias": False}
         if layout == "llama" and a["hidden_size"] % a["num_attention_heads"]:
             yield f"hidden_size {a['hidden_size']}, which {a['num_attention_heads']} heads do not divide"
         positions = "rope"
     yield from (f"{name} {a[name]!r}" for name, value in required.items() if a[name] != value)
+    yield from inexpressible_experts(layout, a)
     if a.position_embedding_type != positions:
         yield f"position_embedding_type {a.position_embedding_type!r}"
 
@@ -249,11 +294,12 @@ class _Reader:
             raise CheckpointError(f"config.json has no {name}")
         return value
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """Returns a positive size: a number of layers, heads, channels or tokens."""
+    def size(self, *names: str, default: int | None = None, least: int = 1, most: int = _LARGEST_SIZE) -> int:
+        """Returns a positive size, under the first of several names: of layers, heads, channels, experts or tokens."""
+        name = next((name for name in names if self.config.get(name) is not None), names[0])
         value = self(name, default)
-        if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
-            raise CheckpointError(f"config.json has {name} {brief(value)}; it takes 1 to {_LARGEST_SIZE}")
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(f"config.json has {name} {brief(value)}; it takes {least} to {most}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -263,8 +309,8 @@ class _Reader:
         return float(value)
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Returns the base of the rotation, and the settings of it that models here do not support."""
+def _rope(config: Mapping[str, Any], layout: Layout) -> tuple[dict[str, float], list[str]]:
+    """Returns the fields of the rotation, and the settings of it that models here do not support."""
     tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]  # before transformers 5, since
     if not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f"config.json has {brief(tables)} for rope_scaling and rope_parameters, and no tables")
@@ -272,7 +318,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
     problems = [f"rotary embeddings of type {kind}" for kind in sorted(kinds - {brief("default")})]
     rope = tables[0] | tables[1]
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
+    if layout != "glm4_moe" and share not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor {brief(share)}")
-    base = rope.get("rope_theta", config.get("rope_theta"))
-    return _Reader({"rope_theta": base}).number("rope_theta", 10000.0), problems
+    get = _Reader({"rope_theta": rope.get("rope_theta", config.get("rope_theta")), "partial_rotary_factor": share})
+    base = get.number("rope_theta", 1e6 if layout == "mixtral" else 10000.0)
+    percent = get.number("partial_rotary_factor", 0.5) if layout == "glm4_moe" else 1.0
+    return {"rotary_base": base, "rotary_percent": percent}, problems

@@ -7,7 +7,8 @@
 
 Both need `safetensors` (extra `hf`), not `transformers`.
 
-Translates names and layouts of tensors of Llama, Qwen2, Qwen3 and GPT-2. In `transformers` a Llama has separate
+Translates names and layouts of tensors of Llama, Qwen2, Qwen3 and GPT-2, and of models with experts
+(`hf_experts.py`). In `transformers` a Llama has separate
 projections of queries, keys and values, heads in order, and separate gate and up; ours are fused, by query group and
 by alternating rows. Both rotate channel i together with channel i + d / 2, so that no head is permuted. A GPT-2 fuses
 queries, keys and values as three blocks, and its weights are transposed.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
 from ...dist_checkpointing.format import folders
+from ...dist_checkpointing.gathering import WholeTensors
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
     begin_new_folder,
@@ -52,6 +53,7 @@ from .hf_config import (
     hf_config,
     layout_of,
 )
+from .hf_experts import expert_recipes
 
 
 def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:
@@ -62,20 +64,30 @@ def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None
     """
     if prefix is None:
         prefix = "transformer." if layout == "gpt2" else "model."
-    return [*(_gpt2_recipes if layout == "gpt2" else _llama_recipes)(architecture, prefix)]
+    if layout == "gpt2":
+        return [*_gpt2_recipes(architecture, prefix)]
+    return [*_llama_recipes(layout, architecture, prefix)]
 
 
-def names_without_meaning(layout: Layout, architecture: Architecture, prefix: str) -> set[str]:
+def names_without_meaning(
+    layout: Layout, architecture: Architecture, prefix: str, names: Iterable[str] = ()
+) -> set[str]:
     """Returns tensors that files of this kind may also have: masks and angles of old versions, a tied output
-    weight."""
+    weight.
+
+    Args:
+        names: those of the files, for layers after the last one that predict further tokens.
+    """
     layers = range(architecture["num_layers"])
     ignored = {"lm_head.weight"} if architecture.tied else set()
+    if layout == "glm4_moe":
+        ignored |= {name for name in names if name.startswith(f"{prefix}layers.{len(layers)}.")}
     if layout == "gpt2":
         return ignored | {f"{prefix}h.{n}.attn.{name}" for n in layers for name in ("bias", "masked_bias")}
     return ignored | {f"{prefix}layers.{n}.self_attn.rotary_emb.inv_freq" for n in layers}
 
 
-def _llama_recipes(a: Architecture, prefix: str) -> Iterator[Recipe]:
+def _llama_recipes(layout: Layout, a: Architecture, prefix: str) -> Iterator[Recipe]:
     hidden, ffn = a["hidden_size"], a["ffn_hidden_size"]
     linear = ("weight", "bias") if a["add_bias_linear"] else ("weight",)
     yield _plain("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", a.vocab_size, padded=True)
@@ -92,6 +104,9 @@ def _llama_recipes(a: Architecture, prefix: str) -> Iterator[Recipe]:
         for kind in linear:
             yield _plain(f"{ours}.self_attention.linear_proj.{kind}", f"{theirs}.self_attn.o_proj.{kind}", hidden)
         yield _plain(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
+        if a.has_experts(layer):
+            yield from expert_recipes(layout, a, ours, theirs)
+            continue
         for kind in linear:
             gate, up = (f"{theirs}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
             yield Recipe(f"{ours}.mlp.linear_fc1.{kind}", (Run(gate, ffn, 0, 2), Run(up, ffn, 1, 2)))
@@ -159,7 +174,7 @@ def save_hugging_face(
     """Writes a GPT as sharded safetensors with ``config.json``, in a folder that appears atomically.
 
     Collective over `process_group`. Its first rank writes, with the tensors of one file at a time in host memory;
-    other ranks hold one whole parameter.
+    other ranks hold no whole parameter.
 
     Args:
         model: a `GPTModel`, or a wrapper of one.
@@ -190,15 +205,21 @@ def save_hugging_face(
         )
     shapes = foreign_shapes(recipes, {name: tuple(tensor.shape) for name, tensor in ours.items()})
     recipe_of = {run.source: recipe for recipe in recipes for run in recipe.runs}
-    plan = {name: (dtype or ours[recipe_of[name].name].dtype, shape) for name, shape in shapes.items()}
-    gathered = _Gathered(ours)
+    # Casting a router's bias, a buffer, would change the choice of experts.
+    dtypes = {name: tensor.dtype if name.endswith("expert_bias") else dtype for name, tensor in ours.items()}
+    plan = {
+        name: (dtypes[recipe_of[name].name] or ours[recipe_of[name].name].dtype, shape)
+        for name, shape in shapes.items()
+    }
+    gathered = _Gathered(ours, recipes, process_group)
 
     def make(name: str) -> torch.Tensor:
         recipe = recipe_of[name]
         return make_foreign(name, shapes[name], [recipe], {recipe.name: gathered(recipe)}).to(plan[name][0])
 
     def describe(into: Path) -> None:
-        largest = max((kind for kind, _ in plan.values()), key=lambda kind: kind.itemsize)
+        kinds = (kind for name, (kind, _) in plan.items() if not recipe_of[name].name.endswith("expert_bias"))
+        largest = max(kinds, key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
         write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
         publish_new_folder(folder)
@@ -260,7 +281,7 @@ def load_hugging_face(
         hf_recipes(layout, theirs, prefix=prefix),
         index,
         folder,
-        ignored=names_without_meaning(layout, theirs, prefix),
+        ignored=names_without_meaning(layout, theirs, prefix, index.tensors),
         process_group=process_group,
     )
 
@@ -299,20 +320,21 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Gathers the model's tensors whole, and caches the last one, because several foreign tensors come from one."""
+    """The model's tensors whole on the first rank, gathered in the order of their recipes, a bucket at a time."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        # Name and whole tensor of the last call; owns its memory. A call for another name drops it before it gathers.
-        self.last: tuple[str, torch.Tensor] | None = None
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], recipes: Iterable[Recipe], group: ProcessGroup | None
+    ) -> None:
+        needed = {recipe.name: tensors[recipe.name] for recipe in recipes}
+        self._buckets = WholeTensors(needed, group, receivers=[0]).buckets()
+        # The bucket that was gathered last, which owns its memory. The next one replaces it.
+        self._bucket: dict[str, torch.Tensor] = {}
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:
-        if self.last is None or self.last[0] != recipe.name:
-            self.last = None
-            tensor = self.tensors[recipe.name]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.last = recipe.name, whole.detach()
-        return self.last[1]
+        while recipe.name not in self._bucket:
+            self._bucket = {}
+            self._bucket = next(self._buckets)
+        return self._bucket[recipe.name]
 
 
 def _raise(failures: list[Exception]) -> None:

@@ -2,8 +2,10 @@
 
 Such a checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list) and files
 of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of shape
-`[layers, rows, columns]`, or numbered. Queries, keys and values are fused as here, group by group; gate and up are two
-blocks. The norms before attention and MLP have the names of Transformer Engine's fused layers, or their own.
+`[layers, rows, columns]`, or numbered. Experts are likewise stacked (``mlp.experts.experts.linear_fc1.weight``, of
+shape `[layers, experts, rows, columns]`), or each has tensors of its own. Queries, keys and values are fused as here,
+group by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer Engine's
+fused layers, or their own.
 
 Everything else is ignored: the optimizer's state, whose layout follows Megatron's buffers, and pickles (``common.pt``
 with the arguments, random streams), which are never opened. The model is therefore known only by the shapes of its
@@ -59,8 +61,8 @@ def load_megatron(
     """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments are those of `load_hugging_face`.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written: there is no such checkpoint, it is of another model
-            or one with experts, or its index has entries that no description of tensors needs.
+        CheckpointError: on all ranks, before anything is written: there is no such checkpoint, it is of another model,
+            or its index has entries that no description of tensors needs.
     """
     gpt, ranks = gpt_of(model), Ranks(process_group)
     checkpoint = ranks.on_all(lambda: find_megatron(Path(folder)))
@@ -88,7 +90,7 @@ def _prefix(index: CheckpointIndex, folder: Path) -> str:
 
 
 def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[Recipe]:
-    hidden, ffn, channels = a["hidden_size"], a["ffn_hidden_size"], a["kv_channels"]
+    hidden, channels = a["hidden_size"], a["kv_channels"]
     rows_of_qkv = (a["num_attention_heads"] + 2 * a["num_query_groups"]) * channels
     norm = ("weight", "bias") if a["normalization"] == "LayerNorm" else ("weight",)
     linear = ("weight", "bias") if a["add_bias_linear"] else ("weight",)
@@ -110,14 +112,31 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
             yield source.plain(f"self_attention.linear_qkv.{kind}", rows_of_qkv)
         for kind in linear:
             yield source.plain(f"self_attention.linear_proj.{kind}", hidden)
-            yield source.plain(f"mlp.linear_fc2.{kind}", hidden)
-            name = f"mlp.linear_fc1.{kind}"
-            yield source.gated(name, ffn) if a["gated_linear_unit"] else source.plain(name, ffn)
+            block, ffn = "mlp", a["ffn_hidden_size"]
+            if a.has_experts(layer):
+                yield from _expert_recipes(source, a, kind)
+                block, ffn = "mlp.shared_experts", a["moe_shared_expert_intermediate_size"]
+            if ffn:
+                yield source.plain(f"{block}.linear_fc2.{kind}", hidden)
+                name = f"{block}.linear_fc1.{kind}"
+                yield source.gated(name, ffn) if a["gated_linear_unit"] else source.plain(name, ffn)
     for kind in norm:
         name = f"decoder.final_layernorm.{kind}"
         yield Recipe(name, (Run(prefix + name, hidden),))
     if not a.tied:
         yield _vocabulary("output_layer.weight", index, prefix)
+
+
+def _expert_recipes(source: _Layer, a: Architecture, kind: str) -> Iterator[Recipe]:
+    """Yields the recipes of a layer's router and experts, all their weights or all their biases."""
+    experts, ffn = a["num_moe_experts"], a["moe_ffn_hidden_size"]
+    yield source.plain(f"mlp.router.{kind}", experts)
+    yield source.experts(f"linear_fc1.{kind}", ffn, experts, gated=a["gated_linear_unit"])
+    yield source.experts(f"linear_fc2.{kind}", a["hidden_size"], experts)
+    if kind == "weight" and a["moe_router_enable_expert_bias"]:
+        yield source.plain("mlp.router.expert_bias", experts)
+    if kind == "weight" and a["moe_shared_expert_gate"]:
+        yield source.plain("mlp.shared_experts.gate_weight", 1)
 
 
 def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
@@ -134,22 +153,46 @@ class _Layer:
 
     def plain(self, name: str, rows: int, *others: str) -> Recipe:
         """Returns the recipe of this layer's tensor `name`, which Megatron-LM stores as `name` or one of `others`."""
-        source, layer = self._find(*others, name)
-        return Recipe(f"decoder.layers.{self.number}.{name}", (Run(source, rows, layer=layer),))
+        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([*others, name], rows))
 
     def gated(self, name: str, rows: int) -> Recipe:
         """Returns the recipe of gate and up: ours alternate by row, theirs are halves of one tensor, or two
         tensors."""
-        gate, layer = self._find(f"{name}_w", name)
-        apart = gate.endswith("_w")
-        up = f"{gate.removesuffix('_w')}_v" if apart else gate
-        runs = (Run(gate, rows, 0, 2, layer=layer), Run(up, rows, 1, 2, 0 if apart else rows, layer=layer))
-        return Recipe(f"decoder.layers.{self.number}.{name}", runs)
+        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([name], rows, gated=True))
 
-    def _find(self, *names: str) -> tuple[str, int | None]:
-        places = [(f"{self.prefix}decoder.layers.{self.number}.{name}", None) for name in names]
-        stacked = [(f"{self.prefix}decoder.layers.{name}", self.number) for name in names]
-        for source, layer in (*places, *stacked):
-            if source in self.index.tensors:
-                return source, layer
-        return stacked[-1]  # is then reported as missing
+    def experts(self, name: str, rows: int, num_experts: int, *, gated: bool = False) -> Recipe:
+        """Returns the recipe of a matrix of all experts, or of their biases. Megatron-LM stores one tensor for each
+        expert, under three names, or all in one with an axis of experts."""
+        runs: list[Run] = []
+        for expert in range(num_experts):
+            forms = (
+                f"experts.{expert}.{name}",
+                f"local_experts.{expert}.{name}",
+                f"{name}{expert}",
+                f"experts.{name}",
+            )
+            runs += self._runs([f"mlp.experts.{form}" for form in forms], rows, gated=gated, expert=expert)
+        return Recipe(f"decoder.layers.{self.number}.mlp.experts.{name}", tuple(runs))
+
+    def _runs(self, names: list[str], rows: int, *, gated: bool = False, expert: int | None = None) -> tuple[Run, ...]:
+        """Returns the runs of a tensor that has one of these names, the last of which has an axis of experts."""
+        first, place = self._find(*(f"{name}_w" for name in names if gated), *names)
+        if expert is not None and first.removesuffix("_w").endswith(names[-1]):
+            place = (*place, expert)
+        if not gated:
+            return (Run(first, rows, source_index=place, index=expert),)
+        apart = first.endswith("_w")
+        second = f"{first.removesuffix('_w')}_v" if apart else first
+        return (
+            Run(first, rows, 0, 2, source_index=place, index=expert),
+            Run(second, rows, 1, 2, 0 if apart else rows, source_index=place, index=expert),
+        )
+
+    def _find(self, *names: str) -> tuple[str, tuple[int, ...]]:
+        """Returns the name of a tensor that is there, and the index of this layer in it."""
+        places: list[tuple[str, tuple[int, ...]]] = [
+            *((f"{self.prefix}decoder.layers.{self.number}.{name}", ()) for name in names),
+            *((f"{self.prefix}decoder.layers.{name}", (self.number,)) for name in names),
+        ]
+        # One that is not there is reported as missing.
+        return next((place for place in places if place[0] in self.index.tensors), places[-1])

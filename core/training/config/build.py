@@ -191,7 +191,7 @@ _HINTS = {
     "use-rotary-position-embeddings": "write --position-embedding-type rope instead",
     "use-mcore-models": _HERE,
     "transformer-impl": _ALONE,
-    "use-flash-attn": "the fastest attention kernel is chosen here; drop it, or write --attention-backend flash",
+    "use-flash-attn": "torch chooses the attention kernel; drop it, or write --attention-backend flash",
     "cp-comm-type": "keys and values are all-gathered here, which is all there is; drop it",
     "no-create-attention-mask-in-dataloader": "no mask is ever made here; drop it",
     "exit-interval": "write --train-iters instead, and --lr-decay-iters for the length of the schedule",

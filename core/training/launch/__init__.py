@@ -4,6 +4,5 @@ python -m core.training.launch --nproc-per-node 2 script.py --flags
 
 ranks             starts ranks, waits for them, passes signals on
 signals           counts signals to a launcher; a run takes one as a request to stop; ends a rank with its launcher
-environment       reads and checks the environment that a launcher sets; the exit statuses
-entry             sets a program's exit status: one line for a user's mistake, one traceback for a crash
+entry             reads the environment that a launcher sets; sets a program's exit status
 """

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
 
 from . import signals as signal_handling
-from .environment import RUN_STARTED, USER_ERROR_STATUS
+from .entry import RUN_STARTED, USER_ERROR_STATUS
 from .signals import SignalCount
 
 GRACE_S = 5.0

@@ -11,7 +11,7 @@ shared_experts   experts that take every token
 step             ends a step: biases and statistics
 """
 
-from ...absent_names import absent_names
+from ...megatron_names import absent_names
 from .experts import GroupedMLP
 from .load_balancing import add_auxiliary_losses
 from .moe_layer import MoELayer
@@ -30,14 +30,5 @@ __all__ = [
     "restart_step",
 ]
 
-_DISPATCH = "moe_token_dispatcher_type says how tokens reach their experts; core.transformer.moe.dispatch"
 
-__getattr__ = absent_names(
-    __name__,
-    {
-        "token_dispatcher": _DISPATCH,
-        "fused_a2a": _DISPATCH,
-        "upcycling_utils": "no dense checkpoint becomes one with experts",
-        "grouped_gemm_util": "torch.nn.functional.grouped_mm multiplies; core.transformer.moe.experts",
-    },
-)
+__getattr__ = absent_names(__name__)

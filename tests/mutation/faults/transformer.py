@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "attention drops the same weights on every tensor-parallel rank",
         "core.transformer.dot_product_attention.DotProductAttention.forward",
-        r"with get_rng_tracker\(\)\.fork\(\)",
-        "with nullcontext()",
+        r"get_rng_tracker\(\)\.fork\(\)",
+        "nullcontext()",
         ("tests/unit/transformer/test_dropout.py",),
     ),
     Mutation(

@@ -139,7 +139,7 @@ def _oumi(model: nn.Module, strategy: str, bf16: bool, offload: bool) -> nn.Modu
         "mixed_precision": "bf16" if bf16 else None,
         "cpu_offload": offload,
     }
-    return oumi.prepare_model(model, oumi.FSDPParams.from_dict(block))
+    return oumi.prepare_model(model, oumi.FSDPParams(**block))
 
 
 def _optimus(model: nn.Module, strategy: str, bf16: bool, offload: bool) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from core.adapters import ml
-from core.adapters.bridge.wrapping import Replicas
+from core.adapters.bridge.translation import Replicas
 from core.distributed import TorchFullyShardedDataParallel
 from core.errors import ConfigError, warn_once
 from tests.unit._spawn import run_distributed

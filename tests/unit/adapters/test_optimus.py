@@ -15,7 +15,6 @@ from core.adapters.optimus import (
     Collective,
     DDPTransform,
     DDPTransformConfig,
-    DDPWrappedModel,
     FullyShardTransform,
     FullyShardTransformConfig,
     MeshCollective,
@@ -53,10 +52,6 @@ def _own_hook() -> None:
     assert wrapped.make_parameter_groups() == wrapped.module.make_parameter_groups()
     plain = DDPTransform(DDPTransformConfig(), MeshCollective(), CPU).apply(Net())
     assert [name for name, _ in plain.make_parameter_groups()["params"]] == [n for n, _ in Net().named_parameters()]
-    with pytest.raises(ParallelConfigError, match="has no fully_shard"):
-        plain.fully_shard()
-    hooked = DDPWrappedModel(_Hooked(), dist.group.WORLD)
-    assert hooked.fully_shard.__self__ is hooked
 
 
 def test_a_models_own_hook_decides_its_units():

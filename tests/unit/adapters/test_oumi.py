@@ -11,14 +11,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from core.adapters import oumi
 from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
+from core.dist_checkpointing import load_model_state_dict
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
-from core.errors import CheckpointError, ConfigError, warn_once
+from core.errors import ConfigError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of
@@ -72,9 +74,15 @@ BLOCKS = {
 }
 
 
+def _params(text: str) -> FSDPParams:
+    """Reads a whole config with a block ``fsdp``, or the block itself."""
+    config = yaml.safe_load(text)
+    return FSDPParams(**config.get("fsdp", config))
+
+
 def _trains(names: list[str]) -> None:
     for name in names:
-        params = FSDPParams.from_yaml(BLOCKS[name])
+        params = _params(BLOCKS[name])
         model = oumi.prepare_model(hugging_face_model("llama"), params)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         losses = []
@@ -124,7 +132,7 @@ _FLIPS: dict[str, list[Any]] = {
     "backward_prefetch": [BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.NO_PREFETCH],
     "forward_prefetch": [True],
     "use_orig_params": [True, False],
-    "state_dict_type": [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT],
+    "state_dict_type": [StateDictType.SHARDED_STATE_DICT],
     "auto_wrap_policy": [AutoWrapPolicy.TRANSFORMER_BASED_WRAP],
     "min_num_params": [50],
     "transformer_layer_cls": ["Block"],
@@ -184,20 +192,16 @@ def test_strategies_choose_mesh_and_resharding():
 
 def _state_dicts() -> None:
     expected = dict(Net().state_dict())
-    for kind in StateDictType:
+    for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         params = FSDPParams(enable_fsdp=True, state_dict_type=kind)
         wrapped = oumi.prepare_model(Net(), params)
         state = {name: value.clone() for name, value in oumi.model_state_dict(wrapped, params).items()}
-        first = state["head.weight"]
-        assert isinstance(first, DTensor) == (kind is StateDictType.SHARDED_STATE_DICT)
-        assert len(first) == ([6, 5][dist.get_rank()] if kind is StateDictType.LOCAL_STATE_DICT else 11)
+        assert isinstance(state["head.weight"], DTensor) == (kind is StateDictType.SHARDED_STATE_DICT)
         with torch.no_grad():
             for p in wrapped.parameters():
                 p.zero_()
-        oumi.load_model_state_dict(wrapped, state, params)
+        load_model_state_dict(wrapped.module, state)
         assert all(torch.equal(full(p), expected[name]) for name, p in wrapped.module.named_parameters())
-    with pytest.raises(CheckpointError, match="LOCAL_STATE_DICT holds pieces"):
-        oumi.load_model_state_dict(wrapped, expected, params)
 
 
 def test_state_dict_types_go_out_and_in():
@@ -208,26 +212,17 @@ def test_state_dict_types_go_out_and_in():
     ("block", "message"),
     [
         ({"sharding_strategy": "FULL_SHRAD"}, "'FULL_SHRAD'; did you mean 'FULL_SHARD'.*HYBRID_SHARD_ZERO2"),
-        ({"shard_strategy": "FULL_SHARD"}, "the fsdp block has 'shard_strategy'; did you mean 'sharding_strategy'"),
         ({"mixed_precision": "int8"}, "mixed_precision is 'int8'"),
         ({"min_num_params": 0}, "min_num_params is 0"),
         ({"enable_fsdp": "yes"}, "enable_fsdp is 'yes'"),
         ({"transformer_layer_cls": ""}, "takes class names"),
         ({"use_orig_params": "maybe"}, "use_orig_params is 'maybe'"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "takes FULL_STATE_DICT or SHARDED_STATE_DICT"),
     ],
 )
 def test_what_a_block_may_not_say(block, message):
     with pytest.raises(ConfigError, match=message):
-        FSDPParams.from_dict(block)
-
-
-def test_a_file_and_a_text_are_read(tmp_path):
-    (tmp_path / "train.yaml").write_text(BLOCKS["recipe"])
-    pytest.importorskip("yaml")
-    assert FSDPParams.from_yaml(tmp_path / "train.yaml") == FSDPParams.from_yaml(BLOCKS["recipe"])
-    assert FSDPParams.from_yaml(str(tmp_path / "train.yaml")).transformer_layer_cls == LLAMA_LAYER
-    with pytest.raises(ConfigError, match="is a list"):
-        FSDPParams.from_yaml("- enable_fsdp: True")
+        FSDPParams(**block).finalize_and_validate()
 
 
 def _generates() -> None:
@@ -235,7 +230,7 @@ def _generates() -> None:
     expected = hugging_face_model("llama").generate(prompt, **options)
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         block = {"enable_fsdp": True, "sharding_strategy": strategy, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        wrapped = oumi.prepare_model(hugging_face_model("llama"), FSDPParams.from_dict(block))
+        wrapped = oumi.prepare_model(hugging_face_model("llama"), FSDPParams(**block))
         assert torch.equal(wrapped.module.generate(prompt, **options), expected)
 
 

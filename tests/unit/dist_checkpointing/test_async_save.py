@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core import device
 from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save
 from core.dist_checkpointing.async_save import HostStaging
 from core.dist_checkpointing.format import writer
+from core.dist_checkpointing.format.writer import held_pieces
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
@@ -165,8 +165,8 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
         for tensor in model.state_dict().values():
             tensor.mul_(2)
     save(model_state_dict(model), f"{root}/now", metadata={})
-    kept = writer.RawWriter._values
-    writer.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
+    kept = writer._append
+    writer._append = lambda stream, tensor: (tensors.append(tensor), kept(stream, tensor))[1]
     tensors: list[torch.Tensor] = []
     begun = writer.folders.begin
     planning, writer.folders.begin = threading.Event(), lambda folder: planning.wait(600) and begun(folder)
@@ -178,7 +178,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     dist.barrier()  # one rank's plan lets all of them write
     planning.set()
     saver.wait()
-    writer.RawWriter._values, writer.folders.begin = kept, begun
+    writer._append, writer.folders.begin = kept, begun
     return waited and bool(tensors)
 
 
@@ -208,28 +208,27 @@ def test_what_one_rank_cuts_otherwise_is_planned_before_all_copy(tmp_path):
     assert content(tmp_path / "fewer") == content(tmp_path / "fewer now")
 
 
-def indices(count: int) -> list[MetadataIndex]:
-    return [MetadataIndex(f"t{i}") for i in range(count)]
-
-
 def test_staging_memory_is_kept_and_grows():
     staging = HostStaging()
-    small = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.bfloat16)]
-    address = staging.take(indices(2), small.__getitem__)[0].data_ptr()
-    assert staging.take(indices(1), [torch.zeros(1)].__getitem__)[0].data_ptr() == address
-    odd = [torch.arange(5, dtype=torch.uint8), torch.arange(12.0).view(3, 4).t(), torch.tensor(7), torch.empty(0)] * 9
-    assert all(torch.equal(a, b) for a, b in zip(staging.take(indices(36), odd.__getitem__), odd, strict=True))
+    small = held_pieces({"t0": torch.arange(3.0), "t1": torch.ones(2, 2, dtype=torch.bfloat16)})
+    address = staging.take([*small], small)[0].data_ptr()
+    one = held_pieces({"t0": torch.zeros(1)})
+    assert staging.take([*one], one)[0].data_ptr() == address
+    odd = [torch.arange(5, dtype=torch.uint8), torch.arange(12.0).view(3, 4).t(), torch.tensor(7)] * 9
+    held = held_pieces({str(number): tensor for number, tensor in enumerate(odd)})
+    assert all(torch.equal(a, b) for a, b in zip(staging.take([*held], held), odd, strict=True))
 
 
 def test_a_piece_not_copied_in_time_is_in_no_checkpoint():
     staging, state = HostStaging(), {"t0": torch.ones(2), "t1": torch.ones(2)}
+    held = held_pieces(state)
     staging.begin(state, lambda known: known)
     assert not staging.done.is_set()
-    staging.take(indices(1), [state["t0"]].__getitem__)
+    staging.take([*held][:1], held)
     staging.begin(state, lambda known: known)
     assert staging.done.is_set()
     with pytest.raises(CheckpointError, match="t1 was not copied in time"):
-        staging.take(indices(2), [*state.values()].__getitem__)
+        staging.take([*held], held)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +243,8 @@ def test_a_piece_not_copied_in_time_is_in_no_checkpoint():
 )
 def test_another_state_is_not_copied_ahead(changed):
     staging = HostStaging()
+    held = held_pieces({"t0": torch.ones(2)})
     staging.begin({"t0": torch.ones(2)}, lambda known: known)
-    staging.take(indices(1), [torch.ones(2)].__getitem__)
+    staging.take([*held], held)
     staging.begin(changed, lambda known: known)
     assert not staging.done.is_set()

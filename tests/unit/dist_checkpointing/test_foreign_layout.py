@@ -21,8 +21,12 @@ RECIPES = [
                    for start in (0, 6) for shift, name in ((2, "k"), (4, "v")))),
     Recipe("gated", (Run("gate", 5, 0, 2), Run("up", 5, 1, 2))),
     Recipe("turned", (Run("columns", 3, transposed=True), Run("columns", 4, 3, 1, 3, transposed=True))),
-    Recipe("stacked", (Run("stack", 2, 0, 2, 0, layer=1), Run("stack", 2, 1, 2, 2, layer=1))),
-    Recipe("below", (Run("stack", 4, layer=0),)),
+    Recipe("stacked", (Run("stack", 2, 0, 2, 0, source_index=(1,)), Run("stack", 2, 1, 2, 2, source_index=(1,)))),
+    Recipe("below", (Run("stack", 4, source_index=(0,)),)),
+    Recipe("experts", tuple(Run(f"{name}{e}", 2, first, 2, index=e)
+                            for e in range(3) for first, name in enumerate(("even", "odd")))),
+    Recipe("stacks", tuple(Run("deep", 4, source_index=(1, e), index=e) for e in range(2))),
+    Recipe("shallow", tuple(Run("deep", 4, source_index=(0, e), index=e) for e in range(2))),
     Recipe("words", (Run("rows", 6),), padded=True),
     Recipe("vector", (Run("one", 5),)),
 ]  # fmt: skip
@@ -32,6 +36,9 @@ SHAPES = {
     "turned": (7, 5),
     "stacked": (4, 3),
     "below": (4, 3),
+    "experts": (3, 4, 2),
+    "stacks": (2, 4, 3),
+    "shallow": (2, 4, 3),
     "words": (8, 2),
     "vector": (5,),
 }
@@ -62,6 +69,8 @@ def test_shapes_of_theirs_follow():
         **dict.fromkeys(("gate", "up"), (5, 4)),
         "columns": (5, 7),
         "stack": (2, 4, 3),
+        **{f"{name}{e}": (2, 2) for e in range(3) for name in ("even", "odd")},
+        "deep": (2, 2, 4, 3),
         "rows": (6, 2),
         "one": (5,),
     }
@@ -78,8 +87,9 @@ def test_any_run_of_elements_gets_its_own(folder: Path):
         recipes = [recipe for recipe in RECIPES if recipe.name == name]
         sources = {run.source for recipe in recipes for run in recipe.runs}
         index = read_safetensors_index(folder)
-        if name in ("stacked", "below"):
-            recipes = RECIPES[3:5]
+        for pair in (("stacked", "below"), ("stacks", "shallow")):
+            if name in pair:
+                recipes = [recipe for recipe in RECIPES if recipe.name in pair]
         for start, end in itertools.combinations(range(0, whole.numel() + 1, 5), 2):
             values = torch.full((end - start,), torch.nan)
             targets = {recipe.name: torch.zeros(SHAPES[recipe.name]) for recipe in recipes}

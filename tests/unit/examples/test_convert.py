@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import CheckpointError
+from core.models.gpt.architecture import model_fields
 from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
 from core.training.config.arguments import parse_arguments
 from examples.gpt.convert import flags_of, run_from_hugging_face
@@ -23,8 +24,9 @@ def test_the_printed_flags_make_the_model(kind: str, tied: bool, tmp_path: Path)
     program = load_program("pretrain_gpt").DEFAULTS | {"seq_length": 8}  # which would say otherwise
     rest = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]
     config = parse_arguments([*shlex.split(shlex.join(flags_of(architecture))), *rest], program)
+    actual = model_fields(config.model)
     for name, value in architecture.transformer.items():
-        assert getattr(config.model, name) == value, name
+        assert actual[name] == value, name
     assert config.gpt.position_embedding_type == architecture.position_embedding_type
     assert config.gpt.untie_embeddings_and_output_weights is not tied
     assert config.max_sequence_length == architecture.max_sequence_length

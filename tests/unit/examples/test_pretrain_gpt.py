@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from core import parallel_state
-from core.distributed import wrap_model
+from core import device, parallel_state
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    wrap_model,
+)
+from core.errors import ConfigError
 from tests.functional._program import load_program
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
@@ -57,3 +65,20 @@ def test_the_first_replica_alone_draws_initial_values(changes: dict[str, Any]) -
 
 def test_a_low_precision_model_is_cast_before_it_moves() -> None:
     assert run_distributed(_dtypes_that_were_moved, 1) == [[str(torch.bfloat16)]]
+
+
+def test_a_model_fits_if_its_shards_do() -> None:
+    check_model_fits = load_program("pretrain_gpt").check_model_fits
+    kinds = (DistributedDataParallelConfig, FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig)
+    with (
+        mock.patch.object(device, "memory_bytes", return_value=2 * 4 * 100 * 16),
+        mock.patch.object(dist, "get_world_size", return_value=4),
+    ):
+        for kind in kinds:
+            config = dataclasses.replace(
+                small_config(), ddp=kind(data_parallel_sharding_strategy="optim_grads_params")
+            )
+            assert config.use_torch_fsdp2 == (kind is TorchFullyShardedDataParallelConfig)
+            check_model_fits(config, vocab_size=400)
+        with pytest.raises(ConfigError, match="GiB of weights on each rank"):
+            check_model_fits(small_config(), vocab_size=400)

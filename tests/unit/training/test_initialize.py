@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from core import device, parallel_state
+from core import parallel_state
 from core.distributed import (
     DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.errors import ConfigError, ParallelConfigError
+from core.errors import ParallelConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
 from core.training.config.arguments import parse_arguments
-from core.training.initialize import check_model_fits, initialize
-from core.training.launch.environment import environment_threads
+from core.training.initialize import initialize
+from core.training.launch.entry import environment_threads
 from core.transformer.transformer_layer import hidden_dropout
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import full
@@ -86,22 +82,6 @@ def test_settings_are_checked_before_anything_is_made(monkeypatch):
     with pytest.raises(ParallelConfigError, match="3 ranks do not divide"):
         initialize(small_config(tensor_model_parallel_size=2))
     assert not torch.distributed.is_initialized()
-
-
-def test_a_model_fits_if_its_shards_do():
-    kinds = (DistributedDataParallelConfig, FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig)
-    with (
-        mock.patch.object(device, "memory_bytes", return_value=2 * 4 * 100 * 16),
-        mock.patch.object(dist, "get_world_size", return_value=4),
-    ):
-        for kind in kinds:
-            config = dataclasses.replace(
-                small_config(), ddp=kind(data_parallel_sharding_strategy="optim_grads_params")
-            )
-            assert config.use_torch_fsdp2 == (kind is TorchFullyShardedDataParallelConfig)
-            check_model_fits(config, vocab_size=400)
-        with pytest.raises(ConfigError, match="GiB of weights on each rank"):
-            check_model_fits(small_config(), vocab_size=400)
 
 
 def test_the_ranks_of_a_machine_share_its_cores(monkeypatch) -> None:

@@ -1,10 +1,16 @@
-"""The schedule that a run's settings mean."""
+"""The schedule of a run, and metadata that no run writes, of another model, or of another order of samples."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import fields
+from types import SimpleNamespace
+
 import pytest
 
-from core.training.state import build_scheduler
+from core.errors import CheckpointError
+from core.training.state import MODEL_FIELDS, build_scheduler, check_is_run, warn_of_another_order
+from core.transformer.transformer_config import TransformerConfig
 from tests.unit.training._configs import small_config
 
 
@@ -44,3 +50,73 @@ def test_weight_decay_is_constant_or_goes_its_way():
 def test_a_wsd_schedule_stays_before_it_falls():
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 2, "lr_wsd_decay_style": "linear"}
     assert course(5, lr=1.0, **wsd)[0] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_transformer_fields_are_compared_or_change_no_function():
+    training_alone = {
+        *("hidden_dropout", "attention_dropout", "init_method_std", "perform_initialization"),
+        *("init_method", "output_layer_init_method"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "calculate_per_token_loss"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+        *("expert_model_parallel_size", "fp16", "bf16", "params_dtype", "gradient_accumulation_fusion"),
+        *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "cross_entropy_fusion_vocab_chunk_size"),
+        *("attention_backend", "embedding_init_method", "embedding_init_method_std"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+        *("moe_input_jitter_eps", "moe_grouped_gemm", "moe_per_layer_logging", "moe_token_dispatcher_type"),
+        "expert_tensor_parallel_size",
+    }
+    assert {entry.name for entry in fields(TransformerConfig)} - training_alone == set(MODEL_FIELDS["model"])
+
+
+ORDER = {"num_samples": 8, "seed": 1, "split": "1", "seq_length": 4, "corpus": "c.bin (9 bytes)", "order": "8-00"}
+
+
+def test_another_order_of_samples_is_one_warning():
+    state = SimpleNamespace(sample_order=ORDER | {"num_samples": 16, "seed": 2, "order": "16-01"}, consumed_samples=5)
+    with pytest.warns(UserWarning, match=r"num_samples 8 -> 16, seed 1 -> 2\).* sample 5 .* repeat") as caught:
+        warn_of_another_order(ORDER, state)
+    assert len(caught) == 1
+
+
+def test_a_longer_run_over_the_same_order_gets_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_another_order(ORDER, SimpleNamespace(sample_order=ORDER | {"num_samples": 9}, consumed_samples=5))
+
+
+def metadata(**changed) -> dict:
+    honest = {
+        "iteration": 3,
+        "consumed_samples": 24,
+        "vocab_size": 128,
+        "config": {"model": {}, "gpt": {}, "ddp": {}, "optimizer": {}},
+        "optimizer": {},
+        "scheduler": {},
+    }
+    honest |= {"model_tensors": ["model.w"], "rng_layout": [["torch", 5056]], "layout": {"ranks": 2}}
+    return honest | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"iteration": "3"}, "iteration"),
+        ({"consumed_samples": -1}, "consumed_samples"),
+        ({"layout": {"ranks": 10**12}}, "layout"),
+        ({"layout": []}, "layout"),
+        ({"rng_layout": [["torch", 10**15]]}, "rng_layout"),
+        ({"rng_layout": [["torch"]]}, "rng_layout"),
+        ({"rng_layout": 7}, "rng_layout"),
+        ({"rng_layout": [["torch", 2**19]] * 100}, "rng_layout"),
+        ({"config": None}, "config"),
+        ({"config": {"model": {}, "ddp": {}, "optimizer": {}}}, r"config\.gpt"),
+        ({"model_tensors": [["a"]]}, "model_tensors"),
+    ],
+)
+def test_metadata_that_no_run_writes_is_refused_before_use(tmp_path, changed, named):
+    check_is_run(metadata(), tmp_path)
+    with pytest.raises(CheckpointError, match=f"what no pretraining run writes, under {named}; load another"):
+        check_is_run(metadata(**changed), tmp_path)
+    named = named.partition("\\")[0]
+    with pytest.raises(CheckpointError, match=f"its metadata has no {named}"):
+        check_is_run({name: value for name, value in metadata().items() if name != named}, tmp_path)

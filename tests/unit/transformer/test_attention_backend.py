@@ -1,4 +1,4 @@
-"""The choice of attention's kernel: on a faked GPU the order and the refusals, on the CPU the kernels that run."""
+"""The choice of attention's kernel: on a faked GPU the message and the refusals, on the CPU the kernels that run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.profiler import profile
 
-from core import _torch_compat
 from core.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig, attention_backend, dot_product_attention
 from core.transformer.attention_backend import pick_backend, warn_of_slow_pieces
@@ -23,24 +22,17 @@ from core.transformer.enums import AttnBackend
 from tests.unit._on_gpu import ON_GPU
 
 CUDNN, FLASH, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-MATH = SDPBackend.MATH
 
 
 class FakeGpu:
-    """A GPU's properties as torch reports them, and the orders that were set."""
+    """The kernels that a GPU has, as torch reports them."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
-        self.orders: list[list[SDPBackend]] = []
         patch.setattr(attention_backend, "_probe", lambda *call, **masked: None)
-        patch.setattr(attention_backend, "set_attention_order", self.orders.append)
-        patch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
-        self.has((9, 0), 91900, CUDNN, FLASH, EFFICIENT)
+        self.has(CUDNN, FLASH, EFFICIENT)
 
-    def has(self, capability: tuple[int, int], cudnn: int | None, *kernels: SDPBackend) -> None:
-        self._patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        self._patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-
+    def has(self, *kernels: SDPBackend) -> None:
         def can_use(kernel: SDPBackend) -> Callable[[Any, bool], bool]:
             def answer(probe: Any, debug: bool) -> bool:
                 if debug and kernel not in kernels:
@@ -68,69 +60,28 @@ def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool =
     return actual
 
 
-@pytest.mark.parametrize(
-    ("capability", "cudnn", "first"),
-    [
-        ((9, 0), 91900, CUDNN),
-        ((10, 0), 91900, CUDNN),
-        ((9, 0), 90800, FLASH),
-        ((9, 0), None, FLASH),
-        ((8, 0), 91900, FLASH),
-        ((12, 0), 91900, FLASH),
-    ],
-)
-def test_fastest_kernel_is_first(capability, cudnn, first, gpu):
-    gpu.has(capability, cudnn, CUDNN, FLASH, EFFICIENT)
-    _choose("auto")
-    (order,) = gpu.orders
-    assert order[0] is first and order[-1] is MATH
-    assert order.index(FLASH) < order.index(EFFICIENT) and len(set(order)) == 4
-
-
-def test_torch_variable_deprioritizes_cudnn(gpu, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    _choose("auto")
-    assert gpu.orders[0][0] is FLASH
-
-
 def test_a_kernel_is_chosen_and_logged_once(gpu, caplog):
-    gpu.has((9, 0), 91900, FLASH, EFFICIENT)
+    gpu.has(FLASH, EFFICIENT)
     with caplog.at_level(logging.INFO, "core.transformer.attention_backend"):
         for _ in range(3):
             _choose("auto")
-    assert len(gpu.orders) == 1
-    assert caplog.messages == [
-        "attention: flash, else memory-efficient kernel (cuda, bfloat16, heads of 128 channels)"
-    ]
+    assert caplog.messages == ["attention: flash or memory-efficient kernel (cuda, bfloat16, heads of 128 channels)"]
 
 
 def test_device_without_fused_kernel_warns_once(gpu):
-    gpu.has((7, 5), None)
+    gpu.has()
     with pytest.warns(UserWarning, match="no fused attention kernel here .*channels: it is too wide\\).*quadratic"):
         _choose("auto")
-    assert not gpu.orders
 
 
 @pytest.mark.parametrize(("backend", "lacking"), [("flash", FLASH), ("fused", CUDNN)])
 def test_unavailable_kernel_is_refused(backend, lacking, gpu):
     assert not _choose(backend)
-    gpu.has((9, 0), 91900, *{CUDNN, FLASH, EFFICIENT} - {lacking})
+    gpu.has(*{CUDNN, FLASH, EFFICIENT} - {lacking})
     assert _choose(backend, channels=512) == (
         f"attention_backend is '{backend}', which torch does not have here (cuda, bfloat16, heads of 512 channels: "
         "it is too wide); write 'auto'"
     )
-    assert not gpu.orders  # only "auto" sets the process's order
-
-
-def test_chosen_kernel_comes_first_in_order():
-    before = torch._C._get_sdp_priority_order()
-    try:
-        _torch_compat.set_attention_order([EFFICIENT, CUDNN])
-        after = torch._C._get_sdp_priority_order()
-    finally:
-        torch._C._set_sdp_priority_order(before)
-    first = [int(EFFICIENT), int(CUDNN)]
-    assert after == [*first, *(kernel for kernel in before if kernel not in first)]
 
 
 def _attention(backend: Any, **fields: Any) -> DotProductAttention:

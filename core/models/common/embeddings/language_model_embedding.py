@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ....errors import DataError
-from ....foreign_arguments import refuse
+from ....megatron_names import checks_arguments, refuse
 from ....process_groups_config import ProcessGroupCollection, check_same_groups
 from ....tensor_parallel.groups import Group
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
@@ -64,6 +64,7 @@ class LanguageModelEmbedding(MegatronModule):
     weights_used_in_backward = False
     """Read by fully sharded wrappers: the backward of a look-up needs ids only, so that the table may be resharded."""
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -74,13 +75,7 @@ class LanguageModelEmbedding(MegatronModule):
         scatter_to_sequence_parallel: bool = True,
         tp_group: Group = None,
     ) -> None:
-        caller = "LanguageModelEmbedding"
-        refuse(
-            caller,
-            num_tokentypes=(num_tokentypes, 0, "tokens have one type"),
-            scatter_to_sequence_parallel=(scatter_to_sequence_parallel, True, "leave sequence_parallel off"),
-        )
-        check_same_groups(caller, ProcessGroupCollection(tp=tp_group), ("tp",))
+        check_same_groups("LanguageModelEmbedding", ProcessGroupCollection(tp=tp_group), ("tp",))
         config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
         learned = position_embedding_type == "learned_absolute"

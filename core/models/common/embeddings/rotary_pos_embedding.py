@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ....errors import ConfigError
-from ....foreign_arguments import refuse
+from ....megatron_names import checks_arguments
 from ....transformer.attention import Rotation, apply_rotary_pos_emb
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
@@ -30,6 +30,7 @@ class RotaryEmbedding(nn.Module):
         ParallelConfigError: an argument that is refused.
     """
 
+    @checks_arguments
     def __init__(
         self,
         kv_channels: int,
@@ -42,12 +43,6 @@ class RotaryEmbedding(nn.Module):
         use_cpu_initialization: bool = False,
         cp_group: ProcessGroup | None = None,
     ) -> None:
-        refuse(
-            "RotaryEmbedding",
-            rotary_interleaved=(rotary_interleaved, False, "channel i turns with channel i + r / 2"),
-            seq_len_interpolation_factor=(seq_len_interpolation_factor, None, "give position_ids"),
-            rope_scaling=(rope_scaling, False, "angles are not scaled; change rotary_base"),
-        )
         super().__init__()
         self.size, self.base = int(kv_channels * rotary_percent), float(rotary_base)
         if self.size < 2 or self.size % 2:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.adapters.bridge.checkpoints import decode, encode, load_trained, save_trained
-from core.adapters.bridge.optimizers import build_update
-from core.adapters.bridge.trained import Trained
+from core.adapters.bridge.trained import Trained, build_update
 from core.adapters.bridge.translation import config_of
 from core.dist_checkpointing import load_metadata, save
 from core.distributed import wrap_model
@@ -55,8 +54,7 @@ def _trained(momentum: float = 0.9, bf16: bool = True, strategy: str = "optim") 
     model = nn.Linear(4, 4, dtype=torch.bfloat16 if bf16 else None)
     trained = Trained(wrap_model(model, SimpleNamespace(), config_of(strategy), process_group=dist.group.WORLD))
     trained.optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
-    groups = trained.optimizer.param_groups
-    trained.updates = build_update(trained.optimizer, trained.wrapper, groups, "", bf16=bf16)
+    trained.updates = build_update(trained.optimizer, trained.wrapper, "", bf16=bf16)
     return trained
 
 

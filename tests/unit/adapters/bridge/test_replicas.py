@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from core.adapters.bridge.wrapping import Replicas
+from core.adapters.bridge.translation import Replicas
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.errors import ParallelConfigError, ShardstackError
 from tests.unit._rounding import assert_same_sums

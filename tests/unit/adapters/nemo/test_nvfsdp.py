@@ -88,7 +88,7 @@ def _options() -> None:
     _warns("nccl_ub=True changes nothing", nccl_ub=True, data_parallel_sharding_strategy="optim")
     _warns("overlap_grad_reduce=False changes nothing: FSDP2", overlap_grad_reduce=False)
     _warns("a unit is the bucket", disable_bucketing=True)
-    _warns("no parameter is on the meta device", init_nvfsdp_with_meta_device=True)
+    _warns("init_nvfsdp_with_meta_device=True changes nothing", init_nvfsdp_with_meta_device=True)
     _warns("always keeps fp32 masters", preserve_fp32_weights=True, data_parallel_sharding_strategy="optim")
     assert (
         _warns("runs as", data_parallel_sharding_strategy="params").ddp_config.sharding_strategy

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save
 from core.dist_checkpointing.format import folders, writer
-from core.dist_checkpointing.format.folders import LOCK_FILE, hold_folder
+from core.dist_checkpointing.format.folders import LOCK_FILE, acquire_folder, release_folder
 from core.errors import CheckpointError
 
 
@@ -193,6 +195,15 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".iter_mine.tmp", "iter_0000002", "latest"]
 
 
+@contextmanager
+def hold_folder(root: Path) -> Iterator[None]:
+    key = acquire_folder(root)
+    try:
+        yield
+    finally:
+        release_folder(key)
+
+
 def _holds(root: Path, connection) -> None:
     with hold_folder(root):
         connection.send(os.getpid())
@@ -214,7 +225,7 @@ def test_a_second_writer_learns_who_the_first_is(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(folders, "_WAIT_S", 0.1)
     pid, connection, process = holder
     with pytest.raises(CheckpointError, match=rf"run is in use by process {pid} on \S+ since 20\S+; wait") as caught:
-        hold_folder(tmp_path / "run").__enter__()
+        acquire_folder(tmp_path / "run")
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match=f"in use by process {pid}"):
         save({"w": torch.ones(2)}, checkpoint_directory(tmp_path / "run", 1), metadata={})
@@ -242,4 +253,4 @@ def test_the_content_of_a_foreign_lock_is_not_trusted(tmp_path, holder, monkeypa
     for text in ("", "[]", '{"process": "x"}', "[" * 500):
         (tmp_path / "run" / LOCK_FILE).write_text(text)
         with pytest.raises(CheckpointError, match="in use by another process"):
-            hold_folder(tmp_path / "run").__enter__()
+            acquire_folder(tmp_path / "run")

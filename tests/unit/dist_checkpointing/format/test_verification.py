@@ -105,9 +105,15 @@ def test_a_replica_that_differs_on_one_rank_is_found(tmp_path):
 
 def test_files_put_together_wrongly_are_not_blamed_on_the_disk(tmp_path, monkeypatch):
     run_distributed(_write, 2, "fsdp", str(tmp_path / "it"))
-    honest = reader.narrow_tensor_by_index
-    monkeypatch.setattr(reader, "_is_plain_memory", lambda target: False)
-    monkeypatch.setattr(reader, "narrow_tensor_by_index", lambda *args: honest(*args).flip(0))
+    fill = reader.PieceReader.fill
+
+    def assemble_wrongly(pieces: reader.PieceReader, targets: dict[str, torch.Tensor]) -> set[str]:
+        resharded = fill(pieces, targets)
+        held = local_tensor(targets["rows.weight"])
+        held.copy_(held.flip(0))
+        return resharded
+
+    monkeypatch.setattr(reader.PieceReader, "fill", assemble_wrongly)
     with pytest.raises(CheckpointError, match=r"its files are undamaged, and were assembled wrongly"):
         load(model_state_dict(toy("plain", filled=False)), tmp_path / "it")
 

@@ -15,7 +15,7 @@ from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDat
 from core.distributed.model.initial_values import start_equal
 from core.errors import ConfigError
 from core.tensor_parallel import initialization
-from core.tensor_parallel.foreign_initialization import ForeignModule, reset
+from core.tensor_parallel.foreign_initialization import ModuleToFill, reset
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import Toy, batches, build, full, loss_of, toy
@@ -238,7 +238,7 @@ def _starts_without_memory_for_the_model() -> int:
     with torch.device("meta"):
         module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
-    def measured(foreign: ForeignModule, seed: int) -> None:
+    def measured(foreign: ModuleToFill, seed: int) -> None:
         nonlocal most
         held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() // 4 for p in module.parameters()}
         most = max(most, sum(held.values()))

@@ -45,6 +45,22 @@ KINDS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "llama with wide heads": ("llama", _MODERN | {"kv_channels": 6, "num_query_groups": 1}),
     "qwen2": ("qwen2", _MODERN | {"add_qkv_bias": True}),
     "qwen3": ("qwen3", _MODERN | {"qk_layernorm": True, "kv_channels": 10, "hidden_size": 18}),
+    "mixtral": ("mixtral", _MODERN | {"num_moe_experts": 4, "kv_channels": 6}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _MODERN
+        | {"qk_layernorm": True, "num_moe_experts": 5, "moe_ffn_hidden_size": 6, "moe_layer_freq": [0, 1]}
+        | {"moe_router_pre_softmax": True, "moe_router_topk": 3},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        _MODERN
+        | {"num_layers": 3, "num_moe_experts": 8, "moe_ffn_hidden_size": 6, "moe_layer_freq": [0, 1, 1]}
+        | {"moe_router_topk": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
+        | {"moe_shared_expert_intermediate_size": 12, "moe_router_dtype": "fp32", "rotary_percent": 0.5}
+        | {"add_qkv_bias": True, "qk_layernorm": True, "kv_channels": 8},
+    ),
     "gpt2": ("gpt2", {"activation_func": "gelu_tanh", "position": "learned_absolute"}),
     "gpt2 with exact gelu": ("gpt2", {"position": "learned_absolute", "ffn_hidden_size": 26}),
 }
@@ -69,6 +85,9 @@ def build(kind: str, tied: bool = True, *, seed: int = 3, vocab_size: int = VOCA
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "layernorm" in name:  # ones and zeros would hide what is swapped
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
     return model
 
 
@@ -94,7 +113,9 @@ def test_export_loads_in_transformers(kind: str, tied: bool, tmp_path: Path):
     folder = tmp_path / "model"
     save_hugging_face(model, folder, max_shard_bytes=4000)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, experts_implementation="eager"
+    )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert theirs.config.model_type == KINDS[kind][0]
     assert theirs.dtype == torch.float32
@@ -104,7 +125,8 @@ def test_export_loads_in_transformers(kind: str, tied: bool, tmp_path: Path):
     assert off(logits_of(back), logits_of(model)) > 0.1
     load_hugging_face(back, folder)
     assert torch.equal(logits_of(back), logits_of(model))
-    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -114,6 +136,18 @@ def test_export_loads_in_transformers(kind: str, tied: bool, tmp_path: Path):
         ("LlamaForCausalLM", "LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         ("Qwen2ForCausalLM", "Qwen2Config", {"num_key_value_heads": 2}),
         ("Qwen3ForCausalLM", "Qwen3Config", {"num_key_value_heads": 2, "head_dim": 6}),
+        ("MixtralForCausalLM", "MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 4}),
+        (
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2}
+            | {"norm_topk_prob": True, "decoder_sparse_step": 2},
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            "Glm4MoeConfig",
+            {"num_key_value_heads": 2, "n_routed_experts": 4, "moe_intermediate_size": 6, "num_experts_per_tok": 2},
+        ),
         ("GPT2LMHeadModel", "GPT2Config", {}),
     ],
 )
@@ -127,6 +161,7 @@ def test_transformers_model_imports(model_class: str, config_class: str, setting
     config = getattr(transformers, config_class)(
         **{"vocab_size": VOCABULARY, "initializer_range": 0.3, **sizes, **settings}
     )
+    config._experts_implementation = "eager"
     theirs = getattr(transformers, model_class)(config)
     theirs.save_pretrained(tmp_path / "theirs")
     model = hf_architecture(tmp_path / "theirs").build(hidden_dropout=0.0, attention_dropout=0.0)
@@ -152,15 +187,31 @@ def test_vocabulary_padding_roundtrip(tmp_path: Path):
         load_hugging_face(build("llama", tied=False, vocab_size=40), tmp_path / "model")
 
 
-def test_half_precision_roundtrip(tmp_path: Path):
-    model = build("qwen3")
+@pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
+def test_half_precision_roundtrip(kind: str, tmp_path: Path):
+    model = build(kind)
     save_hugging_face(model, tmp_path / "model", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
-    back = build("qwen3", seed=4)
+    back = build(kind, seed=4)
     load_hugging_face(back, tmp_path / "model")
     assert all(
         torch.equal(a, b.bfloat16().float()) for a, b in zip(back.parameters(), model.parameters(), strict=True)
     )
+    biases = [(a, b) for a, b in zip(back.buffers(), model.buffers(), strict=True) if a.dtype == torch.float32]
+    assert all(torch.equal(a, b) for a, b in biases)  # of routers: as they are
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    model = build("glm4_moe")
+    save_hugging_face(model, tmp_path / "model")
+    (path,) = (tmp_path / "model").glob("*.safetensors")
+    save_file(load_file(path) | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, path)
+    load_hugging_face(build("glm4_moe", seed=4), tmp_path / "model")
+    save_file(load_file(path) | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError, match=r"left over there: model.layers.4.eh_proj.weight"):
+        load_hugging_face(build("glm4_moe", seed=4), tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -170,6 +221,15 @@ def test_half_precision_roundtrip(tmp_path: Path):
         ({"rotary_percent": 0.5, "kv_channels": 8}, r"qwen3 cannot express .*rotary_percent 0.5"),
         ({"hidden_size": 18}, r"llama cannot express hidden_size 18, which 4 heads do not divide"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, r"qwen3 cannot express add_qkv_bias True"),
+        (
+            {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 6},
+            r"mixtral cannot express .*moe_shared_expert_intermediate_size 6; .*glm4_moe cannot express "
+            r"moe_shared_expert_intermediate_size 6, no multiple of moe_ffn_hidden_size 20",
+        ),
+        (
+            {"num_moe_experts": 8, "moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 3},
+            r"glm4_moe cannot express .*moe_router_topk 3 in 3 of 4 groups \(a group's score is that of its 2 best",
+        ),
     ],
 )
 def test_inexpressible_models_are_refused_on_export(changes: dict[str, Any], message: str, tmp_path: Path):
@@ -187,7 +247,11 @@ def test_inexpressible_models_are_refused_on_export(changes: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'; llama, qwen2, qwen3, gpt2 are known"),
+        ({"model_type": "olmoe"}, "model_type is 'olmoe'; llama, qwen2, qwen3, mixtral, qwen3_moe, glm4_moe, gpt2"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+            r"'deepseek_v3', whose multi-head latent attention \(kv_lora_rank 512\) no model here has; its router is",
+        ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "cannot express rotary embeddings of type 'llama3'",
@@ -255,7 +319,7 @@ def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
 
 
 def test_export_and_import_are_equal_for_every_rank_layout(tmp_path: Path):
-    kinds = ["llama with biases and gelu", "qwen3", "gpt2"]
+    kinds = ["llama with biases and gelu", "qwen3", "glm4_moe", "gpt2"]
     for kind in kinds:
         save_hugging_face(build(kind, False), tmp_path / kind, max_shard_bytes=4000)
     assert run_distributed(_into_any_layout_and_back, 2, kinds, tmp_path) == [[], []]
@@ -284,11 +348,27 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+HOSTILE_EXPERTS: dict[str, dict[str, Any]] = {
+    "no experts": {"n_routed_experts": 0},
+    "experts beyond memory": {"n_routed_experts": 2**31 - 1},
+    "more choices than experts": {"num_experts_per_tok": 9},
+    "groups that do not divide": {"n_group": 3},
+    "groups scored by one expert": {"topk_group": 4},
+    "probabilities as they are": {"norm_topk_prob": False},
+    "dense layers as text": {"first_k_dense_replace": "1"},
+    "dense layers only": {"first_k_dense_replace": 3},
+    "a negative scale": {"routed_scaling_factor": -1},
+    "no shared experts": {"n_shared_experts": 0},
+    "layers without end": {"num_hidden_layers": 10**9},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE | HOSTILE_EXPERTS)
 def test_malformed_config_is_refused_before_allocation(tmp_path: Path, kind: str):
-    save_hugging_face(build("llama"), tmp_path / "m", layout="llama")
+    has_experts = kind in HOSTILE_EXPERTS
+    save_hugging_face(build("glm4_moe" if has_experts else "llama"), tmp_path / "m")
     path = tmp_path / "m" / "config.json"
-    changes = HOSTILE[kind]
+    changes = HOSTILE_EXPERTS[kind] if has_experts else HOSTILE[kind]
     config = json.loads(path.read_text())
     path.write_text("[" * 1000 + "]" * 1000 if changes is None else json.dumps(config | changes))
     with pytest.raises(CheckpointError) as caught:

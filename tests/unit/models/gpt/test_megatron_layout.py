@@ -32,7 +32,17 @@ class Bomb:
         return (open, (str(self.path), "w"))
 
 
-def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = False) -> dict[str, torch.Tensor]:
+EACH_EXPERT = {
+    "grouped": "mlp.experts.{name}{expert}",
+    "sequential": "mlp.experts.local_experts.{expert}.{name}",
+    "singleton": "mlp.experts.experts.{expert}.{name}",
+}
+"""Names of a tensor of one expert: of Transformer Engine's layers, of one module for each, and in checkpoints."""
+
+
+def theirs(
+    model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = False, experts: str = "axis"
+) -> dict[str, torch.Tensor]:
     """Returns the same weights under Megatron-LM's names and in its shapes."""
     layers: dict[int, dict[str, torch.Tensor]] = {}
     actual: dict[str, torch.Tensor] = {}
@@ -45,16 +55,25 @@ def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = 
         if fused_norms:
             rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
             rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        if rest.startswith("mlp.linear_fc1.") and "layer_norm" not in rest and model.config.gated_linear_unit:
-            gate, up = tensor[0::2], tensor[1::2]
-            layer |= {f"{rest}_w": gate, f"{rest}_v": up} if halves else {rest: torch.cat((gate, up))}
-        else:
-            layer[rest] = tensor
-    for rest in layers[0]:
-        if stacked:
+        parts = {rest: tensor}
+        if rest.startswith("mlp.experts."):
+            short = rest.removeprefix("mlp.experts.")
+            parts = {f"mlp.experts.{rest.removeprefix('mlp.')}": tensor}
+            if experts != "axis":
+                parts = {EACH_EXPERT[experts].format(name=short, expert=e): one for e, one in enumerate(tensor)}
+        for name_there, part in parts.items():
+            if "linear_fc1." in rest and "layer_norm" not in name_there and model.config.gated_linear_unit:
+                rows = 1 if experts == "axis" and rest.startswith("mlp.experts.") else 0
+                gate, up = part.unflatten(rows, (-1, 2)).unbind(rows + 1)
+                cut = {f"{name_there}_w": gate, f"{name_there}_v": up}
+                layer |= cut if halves else {name_there: torch.cat((gate, up), rows)}
+            else:
+                layer[name_there] = part
+    if stacked:
+        for rest in layers[0]:
             actual[f"decoder.layers.{rest}"] = torch.stack([layers[n][rest] for n in sorted(layers)])
-        else:
-            actual |= {f"decoder.layers.{n}.{rest}": layer[rest] for n, layer in layers.items()}
+    else:
+        actual |= {f"decoder.layers.{n}.{rest}": part for n, layer in layers.items() for rest, part in layer.items()}
     return {name: tensor.detach().clone() for name, tensor in actual.items()}
 
 
@@ -70,6 +89,32 @@ def _write(folder: Path, state: dict[str, Any], bomb: Path) -> Path:
     (folder / "latest_checkpointed_iteration.txt").write_text("20")
     (folder / "iter_0000020" / "common.pt").write_bytes(pickle.dumps(Bomb(bomb)))
     return folder
+
+
+BIASED_EXPERTS = {"add_bias_linear": True, "num_moe_experts": 3, "moe_shared_expert_intermediate_size": 8}
+
+
+@pytest.mark.parametrize("experts", ["axis", *EACH_EXPERT])
+@pytest.mark.parametrize(
+    ("kind", "changes", "details"),
+    [
+        ("mixtral", {}, {"stacked": True, "fused_norms": False}),
+        ("mixtral", {}, {"stacked": True, "fused_norms": False, "halves": True}),
+        ("glm4_moe", {}, {"stacked": False, "fused_norms": True}),
+        ("gpt2", BIASED_EXPERTS | {"moe_shared_expert_gate": True}, {"stacked": True, "fused_norms": False}),
+    ],
+)
+def test_experts_import_under_all_their_names(
+    kind: str, changes: dict[str, Any], details: dict[str, bool], experts: str, tmp_path: Path
+):
+    model = build(kind, **changes)
+    state = theirs(model, experts=experts, **details)
+    load_megatron(back := build(kind, seed=4, **changes), _write(tmp_path / "theirs", state, tmp_path / "ran"))
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
+    with pytest.raises(CheckpointError, match=r"(left over|missing) there|is \[.*and the model takes"):
+        more = build(kind, **{**changes, "num_moe_experts": model.config.num_moe_experts * 2})
+        load_megatron(more, tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama with biases and gelu", "qwen3", "gpt2"])

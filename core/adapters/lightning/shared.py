@@ -1,9 +1,10 @@
-"""What the strategies for Trainer and Fabric share: their arguments become a wrapper, over a process group."""
+"""What the strategies for Trainer and Fabric share: the process group, the wrapper, and the optimizer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,19 +13,26 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import nn
+from torch.optim import Optimizer
 
 from ... import device
-from ...distributed import DistributedDataParallelConfig, wrap_model
+from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
+from ...distributed.flat_data_parallel import shards_buffers
+from ...distributed.gradient_state import Phase
+from ...distributed.parameter_owner import owner_of
 from ...distributed.plan.units import UnitChoice
-from ...errors import ConfigError, WrapError, warn_once
+from ...errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
+from ...optimizer import OptimizerConfig, get_megatron_optimizer
 from ...text import choices
 from ..bridge.meshes import world_mesh
-from ..bridge.trained import Trained, wrapper_of
+from ..bridge.trained import TorchOptimizer, Trained, Updates, build_update, wrapper_of
 from ..bridge.translation import FSDP2, STRATEGIES, config_of
 from ..bridge.units import units_by_class
 
 Units = Sequence[type[nn.Module] | str]
 """Classes, or their names, plain or dotted."""
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Processes:
@@ -79,6 +87,17 @@ class Processes:
             )
 
     _setup_distributed = setup_distributed  # Fabric's name
+
+    def folder(self, path: Any) -> Path:
+        """Returns the folder of a checkpoint, which all ranks share.
+
+        Raises:
+            CheckpointError: a remote path.
+        """
+        path = cast(Any, self).broadcast(path)
+        if "://" in str(path):
+            raise CheckpointError(f"{path} is remote, and checkpoints are folders of a file system that ranks share")
+        return Path(path)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves a module to this rank's device, unless it is on the meta device, from which wrapping takes it."""
@@ -155,8 +174,93 @@ def trained_of(module: nn.Module) -> Trained:
     return Trained.of(wrapper) or Trained(wrapper)
 
 
-def unsupported(plugin: object) -> ConfigError:
-    """Returns the error for a plugin of another precision, of the Trainer or of Fabric."""
-    kind = type(plugin).__name__
-    found = getattr(plugin, "precision", kind)
-    return ConfigError(f"precision is {found!r} ({kind}); this strategy takes 32-true, bf16-mixed, bf16-true")
+def check_precision(plugin: Any) -> None:
+    """Raises for a precision plugin, of the Trainer or of Fabric, that has no counterpart here.
+
+    Raises:
+        ConfigError: names the precision, and those that there are.
+    """
+    kind, precision = type(plugin).__name__, getattr(plugin, "precision", None)
+    if kind not in ("Precision", "MixedPrecision", "HalfPrecision") or precision not in _PRECISIONS:
+        raise ConfigError(f"precision is {precision!r} ({kind}); this strategy takes {', '.join(_PRECISIONS)}")
+
+
+class ZeroesThroughWrapper(Optimizer):
+    """Mixed into the class of an optimizer: ``zero_grad()`` zeroes the wrapper's gradients, not those in ``grad``."""
+
+    wrapper: _BaseDataParallel
+    """The wrapper of its parameters. Set when the optimizer is built or set up; never cleared."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients of the whole model, unless they are zero."""
+        if (
+            self.wrapper.gradient_state.phase is not Phase.ZEROED
+        ):  # else one between forward and backward gathers again
+            self.wrapper.zero_grad_buffer()
+
+
+class ShardstackOptimizer(ZeroesThroughWrapper):
+    """The optimizer of `get_megatron_optimizer` with torch's interface, for schedulers and trainers.
+
+    Build it after the model is wrapped: in ``configure_optimizers``, or after ``fabric.setup_module``.
+
+    Args:
+        params: the model's parameters; all trainable ones of the model are updated.
+        config: the update rule. Its ``clip_grad`` clips in the step, by the norm of the whole model.
+
+    Raises:
+        OptimizerError: the parameters' model is not wrapped.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        wrapper = owner_of(next(iter(params), None))
+        if not isinstance(wrapper, _BaseDataParallel):
+            raise OptimizerError(
+                "ShardstackOptimizer was given parameters of a model that is not wrapped; build it in "
+                "configure_optimizers, or after fabric.setup_module, from the parameters that the model has then"
+            )
+        self.wrapper = wrapper
+        self.megatron = get_megatron_optimizer(config, [wrapper])
+        super().__init__(self.megatron.param_groups, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Runs `closure` if given, which has to leave reduced gradients, and updates the parameters."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.megatron.step()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's state, in torch's layout."""
+        return self.megatron.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from `state_dict`."""
+        self.megatron.load_state_dict(state_dict)
+
+
+def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
+    """Returns what updates the parameters of a wrapped model for an optimizer.
+
+    Raises:
+        OptimizerError: built before the model was wrapped, or one that cannot update it.
+    """
+    if isinstance(optimizer, ShardstackOptimizer):
+        return optimizer.megatron
+    own = set(wrapper.parameters())
+    if any(param not in own for group in optimizer.param_groups for param in group["params"]):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} holds parameters that the wrapped model has not: it was built before the "
+            "model was wrapped, or for another one; build it in configure_optimizers, or give it to fabric.setup "
+            "together with the model"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
+        )
+    if shards_buffers(wrapper):
+        advice = "ShardstackOptimizer, or the sharding 'fsdp2' or 'no_shard'"
+        return build_update(optimizer, wrapper, advice)
+    return TorchOptimizer(optimizer, wrapper.module)

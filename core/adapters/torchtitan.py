@@ -1,23 +1,34 @@
-"""`parallelize`, which replaces the ``parallelize_fn`` of a torchtitan model: its sections become FSDP2's settings."""
+"""torchtitan's trainer on this library's FSDP2 engine.
+
+    torchtitan_train --module core.adapters.torchtitan --config llama3_8b     # every config of torchtitan, by its name
+
+`parallelize` replaces the ``parallelize_fn`` of a torchtitan model. In a config function of your own, `with_fsdp2`
+does so in any ``Trainer.Config``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed.compile import apply_compile
 
-from ... import device
-from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.parameter_owner import own_parameters
-from ...distributed.plan.units import UnitChoice
-from ..bridge.translation import FSDP2, config_of, honoured, refused, translate
-from ..bridge.units import CONTAINERS
-from ..bridge.wrapping import wrap_for_trainer
+from .. import device
+from ..distributed.model.unfit_models import reject_wrapped
+from ..distributed.parameter_owner import own_parameters
+from ..distributed.plan.units import UnitChoice
+from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, translate, wrap_for_trainer
+from .bridge.units import CONTAINERS
+
+check_version("torchtitan", __name__)
+
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
+from torchtitan.distributed.compile import apply_compile  # noqa: E402
+from torchtitan.models import _supported_models  # noqa: E402
 
 _SIZES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
 _UNSUPPORTED_SIZES = tuple(
@@ -130,6 +141,24 @@ def with_fsdp2(config: Any) -> Any:
         config.model_spec = with_fsdp2(config.model_spec)
         return config
     return dataclasses.replace(config, parallelize_fn=parallelize)
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    """Returns the config function of this name, of any of torchtitan's models; its ``--config`` asks for it here."""
+    if name.startswith("_"):  # Python's own look-ups would import every model
+        raise AttributeError(f"{__name__} has no attribute {name!r}")
+    # A config's name begins with its model's: looking there first imports no other model.
+    for model in sorted(_supported_models, key=lambda model: (not name.startswith(model), model)):
+        try:
+            registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+        except ImportError:  # of a package that only this model needs
+            if name.startswith(model):
+                raise
+            continue
+        function = vars(registry).get(name)
+        if callable(function):
+            return lambda: with_fsdp2(function())
+    raise AttributeError(f"no model of torchtitan has a config function {name!r}")
 
 
 class _LastReduces:

@@ -1,0 +1,216 @@
+"""Names, arguments and fields of Megatron-LM that this project does not have.
+
+`megatron_names.json` lists them. A name of a module raises an error with a remedy. A function or class that shares its
+name with Megatron-LM takes the same arguments in the same order: one that would change what is computed is refused by
+its name, unless it has its default, and one that changes no number, only how fast or where something runs, is ignored
+with one warning. In the tables a key may be several names, separated by spaces:
+
+* ``absent``: by module, remedies by name.
+* ``arguments``: by function, ``refused`` with what to do instead, and ``ignored`` with the reason why that changes no
+  number.
+* ``fields``: by config class, see :func:`takes_megatron_fields`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NoReturn, TypeVar
+
+from .errors import ConfigError, ParallelConfigError, warn_once
+
+_TABLES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("megatron_names.json").read_text(encoding="utf-8")
+)
+
+
+def absent_names(
+    module: str, *, imported: Mapping[str, str] = MappingProxyType({}), functions_import: bool = False
+) -> Callable[[str], Any]:
+    """Returns a module's ``__getattr__``, which raises an ImportError with a remedy, or else Python's usual error.
+
+    In a package a name may also be a module's: importing it by its path raises the same.
+
+    Args:
+        module: the module's ``__name__``, as in the table of absent names.
+        imported: modules by the name that is imported from them when it is first used.
+        functions_import: functions, whose names have no capitals, can be imported and raise when they are called, so
+            that a file is not lost because of one name that it seldom calls.
+    """
+    remedies = _by_name(_TABLES["absent"][module])
+
+    def getattribute(name: str) -> Any:
+        if name in imported:
+            return getattr(import_module(imported[name]), name)
+        if name not in remedies:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module} has no {name}: {remedies[name]}"
+        if functions_import and name.islower():
+            return functools.partial(_raise_at_call, message)
+        # Not an AttributeError: `from module import name` would replace that by its own message.
+        raise ImportError(message, name=module)
+
+    getattribute.remedies = remedies  # type: ignore[attr-defined]  # for the page that lists them
+    return getattribute
+
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for names, text in table.items() for name in names.split()}
+
+
+def _raise_at_call(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(message)
+
+
+def absent_method(name: str, remedy: str) -> Callable[..., NoReturn]:
+    """Returns a method that Megatron-LM's class of this name has: an AttributeError with a remedy, when it is
+    called."""
+
+    def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} has no {name}: {remedy}", name=name, obj=self)
+
+    method.__name__ = name
+    method.__doc__ = f"Megatron-LM's, absent here: {remedy}."
+    return method
+
+
+class _AbsentModules(MetaPathFinder):
+    """The last import finder: raises the remedy of `absent_names` for modules of this project that do not exist."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        package, _, name = fullname.rpartition(".")
+        if package.partition(".")[0] != __package__.partition(".")[0]:
+            return
+        remedy = getattr(getattr(sys.modules.get(package), "__getattr__", None), "remedies", {}).get(name)
+        if remedy is not None:
+            raise ModuleNotFoundError(f"{package} has no {name}: {remedy}", name=package)
+
+
+sys.meta_path.append(_AbsentModules())
+
+
+def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arguments: tuple[Any, Any, str]) -> None:
+    """Raises for the first argument that does not have its only supported value.
+
+    Args:
+        caller: the function that was called.
+        error: the class to raise.
+        arguments: by Megatron-LM's name: the given value, the only supported value, and what to do instead.
+
+    Raises:
+        ConfigError: of the class `error`.
+    """
+    for name, (value, taken, remedy) in arguments.items():
+        if value is not taken and value != taken:
+            raise error(f"{caller}: {name} is {value!r}, and only {taken!r} is supported; {remedy}")
+
+
+def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
+    """Warns once about arguments that were given and are not used. Names them.
+
+    Args:
+        caller: the function that was called.
+        reason: why ignoring them changes no number.
+        arguments: by Megatron-LM's name: the given value, and the default.
+    """
+    given = sorted(name for name, (value, default) in arguments.items() if value is not default and value != default)
+    if given:
+        warn_once(f"{caller} ignores {', '.join(given)}: {reason}", stacklevel=4)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def checks_arguments(function: Function) -> Function:
+    """Makes a function refuse or ignore the arguments that the tables list for it, unless they have their defaults.
+
+    Raises:
+        ParallelConfigError: by the function, for a refused argument.
+    """
+    caller = function.__qualname__.removesuffix(".__init__")
+    table = _TABLES["arguments"][caller]
+    refused, ignored = _by_name(table.get("refused", {})), table.get("ignored", {})
+    defaults = {name: entry.default for name, entry in inspect.signature(function).parameters.items()}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(defaults, args, strict=False)) | kwargs
+        refuse(caller, **{n: (given[n], defaults[n], remedy) for n, remedy in refused.items() if n in given})
+        for names, reason in ignored.items():
+            ignore(caller, reason, **{n: (given[n], defaults[n]) for n in names.split() if n in given})
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+Config = TypeVar("Config")
+
+
+def takes_megatron_fields(kind: type[Config]) -> type[Config]:
+    """Lets the constructor of a dataclass take Megatron-LM's fields, of its own name in the tables and of its bases'.
+
+    Fields that are not given read as their defaults, such as ``config.fp8``. The tables have:
+
+    * ``refused``: the only supported value, which is Megatron-LM's default, and what to do instead.
+    * ``ignored``: the default. Another value is stored as an attribute with a warning, and changes no number.
+    * ``accepted``: the default of a field that needs no warning: it is always in effect, or a training loop stores it
+      here.
+    * ``inert_prefixes``: prefixes of fields that only configure features of refused fields.
+    * ``positional``: our fields that may be given by position, the first ones in Megatron-LM's order.
+
+    Raises:
+        ConfigError: by the constructor, for a refused field, or too many fields by position, whose order changes
+            between Megatron-LM's versions.
+    """
+    own = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    refused: dict[str, tuple[Any, str]] = {}
+    ignored: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
+    prefixes: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    for base in reversed(kind.__mro__):
+        table = _TABLES["fields"].get(base.__name__, {})
+        refused |= {name: (_value(value), remedy) for name, (value, remedy) in table.get("refused", {}).items()}
+        ignored |= {name: _value(value) for name, value in table.get("ignored", {}).items()}
+        accepted |= table.get("accepted", {})
+        prefixes += tuple(table.get("inert_prefixes", ()))
+        positional = tuple(table.get("positional", positional))
+    defaults = {name: value for name, (value, _) in refused.items()} | ignored | accepted
+    defaults = {name: value for name, value in defaults.items() if name not in own}
+    construct = kind.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: Config, *args: Any, **given: Any) -> None:
+        if len(args) > len(positional):
+            raise ConfigError(
+                f"{kind.__name__} takes {len(positional)} field(s) by position, and {len(args)} were given; "
+                "give fields by name, as their order changes between Megatron-LM's versions"
+            )
+        given = dict(zip(positional, args, strict=False)) | given
+        absent = [name for name in given if name in defaults or (name.startswith(prefixes) and name not in own)]
+        foreign = {name: given.pop(name) for name in absent}
+        refuse(kind.__name__, ConfigError, **{n: (v, *refused[n]) for n, v in foreign.items() if n in refused})
+        unread = {n: (v, ignored.get(n)) for n, v in foreign.items() if n not in refused and n not in accepted}
+        ignore(kind.__name__, "nothing here reads them, and no number changes", **unread)
+        construct(self, **given)
+        vars(self).update(foreign)
+
+    for name, default in defaults.items():
+        if not hasattr(kind, name):
+            setattr(kind, name, default)
+    kind.__init__ = __init__  # type: ignore[assignment]
+    return kind
+
+
+def _value(entry: Any) -> Any:
+    """Returns a default of the tables, where a dtype is its name: ``torch.float32``."""
+    module, _, name = entry.partition(".") if isinstance(entry, str) else ("", "", "")
+    return getattr(import_module("torch"), name) if module == "torch" else entry

@@ -1,0 +1,104 @@
+"""Writes LoRA adapters as PEFT's files, which PEFT, vLLM and SGLang load onto the base model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format import folders
+from ..dist_checkpointing.safetensors_io import SINGLE_FILE, begin_new_folder, publish_new_folder, write_safetensors
+from ..distributed.data_parallel_base import unwrap_model
+from ..errors import ConfigError
+from ..files import write_durably
+from ..transformer.lora import Adapter
+from .stream import WeightStream
+
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    base_model: str | None = None,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Writes the LoRA adapters of a GPT into a new folder, under Hugging Face's names. Collective; the base model is
+    not gathered.
+
+    Args:
+        model: a `GPTModel` with `add_lora`, or a wrapper of one.
+        base_model: name or path of the model that the adapters belong to.
+        process_group: the ranks that hold the model; the first one writes.
+
+    Raises:
+        ConfigError: the model has no adapters, or some of different rank or scale.
+        CheckpointError: on all ranks: no model of Hugging Face's computes what this one does, or the folder is in use.
+        MissingExtraError: `safetensors` is not installed.
+    """
+    folder, ranks = Path(folder), Ranks(process_group)
+    described = _described(unwrap_model(model))
+    stream = WeightStream(model, adapters="only", receivers=[0], process_group=process_group)
+    names = [meta.name for meta in stream.metadata()]
+    described |= {
+        "target_modules": sorted({name.split(".")[-3] for name in names}),
+        "base_model_name_or_path": base_model,
+    }
+    plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
+    temporary = ranks.on_all(lambda: begin_new_folder(folder) if ranks.is_first else folder)
+    tensors = iter(stream)
+
+    def make(name: str) -> Tensor:
+        _, tensor = next(tensors)
+        return tensor.clone() if ranks.is_first else tensor  # queries, keys and values share one matrix
+
+    def publish() -> None:
+        (temporary / SINGLE_FILE).rename(temporary / ADAPTER_FILE)
+        write_durably(temporary / ADAPTER_CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        publish_new_folder(folder)
+
+    failures: list[Exception] = []
+    try:
+        write_safetensors(temporary, plan, make, writes=ranks.is_first, max_shard_bytes=1 << 62)
+    except Exception as error:
+        failures.append(error)
+    try:
+        ranks.on_all(lambda: _raise(failures))
+        ranks.on_all(lambda: publish() if ranks.is_first else None)
+    finally:
+        if ranks.is_first:
+            folders.discard(folder)
+
+
+def _described(model: nn.Module) -> dict[str, Any]:
+    shapes = {
+        (module.linear_in.weight.shape[0], module.scale) for module in model.modules() if isinstance(module, Adapter)
+    }
+    if len(shapes) != 1:
+        raise ConfigError(
+            f"the adapters of the model have {len(shapes)} different ranks and scales, and a file describes one; "
+            "call add_lora once"
+        )
+    rank, scale = shapes.pop()
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _raise(failures: list[Exception]) -> None:
+    for failure in failures:
+        raise failure

@@ -1,0 +1,159 @@
+"""Translates a model's tensors to the names and layouts of other systems, and says what each one is made of.
+
+Names and rows are those of the files that `core.models.gpt.hugging_face` writes, by the same recipes. The update of a
+LoRA adapter is added to its layer's weight on the way, or goes out alone under PEFT's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, make_foreign
+from ..errors import ConfigError
+from ..models.gpt.architecture import architecture_of
+from ..models.gpt.gpt_model import GPTModel
+from ..models.gpt.hf_config import choose_layout
+from ..models.gpt.hugging_face import hf_recipes
+from ..transformer.lora import Adapter, is_adapter
+
+Names = Literal["hugging_face", "megatron", "module"]
+Adapters = Literal["merge", "only"]
+
+_PEFT = "base_model.model."
+_LOW_IN, _LOW_OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor that goes out."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the model's tensor, before any cast."""
+    sources: tuple[str, ...]
+    """The model's tensors that it is made of."""
+    make: Callable[[Mapping[str, Tensor]], Tensor]
+    """Makes it from these, whole and by name. May return one of them."""
+
+
+def outgoing(
+    model: nn.Module,
+    views: Mapping[str, Tensor],
+    names: Names,
+    *,
+    vocab_size: int | None = None,
+    adapters: Adapters = "merge",
+) -> list[Outgoing]:
+    """Returns what goes out of a model, in a fixed order.
+
+    Args:
+        model: without wrappers. Other models than `GPTModel` have their own names in any case.
+        views: its tensors of the whole model, by name.
+        vocab_size: rows of the vocabulary that go out under Hugging Face's names; None leaves out the padding alone.
+        adapters: add the updates of LoRA adapters to the weights, or send these alone.
+
+    Raises:
+        ConfigError: adapters alone of a model without any, or names that this model's layout does not have.
+        CheckpointError: no model of Hugging Face's computes what this one does.
+    """
+    recipes = list(_recipes(model, views, names, vocab_size))
+    if adapters == "only":
+        sent = list(_adapters_only(model, views, recipes, names))
+        if not sent:
+            raise ConfigError("adapters='only' was given for a model without adapters; call add_lora first")
+        return sent
+    ours = {name: tuple(view.shape) for name, view in views.items() if not is_adapter(name)}
+    shapes = foreign_shapes(recipes, ours)
+    scales = {name: module.scale for name, module in model.named_modules() if isinstance(module, Adapter)}
+    sent = []
+    for recipe in recipes:
+        adapter = recipe.name.removesuffix(".weight") + ".adapter"
+        scale = scales.get(adapter) if recipe.name.endswith(".weight") else None
+        sources = (recipe.name, *(adapter + end for end in (".linear_in.weight", ".linear_out.weight")))
+        for name in dict.fromkeys(run.source for run in recipe.runs):
+            make = partial(_make, name, shapes[name], recipe, scale)
+            sent.append(Outgoing(name, shapes[name], views[recipe.name].dtype, sources[: 3 if scale else 1], make))
+    return sent
+
+
+def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names, vocab_size: int | None) -> Iterator[Recipe]:
+    if names == "hugging_face" and isinstance(model, GPTModel):
+        architecture = architecture_of(model)
+        vocab_size = architecture.vocab_size if vocab_size is None else vocab_size
+        if not 0 < vocab_size <= architecture.vocab_size:
+            raise ConfigError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
+        yield from hf_recipes(choose_layout(architecture), replace(architecture, vocab_size=vocab_size))
+        return
+    if vocab_size is not None:
+        raise ConfigError("vocab_size was given without Hugging Face's names of a GPTModel; leave it out")
+    if names == "hugging_face" and any(name.endswith(_EXPERTS) for name in views):
+        raise ConfigError(
+            "the model keeps its experts as 3-D tensors, which files of Hugging Face's do not; use names='module', "
+            "and split them on the receivers' side"
+        )
+    gated = isinstance(model, GPTModel) and model.config.gated_linear_unit and names == "megatron"
+    for name, view in views.items():
+        if is_adapter(name):
+            continue
+        rows = view.shape[0] if view.dim() else 1
+        if gated and ".linear_fc1." in name and view.dim() < 3:
+            half = rows // 2
+            yield Recipe(name, (Run(name, half, 0, 2), Run(name, half, 1, 2, half)))
+        else:
+            yield Recipe(name, (Run(name, rows),))
+
+
+def _make(
+    name: str, shape: tuple[int, ...], recipe: Recipe, scale: float | None, wholes: Mapping[str, Tensor]
+) -> Tensor:
+    whole = wholes[recipe.name]
+    if scale is not None:
+        layer = recipe.name.removesuffix(".weight")
+        whole = torch.add(whole, wholes[layer + _LOW_OUT] @ wholes[layer + _LOW_IN], alpha=scale)
+    if len(recipe.runs) == 1 and whole.shape == shape and recipe.runs[0] == Run(name, shape[0] if shape else 1):
+        return whole
+    return make_foreign(name, shape, [recipe], {recipe.name: whole})
+
+
+def _adapters_only(
+    model: nn.Module, views: Mapping[str, Tensor], recipes: Sequence[Recipe], names: Names
+) -> Iterator[Outgoing]:
+    """Yields LoRA's matrices: of ours under PEFT's names of the layers that they adapt, of peft's under its own."""
+    recipe_of = {recipe.name: recipe for recipe in recipes}
+    for name, view in views.items():
+        shape, dtype = tuple(view.shape), view.dtype
+        if ".lora_" in name or ".modules_to_save." in name:
+            yield Outgoing(_without_adapter_name(name), shape, dtype, (name,), itemgetter(name))
+        elif is_adapter(name) and names == "module":
+            yield Outgoing(name, shape, dtype, (name,), itemgetter(name))
+        elif name.endswith((_LOW_IN, _LOW_OUT)):
+            is_out = name.endswith(_LOW_OUT)
+            layer = name.removesuffix(_LOW_OUT if is_out else _LOW_IN)
+            recipe = recipe_of[layer + ".weight"]
+            for source in dict.fromkeys(run.source for run in recipe.runs):
+                stem = _PEFT + source.removesuffix(".weight")
+                if not is_out:  # queries, keys and values share it; so do gate and up
+                    yield Outgoing(f"{stem}.lora_A.weight", shape, dtype, (name,), itemgetter(name))
+                    continue
+                rows = sum(run.count for run in recipe.runs if run.source == source)
+                runs = tuple(replace(run, transposed=False) for run in recipe.runs if run.source == source)
+                make = partial(_make, source, (rows, shape[1]), Recipe(name, runs), None)
+                yield Outgoing(f"{stem}.lora_B.weight", (rows, shape[1]), dtype, (name,), make)
+
+
+def _without_adapter_name(name: str) -> str:
+    """Returns the name of a file's tensor: ``x.lora_A.default.weight`` is ``x.lora_A.weight`` there."""
+    stem, _, kind = name.rpartition(".")
+    if ".modules_to_save." in name:
+        before, _, after = name.partition(".modules_to_save.")
+        return f"{before}.{after.partition('.')[2]}"
+    return f"{stem.rpartition('.')[0]}.{kind}" if not stem.endswith(("lora_A", "lora_B")) else name

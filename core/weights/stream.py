@@ -1,0 +1,202 @@
+"""Streams a wrapped model's weights as whole tensors, under another system's names, a bucket at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..dist_checkpointing import model_state_dict
+from ..dist_checkpointing.format.writer import is_of_first_rank
+from ..dist_checkpointing.gathering import BUCKET_BYTES, WholeTensors
+from ..distributed import _BaseDataParallel
+from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.gradient_state import Phase
+from ..dtypes import dtype_name
+from ..errors import ConfigError, ShardstackError
+from ..text import choices, listed
+from .names import Adapters, Names, Outgoing, outgoing
+
+_NUM_LISTED = 5
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """Name, dtype and shape of a tensor as receivers get it; vLLM's class of this name has the same fields."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightStream:
+    """The weights of a model as ``(name, tensor)`` pairs of whole tensors, in a fixed order, as often as one likes.
+
+    It has the members of vLLM's ``WeightSource``, `metadata` and iteration, so that its trainer engines take it::
+
+        stream = WeightStream(model, dtype=torch.bfloat16, receivers=[0])
+        for name, tensor in stream:                          # every rank iterates, between steps
+            if rank == 0:
+                send(name, tensor)
+
+    Works under every wrapper and tensor parallelism. A rank holds at most a bucket of whole tensors and a bucket of
+    copies on top of its own state, or the largest tensor if that is larger. What servers fuse is in one bucket:
+    queries, keys and values of a layer, gate and up. A tied weight goes out once, under its first name.
+
+    Args:
+        wrapper: a wrapped model, or a plain one.
+        names: ``hugging_face`` are those of the files that `save_hugging_face` writes, and of other models than
+            `GPTModel` their own; ``megatron`` are Megatron-LM's, with gate and up as halves of one tensor; ``module``
+            those of the model's state dict, in its layout.
+        dtype: what floating-point parameters are rounded to; None keeps each one's.
+        only: names to send; None sends all.
+        adapters: ``merge`` adds the updates of LoRA adapters to the weights; ``only`` sends these alone, under PEFT's
+            names, and gathers nothing else.
+        receivers: ranks of the group that get the tensors; others iterate along and get tensors on the meta device.
+            None means all ranks.
+        vocab_size: rows of the vocabulary under Hugging Face's names; None leaves out the model's padding alone.
+        bucket_bytes: bytes of whole tensors that are gathered together.
+        process_group: the ranks that hold the model; None means all.
+
+    Raises:
+        ConfigError: unknown `names`, `only` or ranks, or a model that cannot have these names.
+        CheckpointError: no model of Hugging Face's computes what this one does.
+    """
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        names: Names = "hugging_face",
+        *,
+        dtype: torch.dtype | None = None,
+        only: Iterable[str] | None = None,
+        adapters: Adapters = "merge",
+        receivers: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        if names not in ("hugging_face", "megatron", "module"):
+            raise ConfigError(f"names is {names!r}; {choices(str(names), ('hugging_face', 'megatron', 'module'))}")
+        if adapters not in ("merge", "only"):
+            raise ConfigError(f"adapters is {adapters!r}; {choices(str(adapters), ('merge', 'only'))}")
+        # All fixed: what goes out, in order, and the wrapper whose parameters it reads.
+        self.wrapper, self.dtype = wrapper, dtype
+        model = unwrap_model(wrapper)
+        views = model_state_dict(model)
+        sent = outgoing(model, views, names, vocab_size=vocab_size, adapters=adapters)
+        self.outgoing: list[Outgoing] = _selected(sent, only)
+        bundles = list(dict.fromkeys(tensor.sources for tensor in self.outgoing))
+        needed = {name: views[name] for bundle in bundles for name in bundle}
+        self.tensors = WholeTensors(
+            needed, process_group, receivers=receivers, bucket_bytes=bucket_bytes, bundles=bundles
+        )
+        unknown = [rank for rank in self.tensors.receivers if not 0 <= rank < self.tensors.ranks.size]
+        if unknown:
+            raise ConfigError(f"receivers has rank {unknown[0]}, and the group has {self.tensors.ranks.size} ranks")
+        self._metadata = [ParamMeta(tensor.name, self._wire_dtype(tensor), tensor.shape) for tensor in self.outgoing]
+
+    def _wire_dtype(self, tensor: Outgoing) -> torch.dtype:
+        """Returns what a tensor is rounded to. Buffers keep their dtype: a rounded bias would choose other experts."""
+        casts = tensor.dtype.is_floating_point and not is_of_first_rank(self.tensors.views[tensor.sources[0]])
+        return self.dtype if self.dtype is not None and casts else tensor.dtype
+
+    def metadata(self) -> list[ParamMeta]:
+        """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
+        return list(self._metadata)
+
+    def digest(self) -> str:
+        """Returns a hash of `metadata`, equal on all ranks."""
+        text = "".join(f"{meta.name} {dtype_name(meta.dtype)} {meta.shape}\n" for meta in self._metadata)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def bucket_names(self) -> list[list[str]]:
+        """Returns the names of each bucket, in order. No communication."""
+        return [[tensor.name for tensor in bucket] for bucket in self._buckets()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors. A tensor may be the model's own memory: do not write to it."""
+        for bucket in self.buckets():
+            while bucket:
+                yield bucket.pop(0)
+
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yields the tensors of each bucket together. A bucket is gathered on all ranks when it is yielded.
+
+        Raises:
+            ShardstackError: a step has begun, and its backward has not been followed by `finalize_model_grads`.
+        """
+        self.check_between_steps()
+        gathered = self.tensors.buckets()
+        for sent in self._buckets():
+            wholes = next(gathered)
+            yield [(tensor.name, self._made(tensor, wholes)) for tensor in sent]
+
+    def check_between_steps(self) -> None:
+        """Raises unless weights may be read, and waits until they are those of the last optimizer step.
+
+        Raises:
+            ShardstackError: a step has begun.
+        """
+        if isinstance(self.wrapper, _BaseDataParallel):
+            if self.wrapper.gradient_state.phase is Phase.ACCUMULATING:
+                raise ShardstackError(
+                    "a stream of weights was started in mid-step, after a backward; finish the step first "
+                    "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
+                )
+            self.wrapper.settle_parameters()
+
+    def _made(self, tensor: Outgoing, wholes: dict[str, Tensor]) -> Tensor:
+        dtype = self._wire_dtype(tensor)
+        if not self.tensors.receives:
+            return torch.empty(tensor.shape, dtype=dtype, device="meta")
+        return tensor.make(wholes).detach().to(dtype)
+
+    def _buckets(self) -> list[list[Outgoing]]:
+        """Returns what is sent of each bucket that is gathered."""
+        bucket_of = {name: number for number, names in enumerate(self.tensors.bucket_names()) for name in names}
+        buckets: list[list[Outgoing]] = [[] for _ in range(len(set(bucket_of.values())))]
+        for tensor in self.outgoing:
+            buckets[bucket_of[tensor.sources[0]]].append(tensor)
+        return buckets
+
+
+def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing]:
+    if only is None:
+        return sent
+    wanted = set(only)
+    unknown = sorted(wanted - {tensor.name for tensor in sent})
+    if unknown or not wanted:
+        shown = listed(unknown, _NUM_LISTED, ", ") or "nothing"
+        raise ConfigError(f"only names {shown}, which the model does not send; names are as {sent[0].name}")
+    return [tensor for tensor in sent if tensor.name in wanted]
+
+
+@dataclass(frozen=True)
+class FlattenedTensorMetadata:
+    """The place of a tensor in a flattened bucket, in elements; SGLang's class of this name has the same fields."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+def flattened(bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[Tensor, list[FlattenedTensorMetadata]]]:
+    """Returns a bucket in SGLang's form ``flattened_bucket``: one flat tensor for each dtype, and the place of each
+    tensor in it."""
+    made = []
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in bucket):
+        places, end = [], 0
+        tensors = [(name, tensor) for name, tensor in bucket if tensor.dtype == dtype]
+        for name, tensor in tensors:
+            start, end = end, end + tensor.numel()
+            places.append(FlattenedTensorMetadata(name, tensor.shape, dtype, start, end, tensor.numel()))
+        made.append((torch.cat([tensor.reshape(-1) for _, tensor in tensors]), places))
+    return made

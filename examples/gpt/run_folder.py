@@ -1,0 +1,125 @@
+"""The folder that a run of pretrain_gpt.py writes into: its name, its lock, and the checkpoint that it continues."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch.distributed as dist
+
+from core import device
+from core.dist_checkpointing import latest_checkpoint
+from core.dist_checkpointing.agreement import Ranks
+from core.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
+from core.errors import ConfigError
+from core.training.checkpointing import find_checkpoint, is_checkpoint
+from core.training.config import PretrainConfig
+from core.training.launch.entry import RUN_STARTED, environment_restart_count
+
+
+def name_run_folder(config: PretrainConfig) -> PretrainConfig:
+    """Returns the settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is None and load is not None:
+        find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
+        save = load.parent if is_checkpoint(load) else load
+    elif save is None:
+        # The time of the start; the launcher's, if it is known, is the same after a restart.
+        name = [os.environ.get(RUN_STARTED) or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
+        dist.broadcast_object_list(name, src=0)  # clocks differ
+        save = Path("runs") / name[0]
+    return replace(config, checkpoint=replace(config.checkpoint, save=save))
+
+
+def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
+    """Returns the settings with the checkpoint to load chosen. Call it while the run's folder is locked.
+
+    --save and --load may name the same folder from the start, so that one line begins a run and, queued again,
+    continues it. Ranks that their launcher has restarted continue their last checkpoint.
+    """
+    checkpoint = config.checkpoint
+    save, load = checkpoint.folder, checkpoint.load
+    if save is None:
+        return config
+    if environment_restart_count() > 0 and complete_checkpoints(save):
+        checkpoint = replace(checkpoint, load=save)
+    elif load is not None:
+        is_same_run = save.resolve() in (load.resolve(), load.resolve().parent)
+        saved = latest_checkpoint(save)
+        if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
+            say(f"{load} holds no checkpoint yet: the run starts there")
+            checkpoint = replace(checkpoint, load=None)
+        elif saved is not None and not is_same_run:
+            raise ConfigError(
+                f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "
+                f"continue the one with --load {save}"
+            )
+    elif latest_checkpoint(save) is not None:
+        raise ConfigError(
+            f"--save {save} holds a run already; continue it with --load {save}, or choose another folder"
+        )
+    return replace(config, checkpoint=checkpoint)
+
+
+def check_output_folders(config: PretrainConfig) -> None:
+    """Raises before the training if a folder cannot be written. Leaves no folder behind.
+
+    Raises:
+        ConfigError: on the first rank, which is the one that writes.
+    """
+    device.barrier()  # other ranks may still read the folders
+    for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
+        if folder is None or dist.get_rank() != 0:
+            continue
+        try:
+            with _empty_folders_removed(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except OSError as error:
+            raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from None
+
+
+@contextmanager
+def _empty_folders_removed(folder: Path) -> Iterator[None]:
+    """Removes those of a folder and its parents that the code inside creates and leaves empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+
+
+@contextmanager
+def run_folder_held(folder: Path | None) -> Iterator[None]:
+    """Holds the lock of a run's folder, which the first rank takes for all. Entering it is collective.
+
+    Creates the folder, and removes it again if the run ends before it writes anything.
+
+    Raises:
+        CheckpointError: on all ranks: another run holds it.
+    """
+    if folder is None:
+        yield
+        return
+    ranks = Ranks()
+    with _empty_folders_removed(folder) if ranks.is_first else nullcontext():
+        key = ranks.from_first(lambda: acquire_folder(folder))
+        try:
+            yield
+        finally:
+            if ranks.is_first:
+                release_folder(key)
+
+
+def say(text: str) -> None:
+    """Prints on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,198 @@
+"""Streams under every wrapper against the files that the export writes, and the memory and messages that they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.comm import record
+from core.dist_checkpointing.gathering import WholeTensors, held_parts
+from core.errors import ConfigError, ShardstackError
+from core.transformer.lora import merge_lora
+from core.weights import WeightStream
+from core.weights.stream import flattened
+from tests.unit._spawn import run_distributed
+from tests.unit.weights._models import BUCKET, CONFIGS, exported, gpt, optimizer_of, start, train, wrapped
+
+
+def _equals_export(kind: str, folder: Path, tp: int, instances: int, fields: dict[str, Any]) -> list[str]:
+    """Returns what differs on this rank between two passes of a stream and the export, before and after a step."""
+    start(tp, instances)
+    model = wrapped(kind, gpt(tensor_model_parallel_size=tp, **fields), instances=instances)
+    optimizer, problems = optimizer_of(model), []
+    for step in range(2):
+        expected = exported(model, folder / str(step))
+        stream = WeightStream(model, bucket_bytes=BUCKET)
+        for _ in range(2):
+            received = dict(stream)
+            metas = stream.metadata()
+            if [meta.name for meta in metas] != list(received) or received.keys() != expected.keys():
+                problems.append(f"names {sorted(received.keys() ^ expected.keys())}")
+            for meta in metas:
+                value = received[meta.name]
+                if (value.dtype, tuple(value.shape)) != (meta.dtype, meta.shape):
+                    problems.append(f"{meta} came as {value.dtype} {value.shape}")
+                if not torch.equal(value, expected[meta.name]):
+                    problems.append(f"step {step}: {meta.name}")
+        train(model, optimizer, step)
+    return problems
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_stream_equals_export(kind: str, tmp_path: Path):
+    assert run_distributed(_equals_export, 2, kind, tmp_path, 1, 1, {"tied": kind != "zero3"}) == [[], []]
+
+
+@pytest.mark.parametrize(("kind", "instances"), [("zero3", 2), ("fsdp2", 2)])
+def test_stream_of_hybrid_equals_export(kind: str, instances: int, tmp_path: Path):
+    assert run_distributed(_equals_export, 4, kind, tmp_path, 1, instances, {}) == [[]] * 4
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
+def test_stream_over_tensor_parallelism_equals_export(kind: str, tmp_path: Path):
+    size = 4 if kind == "fsdp2" else 2
+    fields = {"frozen": True, "tied": False}
+    assert run_distributed(_equals_export, size, kind, tmp_path, 2, 1, fields) == [[]] * size
+
+
+def _merges(kind: str) -> list[str]:
+    start()
+    serial = gpt(lora=True)
+    merge_lora(serial)
+    expected = dict(WeightStream(serial, process_group=_alone()))
+    received = dict(WeightStream(wrapped(kind, gpt(lora=True)), bucket_bytes=BUCKET))
+    assert received.keys() == expected.keys()
+    return [name for name, value in received.items() if not torch.equal(value, expected[name])]
+
+
+def _alone() -> dist.ProcessGroup:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapters_are_merged_as_in_one_process(kind: str):
+    assert run_distributed(_merges, 2, kind) == [[], []]
+
+
+def _adapters_alone() -> set[str]:
+    start()
+    model = wrapped("zero3", gpt(lora=True))
+    stream = WeightStream(model, adapters="only", dtype=torch.bfloat16)
+    received = dict(stream)
+    assert all(value.dtype is torch.bfloat16 for value in received.values())
+    low_out = dict(WeightStream(model, "module", adapters="only"))[
+        "decoder.layers.0.mlp.linear_fc1.adapter.linear_out.weight"
+    ]
+    up = received["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"]
+    assert torch.equal(up, low_out[1::2].to(torch.bfloat16))
+    assert set(stream.tensors.views) == {name for name in stream.tensors.views if ".adapter." in name}
+    return set(received)
+
+
+def test_adapters_alone_have_pefts_names():
+    names = run_distributed(_adapters_alone, 2)[0]
+    layers = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    modules = (*layers, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert names == {
+        f"base_model.model.model.layers.{number}.{module}.lora_{half}.weight"
+        for number in range(2)
+        for module in modules
+        for half in "AB"
+    }
+
+
+def _only_the_receiver_holds(kind: str) -> tuple[int, int]:
+    """Returns the most bytes that this rank held at once of gathered tensors and messages, and its calls before."""
+    start()
+    model = wrapped(kind, gpt())
+    with mock.patch.object(record.CollectiveRecord, "collective", side_effect=AssertionError("a collective")):
+        stream = WeightStream(model, receivers=[1], bucket_bytes=BUCKET)
+        stream.metadata()
+        stream.bucket_names()
+    whole = {name: value.shape for name, value in WeightStream(model)}
+    for name, value in stream:
+        assert value.shape == whole[name]
+        assert value.is_meta == (dist.get_rank() != 1)
+    return len(whole), len(stream.bucket_names())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
+def test_other_ranks_get_meta_tensors_and_metadata_sends_nothing(kind: str):
+    (tensors, buckets), _ = run_distributed(_only_the_receiver_holds, 2, kind)
+    assert tensors > buckets > 3
+
+
+def _memory(kind: str, bucket: int) -> tuple[int, int]:
+    """Returns the bytes of the largest live set of new storages during a pass, and the bound."""
+    from tests.unit.weights._live_bytes import LiveBytes
+
+    start()
+    model = wrapped(kind, gpt(num_layers=4))
+    stream = WeightStream(model, bucket_bytes=bucket, receivers=[0])
+    stream.tensors.owners()
+    largest = max(view.numel() * view.element_size() for view in stream.tensors.views.values())
+    with LiveBytes() as live:
+        for _, _tensor in stream:
+            pass
+    return live.peak, 2 * bucket + 2 * largest
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("bucket", [1000, 10000])
+def test_live_bytes_stay_below_the_bound(kind: str, bucket: int):
+    for peak, bound in run_distributed(_memory, 2, kind, bucket):
+        assert peak <= bound
+
+
+def _bad_input() -> list[str]:
+    start()
+    model = wrapped("zero3", gpt())
+    messages = []
+    for arguments in ({"names": "torch"}, {"only": ["nothing"]}, {"receivers": [2]}, {"adapters": "only"}):
+        with pytest.raises(ConfigError) as caught:
+            WeightStream(model, **arguments)
+        messages.append(str(caught.value))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    model(tokens, labels=tokens).mean().backward()
+    with pytest.raises(ShardstackError) as middle:
+        next(iter(WeightStream(model)))
+    messages.append(str(middle.value))
+    return messages
+
+
+def test_bad_input_is_one_line():
+    messages = run_distributed(_bad_input, 2)[0]
+    assert all("\n" not in message for message in messages)
+    parts = ("names is 'torch'", "only names nothing", "the group has 2 ranks", "without adapters", "in mid-step")
+    assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
+
+
+def test_flattened_buckets_have_element_offsets():
+    bucket = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2, dtype=torch.int32)), ("c", torch.zeros(4))]
+    (flat, places), (integers, _) = flattened(bucket)
+    assert [(place.name, place.start_idx, place.end_idx) for place in places] == [("a", 0, 6), ("c", 6, 10)]
+    assert torch.equal(flat[:6].view(2, 3), bucket[0][1]) and integers.dtype is torch.int32
+
+
+def _runs_of_ranges() -> int:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    model = wrapped("zero3", gpt())
+    stream = WeightStream(model, "module")
+    return max(len(held_parts(view)) for view in stream.tensors.views.values())
+
+
+def test_a_flat_range_is_one_run():
+    assert run_distributed(_runs_of_ranges, 2) == [1, 1]
+
+
+def test_one_process_gathers_nothing():
+    weight = torch.arange(6.0).view(2, 3)
+    assert next(WholeTensors({"weight": weight}).buckets())["weight"].data_ptr() == weight.data_ptr()

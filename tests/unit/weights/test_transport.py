@@ -1,0 +1,195 @@
+"""Rounds from two trainer ranks to two receivers, which have a group of their own: ranks 2 and 3 of the test."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.errors import WeightsError
+from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, transport
+from tests.unit._spawn import run_distributed
+from tests.unit.weights._models import BUCKET, gpt, optimizer_of, start, train, wrapped
+
+TRAINERS, RECEIVERS, LIMIT_S = 2, 2, 20.0
+
+
+def _roles(store: Path) -> tuple[Any, Any]:
+    """Returns the trainers' group and the store that senders and receivers share."""
+    group = dist.new_group(list(range(TRAINERS)))
+    return group, dist.FileStore(str(store), -1)
+
+
+def _stream(model: nn.Module, group: Any) -> WeightStream:
+    return WeightStream(model, dtype=torch.bfloat16, receivers=[0], bucket_bytes=BUCKET, process_group=group)
+
+
+def _model(kind: str, group: Any) -> nn.Module:
+    return wrapped(kind, gpt(), group=group)
+
+
+def _receiver(store: Any, limit_s: float = LIMIT_S, **more: Any) -> WeightReceiver:
+    return WeightReceiver(store, dist.get_rank() - TRAINERS, RECEIVERS, limit_s=limit_s, **more)
+
+
+def _rounds(kind: str, path: Path, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Returns the weights after each round: of the stream on rank 0, and what each receiver has."""
+    start()
+    group, store = _roles(path)
+    if dist.get_rank() >= TRAINERS:
+        receiver, taken = _receiver(store), []
+        for version in range(steps):
+            assert receiver.receive() == receiver.version == version
+            taken.append({name: value.clone() for name, value in receiver.weights.items()})
+        return taken
+    model = _model(kind, group)
+    optimizer, stream = optimizer_of(model), _stream(model, group)
+    sender, sent = WeightSender(stream, store, RECEIVERS, patches=True, limit_s=LIMIT_S), []
+    for version in range(steps):
+        (sender.send if version == 2 else sender.send_patch)(version)
+        assert (sender.sent_bytes > 0) == sender.sends
+        sent.append({name: value.clone() for name, value in stream})
+        train(model, optimizer, version)
+    return sent
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
+def test_receivers_have_the_bits_of_the_stream(kind: str, tmp_path: Path):
+    results = run_distributed(_rounds, TRAINERS + RECEIVERS, kind, tmp_path / "store", 4)
+    for received in results[TRAINERS:]:
+        for expected, actual in zip(results[0], received, strict=True):
+            assert expected.keys() == actual.keys()
+            assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+
+
+def _fault(fault: str, path: Path) -> tuple[list[str], Any]:
+    """Returns the messages of the errors of two rounds on this rank, and what a receiver has after a third."""
+    start()
+    group, store = _roles(path)
+    rank, messages = dist.get_rank(), []
+
+    def noting(run: Any) -> None:
+        try:
+            run()
+            messages.append("")
+        except WeightsError as error:
+            assert "\n" not in str(error)
+            messages.append(str(error))
+
+    if rank >= TRAINERS:
+        expected = [ParamMeta("w", torch.float32, (3,))] if fault == "shape" and rank == 3 else None
+        receiver = _receiver(store, expected=expected)
+        noting(receiver.receive)
+        if fault == "missing" and rank == 3:
+            receiver._state = "of a round that was not taken"
+        damage = mock.patch.object(transport.hashlib, "sha256", lambda text: _Damaged())
+        with damage if fault == "damaged" and rank == 3 else mock.patch.object(receiver, "device"):
+            receiver.device = torch.device("cpu")
+            noting(receiver.receive)
+        noting(receiver.receive)
+        return messages, {name: value.clone() for name, value in receiver.weights.items()}
+    model = _model("zero3", group)
+    optimizer, stream = optimizer_of(model), _stream(model, group)
+    sender = WeightSender(stream, store, RECEIVERS, patches=True, limit_s=LIMIT_S)
+    for version in range(3):
+        noting(lambda version=version: sender.send_patch(version))
+        if version < 2:
+            train(model, optimizer, version)
+    return messages, dict(stream)
+
+
+class _Damaged:
+    """A hash of other bytes."""
+
+    def update(self, data: Any) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return "0"
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+def test_a_bad_patch_is_refused_and_the_next_round_mends_it(fault: str, tmp_path: Path):
+    results = run_distributed(_fault, TRAINERS + RECEIVERS, fault, tmp_path / "store")
+    for rank, (messages, _) in enumerate(results):
+        assert messages[0] == messages[2] == "", (rank, messages)
+    word = {"missing": "another base", "damaged": "are not those that were sent"}[fault]
+    assert word in results[0][0][1] and results[0][0][1] == results[1][0][1] and "receiver 2" in results[0][0][1]
+    assert word in results[3][0][1]
+    for _, weights in results[TRAINERS:]:
+        assert all(torch.equal(value, weights[name]) for name, value in results[0][1].items())
+
+
+def test_other_shapes_are_refused_before_the_first_byte(tmp_path: Path):
+    results = run_distributed(_fault, TRAINERS + RECEIVERS, "shape", tmp_path / "store")
+    assert "not known here" in results[0][0][0] and "receiver 2" in results[0][0][0]
+    assert results[1][0][0] == results[0][0][0] and "another receiver refused" in results[2][0][0]
+    assert results[3][1] == {}
+
+
+def _lost(path: Path) -> tuple[str, bool]:
+    """Returns the error of a round whose second receiver is gone, and whether training went on with the same bits."""
+    start()
+    group, store = _roles(path)
+    if dist.get_rank() >= TRAINERS:
+        receiver = _receiver(store)
+        receiver.receive()
+        if dist.get_rank() == 3:
+            return "", True
+        with pytest.raises(WeightsError):
+            receiver.receive()
+        return "", receiver.version == 0
+    model, undisturbed = _model("zero3", group), _model("zero3", group)
+    optimizer, other = optimizer_of(model), optimizer_of(undisturbed)
+    stream = _stream(model, group)
+    sender = WeightSender(stream, store, RECEIVERS, limit_s=3.0)
+    sender.send(0)
+    train(model, optimizer, 0)
+    with pytest.raises(WeightsError) as caught:
+        sender.send(1)
+    with pytest.raises(WeightsError, match="were lost before"):
+        sender.send(2)
+    train(model, optimizer, 1)
+    for step in range(2):
+        train(undisturbed, other, step)
+    pairs = zip(WeightStream(model, process_group=group), WeightStream(undisturbed, process_group=group), strict=True)
+    return str(caught.value), all(torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_a_lost_receiver_is_named_and_training_goes_on(tmp_path: Path):
+    results = run_distributed(_lost, TRAINERS + RECEIVERS, tmp_path / "store")
+    assert all(same for _, same in results)
+    assert "rank 2" in results[0][0] and results[0][0] == results[1][0]
+
+
+def _sleeps(path: Path, pause_s: float) -> int:
+    start()
+    group, store = _roles(path)
+    if dist.get_rank() >= TRAINERS:
+        receiver = _receiver(store, 60.0 + pause_s)
+        time.sleep(pause_s * (dist.get_rank() - TRAINERS))
+        return receiver.receive()
+    WeightSender(_stream(_model("fsdp2", group), group), store, RECEIVERS, limit_s=60.0 + pause_s).send(7)
+    return 7
+
+
+def test_a_slow_receiver_is_no_error(tmp_path: Path):
+    assert run_distributed(_sleeps, TRAINERS + RECEIVERS, tmp_path / "store", 2.0) == [7] * 4
+
+
+@pytest.mark.long
+def test_a_receiver_that_sleeps_half_a_minute_is_no_error(tmp_path: Path):
+    assert run_distributed(_sleeps, TRAINERS + RECEIVERS, tmp_path / "store", 30.0) == [7] * 4
+
+
+def test_an_address_without_a_port_is_refused():
+    with pytest.raises(WeightsError, match="give host:port"):
+        WeightReceiver("localhost", 0, 1)
+    with pytest.raises(WeightsError, match="0 to 0"):
+        WeightReceiver("localhost:1", 1, 1)
