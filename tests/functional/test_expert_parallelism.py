@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from core import parallel_state
 from core.dist_checkpointing.flat_range import whole, whole_view
-from core.distributed import wrap_model
+from core.distributed import finalize_model_grads, wrap_model
+from core.local_parts import local_part
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.context_parallel import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
+from tests.functional._program import TINY, run_program
 from tests.functional._runs import (
     Curve,
     Training,
     ddp_config,
+    in_precision,
     loss_and_report,
     micro_batches,
     train_wrapped,
@@ -145,3 +151,102 @@ def test_every_wrapper_equals_replicas(layout, wrapper, balancing, per_token):
             assert_bitwise(curve, expected)
         else:
             assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_both_dispatchers_equal_one_process(dispatcher):
+    expected = _serial(4, "aux", False)
+    fields = {"moe_token_dispatcher_type": dispatcher, "moe_grouped_gemm": False}
+    for curve in _runs((4, 2, 1, 1), "zero3", "aux", False, None, **fields):
+        assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+_RANKS_OF_EXPERTS: list[tuple[Layout, dict[str, int], str]] = [
+    ((1, 1, 2, 1), {"expert_tensor_parallel_size": 1}, "zero1, overlapped"),
+    ((1, 2, 2, 1), {"expert_tensor_parallel_size": 1}, "fsdp2"),
+    ((2, 1, 1, 1), {"expert_tensor_parallel_size": 2}, "zero3"),
+    ((4, 2, 1, 1), {"expert_tensor_parallel_size": 2}, "fsdp2"),
+    ((4, 2, 1, 1), {"num_distributed_optimizer_instances": 2}, "hybrid zero1"),
+    ((4, 2, 1, 1), {"num_distributed_optimizer_instances": 2}, "hybrid zero3"),
+    ((4, 2, 1, 1), {"num_distributed_optimizer_instances": 2}, "hybrid fsdp2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "wrapper"), quick(_RANKS_OF_EXPERTS, lambda case: case in _RANKS_OF_EXPERTS[1:6:4])
+)
+def test_experts_over_other_ranks_equal_one_process(layout, sizes, wrapper):
+    expected = _serial(layout[0], "aux", True)
+    for curve in _runs(layout, wrapper, "aux", True, sizes):
+        assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+@pytest.mark.parametrize("wrapper", ["zero3", "fsdp2"])
+def test_recomputed_layers_exchange_tokens_again(wrapper):
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    expected = _runs((2, 2, 1, 1), "ddp", "bias", False)[0]
+    for curve in _runs((2, 2, 1, 1), wrapper, "bias", False, None, **fields):
+        assert_bitwise(curve, expected)
+
+
+def _starts(wrapper: str, sizes: dict[str, int], on_meta: bool) -> dict[str, torch.Tensor]:
+    parallel_state.initialize_model_parallel(**sizes)
+    if not on_meta:
+        torch.manual_seed(dist.get_rank())  # the first replica's values win, and each expert's own
+    with torch.device("meta" if on_meta else "cpu"):
+        module = gpt_with_experts("aux", False, **_fields("aux"), **sizes)
+    wrap_model(module, module.config, ddp_config(wrapper))
+    return {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "zero3", "fsdp2"])
+def test_initial_values_are_the_same_over_any_ranks(wrapper):
+    (expected,) = run_distributed(_starts, 1, "ddp", {}, False)
+    for world, sizes in (
+        (2, {"expert_model_parallel_size": 2}),
+        (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
+    ):
+        for on_meta in (True, False):
+            for found in run_distributed(_starts, world, wrapper, sizes, on_meta):
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
+    """An expert's gradient on one rank alone is not finite: every rank skips."""
+    sizes = {"expert_model_parallel_size": 2}
+    parallel_state.initialize_model_parallel(**sizes)
+    module = gpt_with_experts("aux", False, **_fields("aux"), **sizes, fp16=True)
+    model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
+    options = {"fp16": True, "initial_loss_scale": 1024.0}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD, **options), [model])
+    results = []
+    for step in range(2):
+        before = whole(whole_view(next(module.parameters()))).clone()
+        model.zero_grad_buffer()
+        tokens, labels = micro_batches(step, dist.get_rank(), False, LENGTH)[0]
+        optimizer.scale_loss(model(tokens, labels=labels).mean()).backward()
+        finalize_model_grads([model])
+        if step == 1 and dist.get_rank() == 1:
+            experts = module.decoder.layers[0].mlp.experts.linear_fc1.weight
+            local_part(model.local_gradient(experts)).view(-1)[:1] = torch.inf
+        updated, _, _ = optimizer.step()
+        results.append((updated, torch.equal(before, whole(whole_view(next(module.parameters()))))))
+    return results
+
+
+@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
+def test_an_infinite_gradient_of_one_expert_skips_the_step_everywhere(wrapper):
+    assert run_distributed(_skips_together, 2, wrapper) == [[(True, False), (False, True)]] * 2
+
+
+def test_a_run_takes_experts_over_ranks_as_flags(corpus, tmp_path):
+    flags = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
+    run = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "2", "--save", tmp_path / "run")
+    ended = run_program("pretrain_gpt", *TINY, *run, *flags, folder=tmp_path, ranks=2)
+    assert ended.status == 0, ended.err
+    again = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "3", "--load", tmp_path / "run")
+    ended = run_program("pretrain_gpt", *TINY, *again, *flags[:2], "--use-torch-fsdp2", folder=tmp_path)
+    assert ended.status == 0, ended.err
+    refused = run_program("pretrain_gpt", *TINY, *run, *flags[:2], *flags[2:3], "3", folder=tmp_path)
+    assert refused.status == 2 and "which expert_model_parallel_size 3 does not divide" in refused.err
