@@ -65,6 +65,8 @@ def _trained(
     module = gpt_with_experts(balancing, per_token, **_fields(balancing), **degrees, **fields)
     model, training = wrap_model(module, module.config, ddp_config(wrapper)), _training(per_token)
     replica = parallel_state.get_data_parallel_rank()
+    described = model.describe()
+    assert ("each expert on" in described) == (parallel_state.experts_are_apart())
 
     def batches(step: int) -> list[Any]:
         of_replica = micro_batches(step, replica, per_token, LENGTH)
