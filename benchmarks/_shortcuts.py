@@ -176,7 +176,8 @@ SHORTCUTS = {
     "messages of 4 MiB": Shortcut(
         ("DDP", "ZeRO-3"),
         _counted(
-            "core.comm.gloo._exchange_through", lambda _, inboxes, output, *unused: inboxes.size(-1) < len(output)
+            "core.comm.gloo.exchange_and_add",
+            lambda _, output, *unused: output.nbytes > pkgutil.resolve_name("core.comm.gloo.CHUNK_BYTES"),
         ),
         _replaced("core.comm.gloo.CHUNK_BYTES", 2**40),
     ),

@@ -49,10 +49,12 @@ def out_of_choices(settings: object, optional: bool = False, /, **choices: Seque
             yield f"{name} is {value!r}; it takes {'None or ' * optional}one of {shown}"
 
 
-def check_choices(settings: object, /, **choices: Sequence[str]) -> None:
-    """Raises ConfigError for the first named attribute of `settings` that is none of its choices."""
+def check_choices(
+    settings: object, /, *, error: type[ShardstackError] = ConfigError, **choices: Sequence[str]
+) -> None:
+    """Raises `error` for the first named attribute of `settings` that is none of its choices."""
     for problem in out_of_choices(settings, **choices):
-        raise ConfigError(problem)
+        raise error(problem)
 
 
 def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:

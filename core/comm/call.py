@@ -1,31 +1,64 @@
-"""One call of a collective: its name, its time, and the error that explains its failure."""
+"""The calls of collectives: one with its name, its time and the error that explains its failure, and the last ones."""
 
 from __future__ import annotations
 
 import threading
 import time
 import zlib
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
+from .._torch_compat import group_time_limit
 from . import streams
 
+NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
+"""Calls that each rank keeps per group, and the maximum, counted from the first call that still runs on an
+accelerator."""
 
-class CallRecord(Protocol):
-    """The record of a group's calls (`record.CollectiveRecord`), as one of the calls sees it."""
 
-    group_name: str
-    rank: int
-    num_ranks: int
-    ranks: list[int]
-    limit_s: float
+class CollectiveRecord:
+    """The last calls of this rank in one group.
 
-    def count(self, kind: str, what: str) -> tuple[int, int]: ...
+    The threads that call collectives add calls; the listener's thread reads them to publish them.
+    """
 
-    def read(self, rank: int) -> dict[str, Any] | None: ...
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # Fixed: the group's name, this rank in it, and its members' ranks in the world, in the group's order.
+        self.group_name: str = group.group_name
+        self.rank, self.num_ranks = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)
+        # The oldest first. `collective` appends, and drops the oldest ones that are over.
+        self.calls: deque[Collective] = deque(maxlen=MOST_CALLS_KEPT)
+        # All calls so far, those that were dropped included; `count` adds.
+        self.num_calls = 0
+        # Seconds that the backend lets a call take; fixed.
+        self.limit_s = group_time_limit(group).total_seconds()
+        # Calls by kind and payload; `count` adds, nothing clears.
+        self._counts: Counter[tuple[str, str]] = Counter()
+        # The text that `record.publish` has written last; it alone uses it, on any thread.
+        self.published = ""
+
+    def count(self, kind: str, what: str) -> tuple[int, int]:
+        """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
+        self.num_calls += 1
+        self._counts[kind, what] += 1
+        return self.num_calls, self._counts[kind, what]
+
+    def collective(self, kind: str, what: str, num_bytes: int, on_device: bool = False) -> Collective:
+        """Records that a collective begins."""
+        call = Collective(self, kind, what, num_bytes, on_device)
+        while len(self.calls) >= NUM_CALLS_KEPT and not self.calls[0].is_under_way:
+            self.calls.popleft()
+        self.calls.append(call)
+        return call
+
+    def first_unfinished(self) -> Collective | None:
+        """Returns the first call that is still running, on an accelerator too, or None if all have ended or failed."""
+        return next((call for call in list(self.calls) if call.is_under_way), None)
 
 
 _EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
@@ -48,7 +81,9 @@ class Collective:
         *("on_device", "record", "started_at", "what"),
     )
 
-    def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
+    def __init__(
+        self, record: CollectiveRecord, kind: str, what: str, num_bytes: int, on_device: bool = False
+    ) -> None:
         # Fixed: the group's record, the kind ("all-gather", "reduce-scatter", ...), the payload as messages name it (a
         # unit, a bucket), and its bytes, 0 if messages should give no size.
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes

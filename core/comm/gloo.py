@@ -120,12 +120,37 @@ def exchange_and_add(
     order: SumOrder | None = None,
 ) -> None:
     """Implements `collectives.reduce_scatter`. With `in_fp32` sums are kept in fp32 and rounded once, at the end."""
-    peers = _peers(group)
+    own, parts, peers = group.rank(), input_.chunk(group.size()), _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())
+    totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
+    sends: list[dist.Work] = []  # all sends of this exchange, waited for at the end; `input_` must live until then
+
+    def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
+        stop = min(start + chunk, len(output))
+        incoming = {peer: inbox[index, : stop - start] for index, peer in enumerate(peers)}
+        receives = [_receive(incoming[peer], peer, group, REDUCE_TAG) for peer in reversed(peers)]
+        sends.extend(_send(parts[peer][start:stop], peer, group, REDUCE_TAG) for peer in peers)
+        return receives, incoming
+
+    starts = range(0, len(output), chunk)
     with _inbox_memory(2 * len(peers) * chunk * input_.element_size()) as memory:
         inboxes = memory.view(input_.dtype).view(2, len(peers), chunk)  # one fills while the other is added
-        _exchange_through(inboxes, output, input_, group, scale, accumulate, in_fp32, order)
+        posted = post(0, inboxes[0])
+        for index, start in enumerate(starts):
+            receives, incoming = posted
+            if index + 1 < len(starts):
+                posted = post(starts[index + 1], inboxes[(index + 1) % 2])
+            _wait_for(receives)
+            length = min(chunk, len(output) - start)
+            target = output[start : start + length]
+            addends = [incoming[r] if r != own else parts[own][start : start + length] for r in range(group.size())]
+            if totals is not None:
+                total = add_in_fp32(addends, totals[:length])
+            else:
+                total = add_in_tree(addends, None if accumulate else target, order)
+            store(target, total, scale, accumulate)
+        _wait_for(sends)
 
 
 _idle_inboxes: list[Tensor] = []
@@ -149,46 +174,6 @@ def _inbox_memory(num_bytes: int) -> Iterator[Tensor]:
             memory = torch.empty(num_bytes, dtype=torch.uint8)
     yield memory[:num_bytes]
     _idle_inboxes[:] = [memory]  # not after an error, when messages may still arrive in it
-
-
-def _exchange_through(
-    inboxes: Tensor,
-    output: Tensor,
-    input_: Tensor,
-    group: ProcessGroup,
-    scale: float,
-    accumulate: bool,
-    in_fp32: bool,
-    order: SumOrder | None,
-) -> None:
-    """Sends other ranks their parts and adds the parts received in `inboxes`, `[2, n - 1, elements of a message]`."""
-    own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
-    totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
-    sends: list[dist.Work] = []  # all sends of this exchange, waited for at the end; `input_` must live until then
-
-    def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
-        stop = min(start + chunk, len(output))
-        incoming = {peer: inbox[index, : stop - start] for index, peer in enumerate(peers)}
-        receives = [_receive(incoming[peer], peer, group, REDUCE_TAG) for peer in reversed(peers)]
-        sends.extend(_send(parts[peer][start:stop], peer, group, REDUCE_TAG) for peer in peers)
-        return receives, incoming
-
-    starts = range(0, len(output), chunk)
-    posted = post(0, inboxes[0])
-    for index, start in enumerate(starts):
-        receives, incoming = posted
-        if index + 1 < len(starts):
-            posted = post(starts[index + 1], inboxes[(index + 1) % 2])
-        _wait_for(receives)
-        length = min(chunk, len(output) - start)
-        target = output[start : start + length]
-        addends = [incoming[r] if r != own else parts[own][start : start + length] for r in range(group.size())]
-        if totals is not None:
-            total = add_in_fp32(addends, totals[:length])
-        else:
-            total = add_in_tree(addends, None if accumulate else target, order)
-        store(target, total, scale, accumulate)
-    _wait_for(sends)
 
 
 def _peers(group: ProcessGroup) -> list[int]:

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -29,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import flight_recorder, group_time_limit
+from .._torch_compat import flight_recorder
 from ..errors import OutOfStepError
 from . import streams
-from .call import UNRECORDED, CallRecord, Collective
+from .call import UNRECORDED, Collective, CollectiveRecord
 
 
 @dataclass(frozen=True)
@@ -73,71 +72,28 @@ def positions() -> dict[str, Position]:
     return latest
 
 
-NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
-"""Calls that each rank keeps per group, and the maximum, counted from the first call that still runs on an
-accelerator."""
-
 NUM_CALLS_PUBLISHED = 8
 """Calls per group that a rank publishes when another one asks: as many of the last calls, and as many around the first
 unfinished one."""
 
 
-class CollectiveRecord:
-    """The last calls of this rank in one group.
+def publish(record: CollectiveRecord) -> None:
+    """Writes a record's last calls into the store for other ranks, if there are new ones, and those around the first
+    that is not over: under NCCL the host may be many calls ahead of it."""
+    recent = list(record.calls)
+    first = next((index for index, call in enumerate(recent) if call.is_under_way), len(recent))
+    near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
+    last = range(len(recent) - NUM_CALLS_PUBLISHED, len(recent))
+    calls = [call for index, call in enumerate(recent) if index in near or index in last]
+    text = json.dumps({"num_calls": record.num_calls, "calls": [call.as_json() for call in calls]})
+    if text != record.published:
+        _store().set(_key(record.group_name, record.rank), text)
+        record.published = text
 
-    The threads that call collectives add calls; the listener's thread reads them to publish them.
-    """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # Fixed: the group's name, this rank in it, and its members' ranks in the world, in the group's order.
-        self.group_name: str = group.group_name
-        self.rank, self.num_ranks = group.rank(), group.size()
-        self.ranks = dist.get_process_group_ranks(group)
-        # The oldest first. `collective` appends, and drops the oldest ones that are over.
-        self.calls: deque[Collective] = deque(maxlen=MOST_CALLS_KEPT)
-        # All calls so far, those that were dropped included; `count` adds.
-        self.num_calls = 0
-        # Seconds that the backend lets a call take; fixed.
-        self.limit_s = group_time_limit(group).total_seconds()
-        # Calls by kind and payload; `count` adds, nothing clears.
-        self._counts: Counter[tuple[str, str]] = Counter()
-        # The text that `publish` has written last; it alone uses it, on any thread.
-        self._published = ""
-
-    def count(self, kind: str, what: str) -> tuple[int, int]:
-        """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
-        self.num_calls += 1
-        self._counts[kind, what] += 1
-        return self.num_calls, self._counts[kind, what]
-
-    def collective(self, kind: str, what: str, num_bytes: int, on_device: bool = False) -> Collective:
-        """Records that a collective begins."""
-        call = Collective(self, kind, what, num_bytes, on_device)
-        while len(self.calls) >= NUM_CALLS_KEPT and not self.calls[0].is_under_way:
-            self.calls.popleft()
-        self.calls.append(call)
-        return call
-
-    def first_unfinished(self) -> Collective | None:
-        """Returns the first call that is still running, on an accelerator too, or None if all have ended or failed."""
-        return next((call for call in list(self.calls) if call.is_under_way), None)
-
-    def publish(self) -> None:
-        """Writes the last calls into the store for other ranks, if there are new ones, and those around the first
-        that is not over: under NCCL the host may be many calls ahead of it."""
-        recent = list(self.calls)
-        first = next((index for index, call in enumerate(recent) if call.is_under_way), len(recent))
-        near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
-        last = range(len(recent) - NUM_CALLS_PUBLISHED, len(recent))
-        calls = [call for index, call in enumerate(recent) if index in near or index in last]
-        text = json.dumps({"num_calls": self.num_calls, "calls": [call.as_json() for call in calls]})
-        if text != self._published:
-            _store().set(_key(self.group_name, self.rank), text)
-            self._published = text
-
-    def read(self, rank: int) -> dict[str, Any] | None:
-        """Returns what `rank` of the group published last, or None if it never did, or if the store is gone."""
-        return _read(_key(self.group_name, rank))
+def read_published(record: CollectiveRecord, rank: int) -> dict[str, Any] | None:
+    """Returns what `rank` of the record's group published last, or None if it never did, or if the store is gone."""
+    return _read(_key(record.group_name, rank))
 
 
 def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.ProcessGroup | None = None) -> Collective:
@@ -186,7 +142,7 @@ def latest_collective() -> Collective | None:
     return max(latest, key=lambda call: call.started_at, default=None)
 
 
-def first_unfinished(at_least_s: Callable[[CallRecord], float]) -> Collective | None:
+def first_unfinished(at_least_s: Callable[[CollectiveRecord], float]) -> Collective | None:
     """Returns the longest-running collective on an accelerator, in any group, or None if all are within their limit.
 
     Args:
@@ -211,7 +167,7 @@ def raise_if_late() -> None:
         raise error
 
 
-def _longest_s(record: CallRecord) -> float:
+def _longest_s(record: CollectiveRecord) -> float:
     return record.limit_s - min(30.0, record.limit_s / 10)
 
 
@@ -275,7 +231,7 @@ def ask_other_ranks() -> None:
 def _publish_all() -> None:
     for record in _live_records():
         if record.num_ranks > 1:
-            record.publish()
+            publish(record)
     if own := positions():
         values = {group: astuple(position) for group, position in own.items()}
         _store().set(_key(_BY_TORCH, dist.get_rank()), json.dumps(values))

@@ -29,6 +29,7 @@ from ..comm.record import (
     latest_collective,
     may_ask_other_ranks,
     positions,
+    read_published,
 )
 from ..errors import OutOfStepError, ShardstackError
 from ..text import listed, rank_list, readable_bytes
@@ -106,7 +107,7 @@ def _message(error: BaseException, call: Collective) -> str:
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
     states: dict[_State, list[int]] = defaultdict(list)
     for rank in others:
-        states[_state_of(record.read(rank), call)].append(record.ranks[rank])
+        states[_state_of(read_published(record, rank), call)].append(record.ranks[rank])
     states_text = listed([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if state.is_behind for rank in ranks]
     by_torch, own = "", positions().get(record.group_name)

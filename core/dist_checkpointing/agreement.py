@@ -47,13 +47,17 @@ class Ranks:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Calls `make` on the group's first rank, and returns its result, or raises its error, on all ranks."""
-        error, outcome = self._attempt(make) if self.is_first else (None, None)
+    def from_first(self, make: Callable[[], T], doing: str = "") -> T:
+        """Calls `make` on the group's first rank, and returns its result, or raises its error, on all ranks.
+
+        Args:
+            doing: begins the message of an error.
+        """
+        error, outcome = self._attempt(make, doing) if self.is_first else (None, None)
         shared = [outcome]
         if self.size > 1:
             dist.broadcast_object_list(shared, src=self._first_global_rank(), group=self.group)
-        return self._result(shared[0], error)  # type: ignore[no-any-return]
+        return self._result(shared[0], error, doing)  # type: ignore[no-any-return]
 
     def decided_by_first(self, value: T, decide: Callable[[list[T]], Sequence[R]], doing: str = "") -> R:
         """Calls `decide` on the group's first rank with the small objects of all ranks, in rank order.

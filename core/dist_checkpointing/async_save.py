@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
 from ..errors import CheckpointError
 from ..host_memory import host_pages
+from .agreement import Ranks
 from .format.folders import Retention
-from .format.writer import Key, Offer, held_pieces, offers
-from .serialization import save
+from .format.writer import Key, Offer, RawWriter, held_pieces, offers
+from .serialization import absolute_folder, planned_pieces, unsavable, write_pieces
 
 _ALIGNMENT_BYTES = 64
 
@@ -31,75 +32,20 @@ _ALIGNMENT_BYTES = 64
 class HostStaging:
     """Host memory for copies, allocated by the first checkpoint and reused by later ones.
 
-    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU. Ranks plan together which
-    pieces each of them writes. If no rank's layout has changed since the last checkpoint, a rank knows its pieces
-    before the plan: it copies them at once, and the ranks plan in the background.
-
-    The training thread calls `begin` and waits for `done`; the thread that writes calls `take`.
+    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU.
     """
 
     def __init__(self) -> None:
-        self.done = threading.Event()
-        """Set when the copies are complete, so that the state may change. `begin` clears it. `begin` or `take` sets
-        it, and so does `AsyncSaver` when the thread ends, also after an error."""
         self._memory = torch.empty(0, dtype=torch.uint8)
-        """Owns the copies of the last checkpoint. `_copy` grows it, and overwrites it for the next one."""
-        self._layout: dict[str, Offer] | None = None
-        """Layout of the last checkpoint's state. `begin` sets it; None before the first."""
-        self._planned: list[Key] | None = None
-        """The pieces that this rank writes for `_layout`. `take` sets it; `begin` clears it when the layout
-        changes."""
-        self._ahead: dict[Key, Tensor] | None = None
-        """Copies that the last `begin` made before the plan, as views of `_memory`; None if it made none. Each `begin`
-        replaces it."""
-        self._stream: streams.Stream | None = None
-        """The stream of the GPU that training writes the state on, where copies are queued, from either thread; None
-        on CPU. Each `begin` sets it."""
+        """Owns the copies of the last checkpoint. `copy` grows it, and overwrites it for the next one."""
 
-    def begin(self, state: Mapping[str, Tensor], agree: Callable[[bool], bool]) -> None:
-        """Begins a checkpoint of `state`. Takes its copies now if the pieces that this rank writes are known.
-
-        Args:
-            agree: returns whether its argument is true on all ranks; collective.
-        """
-        self.done.clear()
-        tensors = {
-            name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)
-        }  # `save` refuses others
-        layout = offers(tensors)
-        known = agree(self._planned is not None and layout == self._layout)
-        self._layout, self._ahead = layout, None
-        on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors.values())
-        self._stream = streams.current_stream() if on_gpu else None
-        if not known:
-            self._planned = None
-            return
-        planned, held = self._planned or [], held_pieces(tensors)
-        copies = self._copy([held[key] for key in planned])
-        self._ahead = dict(zip(planned, copies, strict=True))
-        self.done.set()
-
-    def take(self, keys: Sequence[Key], held: Mapping[Key, Tensor]) -> list[Tensor]:
-        """Returns contiguous host copies of the planned boxes `keys` of `held`. Overwrites those of the last
-        checkpoint."""
-        if self._ahead is None:
-            copies = self._copy([held[key] for key in keys])
-            self._planned = list(keys)
-            self.done.set()
-            return copies
-        if missing := [name for name, box in keys if (name, box) not in self._ahead]:
-            raise CheckpointError(
-                "the ranks planned otherwise than for the last checkpoint, which had the same layout: "
-                f"{missing[0]} was not copied in time; save it again"
-            )
-        return [self._ahead[key] for key in keys]
-
-    def _copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns contiguous copies on the host, complete when it returns. Overwrites those of the last call."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        on_gpu = self._stream is not None
+        on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors)
         if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
             self._memory = streams.pinned([end], torch.uint8) if on_gpu else host_pages(end)
@@ -107,10 +53,9 @@ class HostStaging:
         for tensor, start in zip(tensors, starts, strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
             copy = self._memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-            with streams.stream(self._stream):
-                copies.append(copy.copy_(tensor, non_blocking=on_gpu))
-        if self._stream is not None:
-            self._stream.synchronize()
+            copies.append(copy.copy_(tensor, non_blocking=on_gpu))
+        if on_gpu:
+            streams.current_stream().synchronize()
         return copies
 
 
@@ -123,8 +68,8 @@ class AsyncSaver:
 
     Each rank copies its part of the checkpoint into host memory of the same size, which it keeps for the next one. A
     thread writes the copies as `save` does: the checkpoint is published atomically, and if a rank dies earlier, the
-    last checkpoint stays. At the first checkpoint, and after the layout of the state has changed, training also waits
-    until the ranks have planned which rank writes which piece. Call `wait` before the process group is destroyed.
+    last checkpoint stays. Which rank writes which piece is planned at the first checkpoint, and again after the layout
+    of the state has changed on a rank. Call `wait` before the process group is destroyed.
     """
 
     def __init__(self) -> None:
@@ -132,9 +77,12 @@ class AsyncSaver:
         self._group: dist.ProcessGroup | None = None
         # Owns the host copies that the thread writes. The next `save` overwrites them, after `wait`.
         self._staging = HostStaging()
+        # What this rank held at the last plan, and the pieces that it writes of it; empty before. `_plan` sets both.
+        self._offered: dict[str, Offer] = {}
+        self._keys: list[Key] = []
         # The thread that writes the last checkpoint. `save` starts it, `wait` joins and clears it.
         self._thread: threading.Thread | None = None
-        # The error of the last checkpoint on this rank. The thread sets it, `wait` raises and clears it.
+        # The error of the last checkpoint on this rank. `save` or the thread sets it, `wait` raises and clears it.
         self._error: BaseException | None = None
 
     def save(
@@ -156,19 +104,19 @@ class AsyncSaver:
         if self._group is None and dist.is_available() and dist.is_initialized():
             device.set_backend_defaults()  # the maker of the default group may not have asked for it
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT)
-        state = dict(state)  # the caller may change the mapping as soon as this returns, as it may the values
-        self._staging.begin(state, self._agree)
-        arguments = {
-            "metadata": copy.deepcopy(dict(metadata)) if isinstance(metadata, Mapping) else metadata,
-            "keep": keep,
-            "stage": self._staging.take,
-            "process_group": self._group,
-        }
+        ranks, folder = Ranks(self._group), absolute_folder(directory)
+        try:
+            self._plan(state, metadata, folder, ranks)
+            held = held_pieces(state)
+            copies = self._staging.copy([held[key] for key in self._keys])
+            writer = RawWriter(folder, metadata, keep)
+        except CheckpointError as error:
+            self._error = error
+            return
         self._thread = threading.Thread(
-            target=self._write, args=(state, directory, arguments), name="checkpoint", daemon=True
+            target=self._write, args=(copies, writer, ranks), name="checkpoint", daemon=True
         )
         self._thread.start()
-        self._staging.done.wait()
 
     @property
     def failed(self) -> bool:
@@ -194,19 +142,18 @@ class AsyncSaver:
         if error is not None:
             raise error
 
-    def _agree(self, known: bool) -> bool:
-        if self._group is None:
-            return known
-        all_know = torch.tensor(int(known))
-        all_reduce_by_backend(all_know, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
-        return bool(all_know)
+    def _plan(self, state: Mapping[str, Tensor], metadata: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:
+        """Plans the pieces of `state`, unless no rank's layout has changed since the last plan."""
+        offered = {} if unsavable(state, metadata) else offers(state)
+        known = torch.tensor(int(offered == self._offered != {}))
+        if self._group is not None:
+            all_reduce_by_backend(known, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
+        if not known:
+            self._keys = planned_pieces(state, metadata, folder, ranks)
+            self._offered = offered
 
-    def _write(
-        self, state: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], arguments: dict[str, Any]
-    ) -> None:
+    def _write(self, copies: list[Tensor], writer: RawWriter, ranks: Ranks) -> None:
         try:
-            save(state, directory, **arguments)
+            write_pieces(self._offered, self._keys, copies, writer, ranks)
         except BaseException as error:  # raised in the thread that asked for it
             self._error = error
-        finally:
-            self._staging.done.set()

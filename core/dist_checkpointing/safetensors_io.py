@@ -20,6 +20,7 @@ import torch
 from ..dtypes import DTYPES
 from ..errors import CheckpointError, import_extra
 from ..files import JSON_BYTES, read_json, sync_folder, write_durably
+from .agreement import Ranks
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry
 
@@ -155,6 +156,47 @@ def write_safetensors(
         places = {name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names}
         document = {"metadata": {"total_size": sum(_bytes(*plan[name]) for name in plan)}, "weight_map": places}
         write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
+
+
+def save_folder(
+    folder: Path,
+    plan: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    make: Callable[[str], torch.Tensor],
+    describe: Callable[[Path], None],
+    ranks: Ranks,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a model into a folder that appears atomically. Collective; the first rank writes.
+
+    Args:
+        folder: a new or empty folder.
+        plan, make, max_shard_bytes: as of :func:`write_safetensors`; every rank makes every tensor.
+        describe: adds what goes next to the tensors to the folder that it is given, on the first rank.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on one.
+        MissingExtraError: the library is not installed; with several ranks, a CheckpointError that says so.
+    """
+    temporary = ranks.on_all(lambda: begin_new_folder(folder) if ranks.is_first else folder)
+    failures: list[Exception] = []
+    try:
+        write_safetensors(temporary, plan, make, writes=ranks.is_first, max_shard_bytes=max_shard_bytes)
+    except Exception as error:
+        failures.append(error)
+
+    def publish() -> None:
+        for failure in failures:
+            raise failure
+        if ranks.is_first:
+            describe(temporary)
+            publish_new_folder(folder)
+
+    try:
+        ranks.on_all(publish)
+    finally:
+        if ranks.is_first:
+            folders.discard(folder)
 
 
 def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from .format import folders
 from .format.index import CheckpointIndex, json_problem
 from .format.reader import PieceReader, read_index
 from .format.verification import damage, differing_tensors, verified_line
-from .format.writer import RawWriter, Stage, offers
+from .format.writer import Key, Offer, RawWriter, held_pieces, offers, spread
 from .global_view import is_piece
 from .model_state import ShardedStateDict
 
@@ -41,7 +41,6 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: folders.Retention | None = None,
-    stage: Stage | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint atomically: it is complete under its name, or not there at all.
@@ -58,7 +57,6 @@ def save(
         keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, each
             rank reads back and compares what it wrote. If `metadata` says ``"finite": False``, or ``"skipped_steps"``
             above 0, the newest checkpoint that does not say so stays too.
-        stage: copies this rank's part before it is written; `AsyncSaver` needs it.
         process_group: the ranks that write together; None means the default group, or this process alone.
 
     Raises:
@@ -66,13 +64,41 @@ def save(
             are unchanged.
     """
     state, metadata = sharded_state_dict, {} if metadata is None else metadata
-    ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
-    ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
-    writer, doing = RawWriter(folder, metadata, keep, stage), f"saving {folder}: "
+    ranks, folder = Ranks(process_group), absolute_folder(checkpoint_dir)
+    keys = planned_pieces(state, metadata, folder, ranks)
+    held = held_pieces(state)
+    write_pieces(offers(state), keys, [held[key] for key in keys], RawWriter(folder, metadata, keep), ranks)
+
+
+def planned_pieces(state: Mapping[str, torch.Tensor], metadata: Any, folder: Path, ranks: Ranks) -> list[Key]:
+    """Returns the boxes that this rank writes of a checkpoint. They follow from the `offers` of all ranks. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if one gave what cannot be saved.
+    """
+    ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", unsavable(state, metadata)))
+    return ranks.decided_by_first(offers(state), spread, f"saving {folder}: ")
+
+
+def write_pieces(
+    offered: Mapping[str, Offer],
+    keys: Sequence[Key],
+    values: Sequence[torch.Tensor],
+    writer: RawWriter,
+    ranks: Ranks,
+) -> None:
+    """Writes the planned boxes of all ranks, and publishes the checkpoint. Collective.
+
+    Args:
+        offered: what this rank holds.
+        keys: the result of `planned_pieces`.
+        values: the values of each box.
+    """
+    doing, file = f"saving {writer.folder}: ", f"rank_{ranks.rank:05d}.bin"
     try:
-        file, keys = ranks.decided_by_first(offers(state), writer.plan, doing)
-        pieces = ranks.on_all(lambda: writer.write(state, file, keys), doing)
-        ranks.decided_by_first(pieces, writer.finish, doing)
+        ranks.from_first(writer.begin, doing)
+        entries = ranks.on_all(lambda: writer.write(file, offered, keys, values), doing)
+        ranks.decided_by_first(entries, writer.finish, doing)
     except BaseException:
         writer.release(failed=True)
         raise
@@ -114,7 +140,7 @@ def load(
         CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors; or, after tensors were
             overwritten, all tensors that differ from the saved ones, and the damaged files.
     """
-    ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
+    ranks, folder = Ranks(process_group), absolute_folder(checkpoint_dir)
     source = folders.existing_folder(folder)
     index = ranks.from_first(lambda: read_index(source))
     state = dict(sharded_state_dict)
@@ -153,7 +179,7 @@ def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | N
     Raises:
         CheckpointError: on all ranks. Names each damaged file, the bytes, and the tensors that are stored there.
     """
-    folder = folders.existing_folder(_folder(directory))
+    folder = folders.existing_folder(absolute_folder(directory))
     if problems := damage(folder, Ranks(process_group)):
         raise CheckpointError("; ".join(problems))
 
@@ -164,7 +190,7 @@ def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: as :func:`load` does, on this rank.
     """
-    return read_index(folders.existing_folder(_folder(directory))).metadata
+    return read_index(folders.existing_folder(absolute_folder(directory))).metadata
 
 
 def _verify(
@@ -190,7 +216,8 @@ def _verify(
     return verified_line(folder, index, names, time.perf_counter() - started)
 
 
-def _folder(directory: str | os.PathLike[str]) -> Path:
+def absolute_folder(directory: str | os.PathLike[str]) -> Path:
+    """Returns the path from the root. Keeps links."""
     return Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would replace a link by its target
 
 
@@ -199,7 +226,8 @@ def _refuse(what: str, problems: list[str]) -> None:
         raise CheckpointError(f"{what}: {listed(problems, _PROBLEMS_SHOWN)}")
 
 
-def _unsavable(state: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> list[str]:
+def unsavable(state: Mapping[str, torch.Tensor], metadata: Any) -> list[str]:
+    """Returns what no checkpoint can hold of a state and its metadata."""
     problems = [problem for name, tensor in state.items() if (problem := _tensor_problem(name, tensor))]
     if not isinstance(metadata, Mapping):
         problems.append(f"metadata is a {type(metadata).__name__}, and a mapping is needed")

@@ -361,7 +361,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
         Args:
             format: ``text``, a table of at most 119 columns in which equal layers share a line; or ``html``, a page in
-                one file, with a picture.
+                one file, in which bars show bytes.
             num_microbatches: micro-batches in a step.
 
         Raises:

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..errors import ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine.buffer import ParamAndGradBuffer
-from .engine.schedule import wait_before_forwards
+from .engine.install import build_units, wait_before_forwards
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
 from .model.initial_values import broadcast_tensors, start_equal
@@ -100,7 +101,11 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         with replaced_parameters_marked(module):
             start_equal(module, plan.groups)  # replicas that start different would stay different
         named = dict(model.named_parameters())
-        self._take_buffers([ParamAndGradBuffer(plan, buffer, named) for buffer in plan.buffers])
+        self._take_buffers([ParamAndGradBuffer(plan, buckets, named) for buckets in plan.buffers])
+        # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
+        units = build_units(plan, self._flat_buffers)
+        by_place = {piece.bucket: unit for unit in units for piece in unit.plan.pieces}
+        self.units = [by_place[place] for place in reversed(plan.reduction_order)]
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.
         self._pre_hooks: list[Any] = []
@@ -122,14 +127,16 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
             force_sync: return only when all parameters are gathered.
             force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
-        self._placement.check_gather()
-        for group in reversed(self._bucket_groups):
-            group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
+        self._placement.check_unless_optimizer_does()
+        waits = force_sync or not (self._pre_hooks and self.plan.overlaps_params)
+        for unit in self.units if self._is_sharded else ():
+            unit.wait_until_readable()
+            unit.start_gather(comm_lane(unit.buckets[0].buffer.device), waits=waits)
 
     def finish_param_sync(self) -> None:
         """Waits for parameters that are still being gathered."""
-        for group in self._bucket_groups:
-            group.finish_param_sync()
+        for unit in self.units:
+            unit.wait_until_readable()
 
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, by Megatron-LM's name; they write into the buffers, so that nothing is freed."""
@@ -141,7 +148,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
             raise ShardstackError(
                 "enable_forward_pre_hook was called while the hooks are enabled; call disable_forward_pre_hook() first"
             )
-        self._pre_hooks += wait_before_forwards(self.module, self._group_of)
+        self._pre_hooks += wait_before_forwards(self.module, self.units)
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Takes the hooks away, as for an evaluation that reads parameters outside of forward.

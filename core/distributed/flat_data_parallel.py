@@ -150,7 +150,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 "drop it"
             )
         self.settle_parameters()
-        self._placement.check_reduced()
+        self._placement.check_unless_optimizer_does()
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
@@ -218,7 +218,6 @@ class _FlatDataParallel(_BaseDataParallel):
             group.clear_grads()
 
     def _zero_gradients(self) -> None:
-        self._placement.begin_step()
         self._drop_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None

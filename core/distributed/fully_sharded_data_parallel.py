@@ -105,7 +105,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         has_twins = plan.num_shards > 1
         reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
         allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
-        buffers = [ParamAndGradBuffer(plan, buffer, named, allocate_grads) for buffer in plan.buffers]
+        buffers = [ParamAndGradBuffer(plan, buckets, named, allocate_grads) for buckets in plan.buffers]
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -131,6 +131,15 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     made: dist.ProcessGroup = dist.new_group(
         [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
     )
+    return made
+
+
+def neighbour_groups(group: dist.ProcessGroup, sizes: Iterable[int | None]) -> Mapping[int | None, dist.ProcessGroup]:
+    """Makes this rank's group of neighbours in `group` for each size, None apart; every rank of `group` calls it."""
+    made = dict[int | None, dist.ProcessGroup]()
+    for size in sorted({size for size in sizes if size is not None}):
+        first = group.rank() // size * size
+        made[size] = subgroup(group, range(first, first + size))
     return made
 
 

@@ -2,8 +2,7 @@
 
 A `ParamAndGradBuffer` has ``params``, ``param_data``, ``grad_data``, ``numel``, ``buckets`` and ``param_index_map``; a
 bucket ``params``, ``param_data``, ``grad_data``, ``offset`` and ``param_to_index``; a bucket group, which here has one
-bucket, ``params``, ``buckets``, ``start_grad_sync``, ``finish_grad_sync``, ``register_grad_ready``,
-``start_param_sync`` and ``finish_param_sync``.
+bucket, ``params``, ``buckets``, ``start_grad_sync`` and ``finish_grad_sync``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.groups import is_expert_parameter
 from ..distributed.parameter_owner import owner_of
 from ..distributed.plan.layout import FullParamLayout
-from ..distributed.plan.make_flat_plan import full_param_layout
+from ..distributed.plan.pieces import full_param_layout
 from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer

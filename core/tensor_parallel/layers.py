@@ -92,7 +92,7 @@ class ColumnParallelLinear(ParameterOwner):
         else:
             self.add_parameter("weight", (rows, input_size), init_method, config=config, partition_dim=0)
         if bias:
-            self.add_parameter("bias", (rows,), _zeros, config=config, partition_dim=0)
+            self.add_parameter("bias", (rows,), nn.init.zeros_, config=config, partition_dim=0)
         else:
             self.register_parameter("bias", None)
         initialize_unless_deferred(self, config)
@@ -192,7 +192,9 @@ class RowParallelLinear(ParameterOwner):
         shape = (output_size, self.input_size_per_partition)
         self.add_parameter("weight", shape, init_method, config=config, partition_dim=1)
         if bias:
-            self.add_parameter("bias", (output_size,), _zeros, config=config, sequence_parallel=self.sequence_parallel)
+            self.add_parameter(
+                "bias", (output_size,), nn.init.zeros_, config=config, sequence_parallel=self.sequence_parallel
+            )
         else:
             self.register_parameter("bias", None)
         initialize_unless_deferred(self, config)
@@ -218,7 +220,3 @@ class RowParallelLinear(ParameterOwner):
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
-
-
-def _zeros(tensor: torch.Tensor) -> None:
-    tensor.zero_()

@@ -35,7 +35,6 @@ from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLi
 from ..tensor_parallel.weight_gradients import linear
 from .module import performs_initialization, root_seed
 from .moe.experts import GroupedLinear
-from .transformer_config import init_zeros
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 """The linear layers of a transformer layer, by Megatron's names."""
@@ -69,7 +68,7 @@ class Adapter(nn.Module):
                 rank,
                 layer.output_size,
                 config=config,
-                init_method=init_zeros,
+                init_method=nn.init.zeros_,
                 bias=False,
                 gather_output=layer.gather_output,
                 tp_group=group,
@@ -84,7 +83,7 @@ class Adapter(nn.Module):
                 input_is_parallel=layer.input_is_parallel,
                 tp_group=group,
             )
-            self.linear_out = _WholeLinear(rank, layer.output_size, config, init_zeros, group)
+            self.linear_out = _WholeLinear(rank, layer.output_size, config, nn.init.zeros_, group)
         self.hook = layer.register_forward_hook(self._add_to_output)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:

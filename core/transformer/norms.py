@@ -11,7 +11,7 @@ from torch import nn
 
 from ..apex_kernels import apex_module
 from ..tensor_parallel.initialization import Initializer, ParameterOwner, initialize_unless_deferred
-from .transformer_config import TransformerConfig, init_ones, init_zeros
+from .transformer_config import TransformerConfig
 
 
 class _Norm(ParameterOwner):
@@ -51,7 +51,7 @@ class LayerNorm(_Norm):
             config's sequence_parallel.
     """
 
-    initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones, "bias": init_zeros}
+    initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
     apex_function = "fused_layer_norm_affine"
     bias: nn.Parameter
 
@@ -65,7 +65,7 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) x weight over the last dim (Zhang and Sennrich, 2019). Arguments as `LayerNorm`."""
 
-    initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones}
+    initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": nn.init.ones_}
     apex_function = "fused_rms_norm_affine"
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:

@@ -43,11 +43,6 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-def init_ones(tensor: torch.Tensor) -> None:
-    """Fills with ones."""
-    tensor.fill_(1.0)
-
-
 def init_zeros(tensor: torch.Tensor) -> None:
     """Fills with zeros."""
     tensor.zero_()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.format import folders
-from ..dist_checkpointing.safetensors_io import SINGLE_FILE, begin_new_folder, publish_new_folder, write_safetensors
+from ..dist_checkpointing.safetensors_io import SINGLE_FILE, save_folder
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import ConfigError
 from ..files import write_durably
@@ -42,7 +41,7 @@ def save_adapter(
         CheckpointError: on all ranks: no model of Hugging Face's computes what this one does, or the folder is in use.
         MissingExtraError: `safetensors` is not installed.
     """
-    folder, ranks = Path(folder), Ranks(process_group)
+    ranks = Ranks(process_group)
     described = _described(unwrap_model(model))
     stream = WeightStream(model, adapters="only", receivers=[0], process_group=process_group)
     names = [meta.name for meta in stream.metadata()]
@@ -51,29 +50,17 @@ def save_adapter(
         "base_model_name_or_path": base_model,
     }
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
-    temporary = ranks.on_all(lambda: begin_new_folder(folder) if ranks.is_first else folder)
     tensors = iter(stream)
 
     def make(name: str) -> Tensor:
         _, tensor = next(tensors)
         return tensor.clone() if ranks.is_first else tensor  # queries, keys and values share one matrix
 
-    def publish() -> None:
-        (temporary / SINGLE_FILE).rename(temporary / ADAPTER_FILE)
-        write_durably(temporary / ADAPTER_CONFIG_FILE, json.dumps(described, indent=2) + "\n")
-        publish_new_folder(folder)
+    def describe(into: Path) -> None:
+        (into / SINGLE_FILE).rename(into / ADAPTER_FILE)
+        write_durably(into / ADAPTER_CONFIG_FILE, json.dumps(described, indent=2) + "\n")
 
-    failures: list[Exception] = []
-    try:
-        write_safetensors(temporary, plan, make, writes=ranks.is_first, max_shard_bytes=1 << 62)
-    except Exception as error:
-        failures.append(error)
-    try:
-        ranks.on_all(lambda: _raise(failures))
-        ranks.on_all(lambda: publish() if ranks.is_first else None)
-    finally:
-        if ranks.is_first:
-            folders.discard(folder)
+    save_folder(Path(folder), plan, make, describe, ranks, max_shard_bytes=1 << 62)
 
 
 def _described(model: nn.Module) -> dict[str, Any]:
@@ -97,8 +84,3 @@ def _described(model: nn.Module) -> dict[str, Any]:
         "modules_to_save": None,
         "inference_mode": True,
     }
-
-
-def _raise(failures: list[Exception]) -> None:
-    for failure in failures:
-        raise failure

@@ -2,13 +2,14 @@
 
 The first rank of the trainer's group and all receivers form a group of their own, on a store of its own. A round::
 
-    header (names, shapes, dtypes, version)   sender -> receivers, through the store
-    vote                                      receivers -> sender: what does not fit is refused before the first byte
-    buckets                                   broadcast, each after all trainer ranks have finished its gather
-    hash of all bytes                         sender -> receivers
-    done                                      receivers -> sender, after the new version is in place
+    header   sender -> receivers   names, shapes, dtypes, version, base
+    vote     receivers -> sender   what does not fit is refused before the first byte
+    begins   sender -> receivers   all have agreed
+    buckets  sender -> receivers   broadcast, each after all trainer ranks have finished its gather
+    hash     sender -> receivers   of all bytes
+    done     receivers -> sender   the new version is in place, or what failed
 
-Nothing that is received is unpickled or run.
+All but the buckets go through the store, as JSON. Nothing that is received is unpickled or run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,21 +33,20 @@ from ..text import rank_list
 from .patches import PatchStream, WeightPatch
 from .stream import ParamMeta, WeightStream
 
-Kind = Literal["full", "patch"]
+Backend = Literal["gloo", "nccl"]
+_ANSWER_S = 5.0
+"""Seconds in which a receiver answers whose broadcast has failed; one that does not is the one that is lost."""
+_LOST = "the connection was lost"
 
-_POLL = timedelta(milliseconds=200)
+
+def _gloo(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, limit)
 
 
 def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-_BACKENDS: dict[str, Callable[[Store, int, int, timedelta], Any]] = {
-    "gloo": lambda store, rank, size, limit: dist.ProcessGroupGloo(store, rank, size, limit),
-    "nccl": _nccl,
-}
 
 
 def _store(address: str, is_sender: bool, limit: timedelta) -> Store:
@@ -58,14 +59,15 @@ def _store(address: str, is_sender: bool, limit: timedelta) -> Store:
 class _Link:
     """The group of the sender, rank 0, and the receivers, from 1, with the store of their messages."""
 
-    def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: str) -> None:
+    def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: Backend) -> None:
         self.limit = timedelta(seconds=limit_s)
         self.rank, self.num_receivers = rank, num_receivers
+        make, device = (_nccl, "cuda") if backend == "nccl" else (_gloo, "cpu")
         try:
             self.store = _store(meeting, rank == 0, self.limit) if isinstance(meeting, str) else meeting
             self.store.set_timeout(self.limit)
-            self.group = _BACKENDS[backend](PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit)
-            self.broadcast(torch.zeros(1, device="cuda" if backend == "nccl" else "cpu"))  # connects, or fails here
+            self.group = make(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit)
+            self.broadcast(torch.zeros(1, device=device))  # connects, or fails here
         except (RuntimeError, dist.DistError) as error:
             who = "the sender and the other receivers" if rank else f"{num_receivers} receivers"
             raise WeightsError(f"{who} did not meet in {limit_s:g} s ({_first_line(error)})") from error
@@ -76,21 +78,34 @@ class _Link:
     def write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
 
-    def read(self, key: str, limit: timedelta | None = None) -> Any:
-        """Returns a value that another rank writes; None if it does not within the limit."""
+    def read(self, key: str, limit_s: float | None = None) -> Any:
+        """Returns a value that another rank writes; None if it does not within the limit, by default the link's."""
         try:
-            self.store.wait([key], self.limit if limit is None else limit)
+            self.store.wait([key], self.limit if limit_s is None else timedelta(seconds=limit_s))
             return json.loads(self.store.get(key))
         except (RuntimeError, dist.DistError):
             return None
 
-    def answers(self, key: str) -> dict[int, Any]:
-        """Returns each receiver's answer; None for one that does not answer within the limit."""
-        return {receiver: self.read(f"{key}/{receiver}") for receiver in range(1, self.num_receivers + 1)}
+    def check_answers(self, key: str, what: str, limit_s: float | None = None) -> None:
+        """Raises unless every receiver has answered "", naming those that did not answer, or refused."""
+        answers = {receiver: self.read(f"{key}/{receiver}", limit_s) for receiver in range(1, self.num_receivers + 1)}
+        lost = [receiver for receiver, answer in answers.items() if answer is None]
+        if lost:
+            raise WeightsError(
+                f"receivers of weights did not {what} within the limit: {rank_list(lost)}; look at their output, and "
+                "make a new WeightSender once they are back"
+            )
+        refused = [f"receiver {receiver}: {answer}" for receiver, answer in answers.items() if answer]
+        if refused:
+            raise WeightsError(f"receivers of weights did not {what}: {'; '.join(refused)}")
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _new_hash(header: Mapping[str, Any]) -> Any:
+    return hashlib.sha256("{kind} {version} {base}".format_map(header).encode())
 
 
 class WeightSender:
@@ -108,7 +123,7 @@ class WeightSender:
         num_receivers: receivers, which all have to come.
         patches: keep what was sent, for `send_patch`: a copy of each rank's pieces in the dtype of the wire.
         limit_s: seconds that a receiver may take for an answer or a bucket, before it counts as lost.
-        backend: ``gloo`` or ``nccl``, of the group with the receivers.
+        backend: of the group with the receivers.
 
     Raises:
         WeightsError: on all ranks: receivers did not come in time.
@@ -122,23 +137,24 @@ class WeightSender:
         *,
         patches: bool = False,
         limit_s: float = 300.0,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Backend = "gloo",
     ) -> None:
         self.stream, self.ranks = stream, stream.tensors.ranks
         self.sends = self.ranks.rank == stream.tensors.receivers[0]
-        # The group with the receivers, on the rank that sends; None elsewhere, and after `close`.
-        self._link: _Link | None = None
         # Knows what the receivers have, where patches are sent; fixed.
         self._patches = PatchStream(stream) if patches else None
         # Rounds so far, failed ones included, and the hash that names the version of all receivers: "" before the
         # first round, and after one that failed, since only some of them may have taken it.
         self._round, self._state = 0, ""
-        # Bytes of the last round's buckets. `send` and `send_patch` set it, on the rank that sends.
+        # Bytes of the last round's buckets, on the rank that sends. Each round sets it.
         self.sent_bytes = 0
-        self._agreed(lambda: self._connect(address, num_receivers, limit_s, backend))
+        # The group with the receivers, on the rank that sends; None elsewhere, and after a receiver was lost.
+        self._link: _Link | None = None
 
-    def _connect(self, address: str | Store, num_receivers: int, limit_s: float, backend: str) -> None:
-        self._link = _Link(address, 0, num_receivers, limit_s, backend)
+        def connect() -> None:
+            self._link = _Link(address, 0, num_receivers, limit_s, backend)
+
+        self._agreed(connect)
 
     def _agreed(self, run: Callable[[], None]) -> None:
         """Runs something on the rank that sends, and raises its error on all ranks."""
@@ -162,8 +178,8 @@ class WeightSender:
         if self._patches is not None:
             self._patches.restart()
         tensors = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in self.stream.metadata()]
-        described = {"tensors": tensors, "buckets": self.stream.bucket_names(), "base": ""}
-        self._send_round("full", version, described, self._full_buckets())
+        described = {"tensors": tensors, "buckets": self.stream.bucket_names()}
+        self._send_round({"kind": "full", "version": version, "base": "", **described}, self._full_buckets())
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -178,8 +194,9 @@ class WeightSender:
         if not self._state:
             self.send(version)
             return
-        described = {"base": self._state, "num_buckets": len(self.stream.tensors.bucket_names())}
-        self._send_round("patch", version, described, self._patch_buckets(self._patches))
+        buckets = len(self.stream.tensors.bucket_names())
+        header = {"kind": "patch", "version": version, "base": self._state, "num_buckets": buckets}
+        self._send_round(header, self._patch_buckets(self._patches))
         self._patches.acknowledge()
 
     def _full_buckets(self) -> Iterator[tuple[None, Tensor]]:
@@ -191,79 +208,57 @@ class WeightSender:
             heads = [[patch.name, len(patch.indices), dtype_name(patch.indices.dtype)] for patch in bucket]
             yield heads, _packed([part for patch in bucket for part in (patch.indices, patch.values)])
 
-    def _send_round(
-        self, kind: Kind, version: int, described: Mapping[str, Any], buckets: Iterator[tuple[Any, Tensor]]
-    ) -> None:
+    def _send_round(self, header: Mapping[str, Any], buckets: Iterator[tuple[Any, Tensor]]) -> None:
         self._round += 1
-        key = f"round/{self._round}"
+        key, digest, failures = f"round/{self._round}", _new_hash(header), list[WeightsError]()
         self._state, self.sent_bytes = "", 0
-        self._agreed(lambda: self._open(key, {"kind": kind, "version": version, **described}))
-        digest = _new_hash(kind, version, described["base"])
-        failures: list[str] = []
+        self._agreed(lambda: self._run(lambda link: self._open(link, key, header)))
         for number, (head, packed) in enumerate(buckets):  # to the end in any case: the other ranks gather along
             if self.sends and not failures:
                 try:
-                    self._send_bucket(f"{key}/bucket/{number}", head, packed, digest)
+                    self._run(partial(self._send_bucket, key, number, head, packed))
+                    digest.update(packed.cpu().numpy())
+                    self.sent_bytes += len(packed)
                 except WeightsError as error:
-                    failures.append(str(error))
-        self._agreed(lambda: self._close(key, digest.hexdigest(), failures))
+                    failures.append(error)
+
+        def close(link: _Link) -> None:
+            for failure in failures:
+                raise failure
+            link.write(f"{key}/hash", digest.hexdigest())
+            link.check_answers(f"{key}/done", "confirm the weights")
+
+        self._agreed(lambda: self._run(close))
         self._state = digest.hexdigest()
 
-    def _open(self, key: str, header: Mapping[str, Any]) -> None:
-        link = self._connected()
-        link.write(f"{key}/header", header)
-        answers = link.answers(f"{key}/vote")
-        link.write(f"{key}/begins", all(answer == "" for answer in answers.values()))
-        self._check_answers(answers, "take the weights")
-
-    def _send_bucket(self, key: str, head: Any, packed: Tensor, digest: Any) -> None:
-        link = self._connected()
-        if head is not None:
-            link.write(key, head)
-        if not len(packed):
-            return
-        try:
-            link.broadcast(packed)
-        except RuntimeError as error:
-            states = {r: link.read(f"alive/{r}", _POLL) for r in range(1, link.num_receivers + 1)}
-            self._link = None
-            raise WeightsError(
-                f"the connection to a receiver of weights was lost ({_first_line(error)}); the last that each "
-                f"confirmed is {', '.join(f'{r}: {state}' for r, state in states.items())}; make a new WeightSender "
-                "once they are back"
-            ) from error
-        digest.update(packed.cpu().numpy())
-        self.sent_bytes += len(packed)
-
-    def _close(self, key: str, digest: str, failures: Sequence[str]) -> None:
-        if failures:
-            raise WeightsError(failures[0])
-        link = self._connected()
-        link.write(f"{key}/hash", digest)
-        self._check_answers(link.answers(f"{key}/done"), "confirm the weights")
-
-    def _check_answers(self, answers: Mapping[int, Any], what: str) -> None:
-        lost = [receiver for receiver, answer in answers.items() if answer is None]
-        refusals = [
-            f"receiver {receiver}: {answer}" for receiver, answer in answers.items() if answer not in (None, "")
-        ]
-        if lost:
-            self._link = None
-            raise WeightsError(
-                f"receivers of weights did not {what} within the limit: {rank_list(lost)}; look at their output, and "
-                "make a new WeightSender once they are back"
-            )
-        if refusals:
-            raise WeightsError(f"weights were refused: {'; '.join(refusals)}")
-
-    def _connected(self) -> _Link:
+    def _run(self, step: Callable[[_Link], None]) -> None:
         if self._link is None:
             raise WeightsError("receivers of weights were lost before; make a new WeightSender once they are back")
-        return self._link
+        try:
+            step(self._link)
+        except WeightsError as error:
+            if "within the limit" in str(error):
+                self._link = None
+            raise
 
+    def _open(self, link: _Link, key: str, header: Mapping[str, Any]) -> None:
+        link.write(f"{key}/header", header)
+        try:
+            link.check_answers(f"{key}/vote", "accept the weights")
+        except WeightsError:
+            link.write(f"{key}/begins", False)
+            raise
+        link.write(f"{key}/begins", True)
 
-def _new_hash(kind: str, version: int, base: str) -> Any:
-    return hashlib.sha256(f"{kind} {version} {base}".encode())
+    def _send_bucket(self, key: str, number: int, head: Any, packed: Tensor, link: _Link) -> None:
+        if head is not None:
+            link.write(f"{key}/bucket/{number}", head)
+        try:
+            if len(packed):
+                link.broadcast(packed)
+        except RuntimeError as error:
+            link.check_answers(f"{key}/done", "take the weights", _ANSWER_S)
+            raise WeightsError(f"weights could not be sent within the limit ({_first_line(error)})") from error
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
@@ -295,14 +290,14 @@ class WeightReceiver:
         *,
         expected: Sequence[ParamMeta] | None = None,
         limit_s: float = 300.0,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Backend = "gloo",
         device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= index < num_receivers:
             raise WeightsError(f"a receiver's index is {index} of {num_receivers}; give 0 to {num_receivers - 1}")
         self._link = _Link(address, index + 1, num_receivers, limit_s, backend)
         self.device = torch.device(device)
-        self._expected = None if expected is None else list(expected)
+        self._expected = None if expected is None else {meta.name: meta for meta in expected}
         # The newest complete version and its tensors, which `receive` replaces at the end of a round; None and empty
         # before the first. A patch writes into them after its last byte was checked.
         self.version: int | None = None
@@ -314,58 +309,42 @@ class WeightReceiver:
         """Waits for the next round, takes it, and returns its version.
 
         Args:
-            limit_s: seconds to wait for a round to begin; None waits for ever.
+            limit_s: seconds to wait for a round to begin; None is the receiver's limit.
 
         Raises:
             WeightsError: no round in time, the sender was lost, the round was refused or damaged. `weights` are those
                 of the version before.
         """
-        key = f"round/{self._round + 1}"
-        header = self._wait_for_header(key, limit_s)
+        key, link = f"round/{self._round + 1}", self._link
+        header = link.read(f"{key}/header", limit_s)
+        if header is None:
+            raise WeightsError("no round of weights began in time; look at the trainer's output")
         self._round += 1
         refusal = self._refusal(header)
-        self._link.write(f"{key}/vote/{self._link.rank}", refusal)
-        if refusal:
-            raise WeightsError(f"weights were refused: {refusal}")
-        if not self._link.read(f"{key}/begins"):
-            raise WeightsError("the round of weights was ended before it began: another receiver refused, or is lost")
-        digest = _new_hash(header["kind"], header["version"], header["base"])
-        self._alive(f"the header of version {header['version']}")
-        take = self._take_patch if header["kind"] == "patch" else self._take_all
-        try:
-            commit = take(key, header, digest)
-        except RuntimeError as error:
+        link.write(f"{key}/vote/{link.rank}", refusal)
+        if refusal or not link.read(f"{key}/begins"):
             raise WeightsError(
-                f"the sender of weights was lost ({_first_line(error)}); this receiver keeps version {self.version}"
+                f"the round of weights did not begin: {refusal or 'another receiver refused or is lost'}"
+            )
+        digest = _new_hash(header)
+        try:
+            commit = (self._take_patch if header["kind"] == "patch" else self._take_all)(key, header, digest)
+            sent = link.read(f"{key}/hash")
+            if sent is None:
+                raise RuntimeError("its hash did not come within the limit")
+        except RuntimeError as error:
+            link.write(f"{key}/done/{link.rank}", _LOST)
+            raise WeightsError(
+                f"the sender of weights was lost ({_first_line(error)}); the last version stays"
             ) from error
-        sent = self._link.read(f"{key}/hash")
         damage = "" if sent == digest.hexdigest() else "the bytes that arrived are not those that were sent"
         if not damage:
             commit()
             self.version, self._state = header["version"], digest.hexdigest()
-        self._link.write(f"{key}/done/{self._link.rank}", damage)
+        link.write(f"{key}/done/{link.rank}", damage)
         if damage:
-            raise WeightsError(f"version {header['version']} of the weights is damaged: {damage}; version kept")
+            raise WeightsError(f"version {header['version']} of the weights is damaged: {damage}; the last one stays")
         return int(header["version"])
-
-    def _wait_for_header(self, key: str, limit_s: float | None) -> dict[str, Any]:
-        limit = self._link.limit if limit_s is None else timedelta(seconds=limit_s)
-        while True:
-            header = self._link.read(f"{key}/header", limit)
-            if header is not None:
-                return dict(header)
-            if limit_s is not None or not self._sender_is_there():
-                raise WeightsError(f"no weights came in {limit.total_seconds():g} s; look at the trainer's output")
-
-    def _sender_is_there(self) -> bool:
-        try:
-            self._link.store.check(["alive"])
-            return True
-        except (RuntimeError, dist.DistError):
-            return False
-
-    def _alive(self, what: str) -> None:
-        self._link.write(f"alive/{self._link.rank}", what)
 
     def _refusal(self, header: Mapping[str, Any]) -> str:
         if header["kind"] == "patch":
@@ -373,10 +352,10 @@ class WeightReceiver:
                 return ""
             return f"the patch is of another base than version {self.version}, which is here; send all weights"
         sent = {name: ParamMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in header["tensors"]}
-        expected = {meta.name: meta for meta in self._expected} if self._expected is not None else sent
+        expected = sent if self._expected is None else self._expected
         for name in sorted(sent.keys() | expected.keys()):
             if name not in sent or name not in expected:
-                return f"{name} is {'not sent' if name not in sent else 'not known'} here"
+                return f"{name} is not {'sent' if name not in sent else 'known here'}"
             if sent[name] != expected[name]:
                 return f"{name} comes as {_shown(sent[name])}, and is {_shown(expected[name])} here"
         return ""
@@ -384,11 +363,10 @@ class WeightReceiver:
     def _take_all(self, key: str, header: Mapping[str, Any], digest: Any) -> Callable[[], None]:
         metas = {name: (DTYPES[dtype], tuple(shape)) for name, dtype, shape in header["tensors"]}
         received: dict[str, Tensor] = {}
-        for number, names in enumerate(header["buckets"]):
+        for names in header["buckets"]:
             sizes = [math.prod(metas[name][1]) * metas[name][0].itemsize for name in names]
-            packed = self._bucket(sum(sizes), number, digest)
-            for name, part in zip(names, packed.split(sizes), strict=True):
-                received[name] = part.clone().view(metas[name][0]).view(metas[name][1])
+            for name, part in zip(names, self._bucket(sizes, digest), strict=True):
+                received[name] = part.view(metas[name][0]).view(metas[name][1])
         return lambda: setattr(self, "weights", received)
 
     def _take_patch(self, key: str, header: Mapping[str, Any], digest: Any) -> Callable[[], None]:
@@ -396,29 +374,28 @@ class WeightReceiver:
         for number in range(header["num_buckets"]):
             heads = self._link.read(f"{key}/bucket/{number}")
             if heads is None:
-                raise RuntimeError("it sent no further bucket within the limit")
-            sizes = [
-                size
-                for name, count, indices in heads
-                for size in (count * DTYPES[indices].itemsize, count * self.weights[name].element_size())
-            ]
-            parts = iter(self._bucket(sum(sizes), number, digest).split(sizes) if sizes else ())
-            for name, _, indices in heads:
-                places, values = next(parts).clone(), next(parts).clone()
-                patches.append(WeightPatch(name, places.view(DTYPES[indices]), values.view(self.weights[name].dtype)))
-        return lambda: self._apply(patches)
+                raise RuntimeError("no further bucket came within the limit")
+            dtypes = [dtype for name, _, kind in heads for dtype in (DTYPES[kind], self.weights[name].dtype)]
+            counts = [count for _, count, _ in heads for _ in range(2)]
+            parts = self._bucket([n * dtype.itemsize for n, dtype in zip(counts, dtypes, strict=True)], digest)
+            typed = [part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+            names = [name for name, _, _ in heads]
+            patches += [WeightPatch(*patch) for patch in zip(names, typed[::2], typed[1::2], strict=True)]
 
-    def _apply(self, patches: Sequence[WeightPatch]) -> None:
-        for patch in patches:
-            patch.apply(self.weights[patch.name])
+        def commit() -> None:
+            for patch in patches:
+                patch.apply(self.weights[patch.name])
 
-    def _bucket(self, num_bytes: int, number: int, digest: Any) -> Tensor:
-        packed = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        if num_bytes:
-            self._link.broadcast(packed)
-            digest.update(packed.cpu().numpy())
-        self._alive(f"bucket {number} of round {self._round}")
-        return packed
+        return commit
+
+    def _bucket(self, sizes: Sequence[int], digest: Any) -> list[Tensor]:
+        """Receives a bucket, and returns the bytes of each of its tensors in memory of its own."""
+        if not sum(sizes):
+            return [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in sizes]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        self._link.broadcast(packed)
+        digest.update(packed.cpu().numpy())
+        return [part.clone() for part in packed.split(list(sizes))]
 
 
 def _shown(meta: ParamMeta) -> str:

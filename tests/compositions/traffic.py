@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from core.comm import collectives
-from core.comm.record import Collective, CollectiveRecord
+from core.comm.call import Collective, CollectiveRecord
 from core.distributed.report import model_facts
 from tests.compositions.composition import Composition
 from tests.compositions.wrapped import Wrapped

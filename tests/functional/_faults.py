@@ -15,16 +15,11 @@ import torch
 import torch.distributed as dist
 
 import core.optimizer.optimizer
+from core.comm.lane import CommLane
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.engine.bucket_group import BucketGroup
 from core.distributed.engine.reduction import BucketReduction
 from core.distributed.engine.unit import Unit
-from core.distributed.fsdp2.collectives import (
-    DirectAllGather,
-    DirectReduceScatter,
-    _RecordedAllGather,
-    _RecordedReduceScatter,
-)
+from core.distributed.fsdp2.collectives import UnitAllGather, UnitReduceScatter
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
@@ -115,7 +110,7 @@ def _one_instance_only(reduce: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(SKIPPED, (_RecordedReduceScatter, "__call__"), (DirectReduceScatter, "__call__"))
+@_fault(SKIPPED, (UnitReduceScatter, "__call__"))
 def _skipped_unit(reduce: Any, reached: Reached) -> Any:
     """FSDP2: the second unit to be reduced, and every third after it, keeps this rank's own gradient."""
     calls = itertools.count()
@@ -183,14 +178,14 @@ def _stale_low_precision(refresh: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (BucketGroup, "start_param_sync"))
+@_fault(STALE, (Unit, "start_gather"))
 def _stale_parameter(start: Any, reached: Reached) -> Any:
-    """Flat buffers, sharded: one bucket's parameters are not gathered after an update."""
+    """Flat buffers, sharded state: one bucket's parameters are not gathered after an update."""
 
-    def patched(self: BucketGroup, force_sync: bool = False) -> None:
-        if self.bucket.offset != 0:
-            start(self, force_sync)
-        elif len(self.bucket.param_data):
+    def patched(self: Unit, lane: CommLane, *, waits: bool) -> None:
+        if self.slot is not None or self.buckets[0].offset != 0:
+            start(self, lane, waits=waits)
+        else:
             reached()
 
     return patched
@@ -210,7 +205,7 @@ def _stale_slot(gather: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (_RecordedAllGather, "__call__"), (DirectAllGather, "__call__"))
+@_fault(STALE, (UnitAllGather, "__call__"))
 def _stale_unit(gather: Any, reached: Reached) -> Any:
     """FSDP2: one unit is gathered as it was when it was first used, not from its current shards."""
     first: dict[str, torch.Tensor] = {}

@@ -321,9 +321,9 @@ def _forget_collectives() -> None:
     record = sys.modules.get("core.comm.record")
     for known in record._live_records() if record is not None else ():
         known.calls.clear()
-        if known._published is not None:  # a question of the next job would be answered by it
+        if known.published:  # a question of the next job would be answered by it
             record._store().delete_key(record._key(known.group_name, known.rank))
-            known._published = None
+            known.published = ""
 
 
 def _forget_compiled() -> None:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
-from ...dist_checkpointing.flat_range import whole
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
+from ...dist_checkpointing.gathering import gather_whole
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
@@ -130,7 +130,7 @@ def _stored_name(name: str, stored: Any) -> str:
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Returns the whole model's tensors on the CPU, one gathered at a time; every rank calls it.
+    """Returns the whole model's tensors on the CPU, gathered a bucket at a time. Every rank calls it.
 
     Of several names of one tensor (tied weights) it has the first.
 
@@ -140,12 +140,9 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
     """
     if isinstance(model, _BaseDataParallel):
         model.settle_parameters()
-    found = {}
-    for name, tensor in model_state_dict(unwrap_model(model)).items():
-        gathered = whole(tensor)
-        if keep:
-            found[name] = gathered.to("cpu", copy=True)
-    return found
+    receivers = [rank for rank, keeps in enumerate(Ranks().all_gather(keep)) if keeps]
+    gathered = gather_whole(model_state_dict(unwrap_model(model)), receivers=receivers)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if keep}
 
 
 def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, Tensor]) -> None:

@@ -7,10 +7,11 @@ part of a piece reads only the pages of that part. Each piece begins at a multip
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,6 @@ _MARK = "written_by_first_rank"
 
 Key = tuple[str, Box]
 """A tensor's name, and a box of it that one rank writes as one piece."""
-
-Stage = Callable[[Sequence[Key], Mapping[Key, Tensor]], list[Tensor]]
-"""Returns contiguous host copies of the boxes in the first argument, from this rank's boxes in the second."""
 
 
 def of_first_rank(tensor: Tensor) -> Tensor:
@@ -82,7 +80,13 @@ def offers(state: Mapping[str, Tensor]) -> dict[str, Offer]:
 
 
 def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
-    """Returns the boxes that each rank writes. What several ranks hold goes to the one with the fewest bytes."""
+    """Returns the boxes that each rank writes. What several ranks hold goes to the one with the fewest bytes.
+
+    Raises:
+        CheckpointError: there is no tensor.
+    """
+    if not any(of_ranks):
+        raise CheckpointError("no rank gave a tensor to save")
     holders: dict[Key, list[int]] = {}
     for rank, offered in enumerate(of_ranks):
         for name, offer in offered.items():
@@ -104,69 +108,63 @@ _ALIGNMENT_BYTES = 64
 class RawWriter:
     """Writes a temporary folder, and renames it to `folder` when every rank's file is on disk.
 
-    In this order: the first rank calls `plan`, every rank `write`, the first rank `finish`, every rank `release`.
+    In this order: the first rank calls `begin`, every rank `write`, the first rank `finish`, every rank `release`.
 
     Args:
         metadata: copied at construction.
         keep: which older checkpoints stay when this one is complete; None keeps all.
-        stage: copies this rank's boxes before the first byte is written; the state may change from then on.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        metadata: Mapping[str, Any],
-        keep: folders.Retention | None = None,
-        stage: Stage | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, metadata: Mapping[str, Any], keep: folders.Retention | None = None) -> None:
         self.folder = folder
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
-        self.stage = stage
-        self._offers: dict[str, Offer] = {}
-        """An offer of each tensor on the first rank, for its dtype and shape. `plan` sets it."""
         self._locked: tuple[int, str] | None = None
-        """Key of the folder's lock on the first rank, from `plan` until `release`; None on other ranks."""
+        """Key of the folder's lock on the first rank, from `begin` until `release`; None on other ranks."""
 
-    def plan(self, of_ranks: Sequence[Mapping[str, Offer]]) -> list[tuple[str, list[Key]]]:
-        """Makes the temporary folder. Returns for each rank the name of its file, and the boxes to write there."""
-        for offered in of_ranks:
-            self._offers = {**offered, **self._offers}
-        if not self._offers:
-            raise CheckpointError("no rank gave a tensor to save")
+    def begin(self) -> None:
+        """Locks the folder that checkpoints are in, and makes the temporary one."""
         self._locked = folders.acquire_folder(self.folder.parent)
         folders.begin(self.folder)
-        return [(f"rank_{rank:05d}.bin", keys) for rank, keys in enumerate(spread(of_ranks))]
 
-    def write(self, state: Mapping[str, Tensor], file: str, keys: Sequence[Key]) -> list[tuple[str, Piece]]:
-        """Writes this rank's file. Returns its pieces, each with the name of its tensor."""
-        held = held_pieces(state)
-        tensors = [held[key] for key in keys] if self.stage is None else self.stage(keys, held)
-        pieces: list[tuple[str, Piece]] = []
-        if not keys:
-            return pieces
-        path = folders.temporary_folder(self.folder) / file
-        with path.open("wb") as stream:
-            for (name, box), tensor in zip(keys, tensors, strict=True):
-                hashed = box_hash(tensor, box.offsets, state[name].shape)
-                start, num_bytes = _append(stream, tensor)
-                pieces.append((name, Piece(box.offsets, box.sizes, file, start, num_bytes, hashed)))
-            stream.flush()
-            os.fsync(stream.fileno())
-        if self.keep is not None:  # older checkpoints are removed only if the new one can be read
-            _check_written(path, [(piece, tensor) for (_, piece), tensor in zip(pieces, tensors, strict=True)])
-        return pieces
+    def write(
+        self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
+    ) -> dict[str, TensorEntry]:
+        """Writes this rank's file. Returns its pieces of each tensor; none of a tensor without elements.
 
-    def finish(self, of_ranks: Sequence[Sequence[tuple[str, Piece]]]) -> list[Path]:
-        """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
-        pieces: dict[str, list[Piece]] = {name: [] for name in self._offers}
-        file_bytes: dict[str, int] = {}
-        for name, piece in (named for of_rank in of_ranks for named in of_rank):
-            pieces[name].append(piece)
-            file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
-        tensors = {
-            name: TensorEntry(offer.dtype, offer.shape, tuple(pieces[name])) for name, offer in self._offers.items()
+        Args:
+            offered: what this rank holds.
+            keys: the boxes to write.
+            tensors: their values.
+        """
+        pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
+        written: list[Piece] = []
+        if keys:
+            path = folders.temporary_folder(self.folder) / file
+            with path.open("wb") as stream:
+                for (name, box), tensor in zip(keys, tensors, strict=True):
+                    hashed = box_hash(tensor, box.offsets, offered[name].shape)
+                    start, num_bytes = _append(stream, tensor)
+                    written.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hashed))
+                    pieces.setdefault(name, []).append(written[-1])
+                stream.flush()
+                os.fsync(stream.fileno())
+            if self.keep is not None:  # older checkpoints are removed only if the new one can be read
+                _check_written(path, written, tensors)
+        return {
+            name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of_name))
+            for name, of_name in pieces.items()
         }
+
+    def finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[Path]:
+        """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
+        tensors: dict[str, TensorEntry] = {}
+        file_bytes: dict[str, int] = {}
+        for name, entry in (named for of_rank in of_ranks for named in of_rank.items()):
+            earlier = tensors[name].pieces if name in tensors else ()
+            tensors[name] = dataclasses.replace(entry, pieces=earlier + entry.pieces)
+            for piece in entry.pieces:
+                file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
         write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
@@ -183,12 +181,12 @@ class RawWriter:
             self._locked = None
 
 
-def _check_written(path: Path, pieces: list[tuple[Piece, Tensor]]) -> None:
+def _check_written(path: Path, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
     """Compares a file with the tensors written to it. Reads from disk if the system can drop its cached pages."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for piece, tensor in pieces:
+        for piece, tensor in zip(pieces, tensors, strict=True):
             data = np.fromfile(stream, np.uint8, piece.num_bytes, offset=piece.start - stream.tell())
             if len(data) != piece.num_bytes or not np.array_equal(data, _bytes_of(tensor)):
                 end = piece.start + piece.num_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -13,18 +12,6 @@ from ...errors import WrapError
 from ..model.unfit_models import reject_changed
 from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .bucket_group import BucketGroup
-
-
-class _Checks(Enum):
-    """Where parameters are checked in each step: once, by the optimizer where it does so, as it comes last."""
-
-    WHEN_REDUCED = auto()
-    """No optimizer has checked yet; gradients are checked when they are finished, and parameters when they are
-    gathered."""
-    BY_OPTIMIZER = auto()
-    """An optimizer checks before it steps, and has not done so in this step."""
-    DONE = auto()
-    """It has: what it updates now is in place."""
 
 
 class ParamPlacement:
@@ -41,35 +28,24 @@ class ParamPlacement:
         self._names: dict[nn.Parameter, str] = {}
         self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
         self.note_moved(params)
-        # `check_step` sets DONE. `begin_step`, which `check_gather` and zeroing gradients call, turns DONE into
-        # BY_OPTIMIZER. Main thread only.
-        self._checks = _Checks.WHEN_REDUCED
+        # Whether an optimizer checks before each of its steps, so that one check a step is enough. Its first
+        # `check_step` sets it; never cleared. Main thread only.
+        self._is_checked_by_optimizer = False
 
     def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remembers where the engine has moved parameters to."""
         for name, param in params:
             self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
 
-    def check_reduced(self) -> None:
-        """Checks when gradients are finished, unless an optimizer will."""
-        if self._checks is _Checks.WHEN_REDUCED:
+    def check_unless_optimizer_does(self) -> None:
+        """Checks when gradients are finished and updated parameters gathered, unless an optimizer does."""
+        if not self._is_checked_by_optimizer:
             self.check()
 
     def check_step(self) -> None:
         """Checks before an optimizer steps."""
         self.check()
-        self._checks = _Checks.DONE
-
-    def check_gather(self) -> None:
-        """Checks before updated parameters are gathered, unless the optimizer that updated them has."""
-        if self._checks is not _Checks.DONE:
-            self.check()
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Requires a new check for the next step."""
-        if self._checks is _Checks.DONE:
-            self._checks = _Checks.BY_OPTIMIZER
+        self._is_checked_by_optimizer = True
 
     def check(self) -> None:
         """Compares the model's parameters with those at wrapping.

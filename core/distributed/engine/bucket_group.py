@@ -1,4 +1,4 @@
-"""Runs the collectives of one bucket: reduces its gradient, and gathers its parameters."""
+"""Takes the gradient of one bucket through a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ...comm import collectives, streams
 from ...comm.lane import CommLane, Handle
-from ...errors import GradSyncError, ShardstackError
-from ...pending_parameters import can_be_pending, end_pending, make_pending
+from ...errors import ShardstackError
 from ..gradient_tree import GradientTree
 from ..plan import Plan
 from .buffer import Bucket
@@ -43,12 +42,11 @@ class BucketGroup:
     """Takes one bucket through a step.
 
     A backward adds gradients (`add_gradient`, `note_grad_ready`), `start_grad_sync` sends them, and after
-    `finish_grad_sync` this rank's shard is global. The optimizer updates this rank's shard of the parameters, and
-    `start_param_sync` and `finish_param_sync` gather them. Megatron-LM's class of this name may hold several buckets.
+    `finish_grad_sync` this rank's shard is global. Megatron-LM's class of this name may hold several buckets.
 
     Args:
-        plan: of the model; says whether collectives run during backward and forward, or before `start_grad_sync` and
-            `start_param_sync` return, and whether each micro-batch is reduced and added to the shard.
+        plan: of the model; says whether reductions run during backward, or before `start_grad_sync` returns, and
+            whether each micro-batch is reduced and added to the shard.
         reduction: reduces the gradient.
         inspect: called with the bucket before its gradient is sent, to raise on invalid gradients.
         lane: runs the collectives: a thread on CPU, a stream on CUDA.
@@ -58,8 +56,6 @@ class BucketGroup:
         bucket: the bucket; fixed.
         phase: the bucket's phase in the step. Only methods of this class set it.
         sums: sums of earlier micro-batches; fixed. None without `tree`.
-        param_gather_handle: the gather of parameters that is running. `start_param_sync` sets it and
-            `finish_param_sync` clears it; None if the gather finished before `start_param_sync` returned.
     """
 
     def __init__(
@@ -82,14 +78,11 @@ class BucketGroup:
         # Parameters that `_ready` waits for: the trainable ones, counted at the bucket's first gradient of each
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(bucket.params)
-        # Whether a gather may go on while forward runs: the parameters make their first reader wait.
-        self._overlaps_params = plan.overlaps_params and all(map(can_be_pending, bucket.params))
         # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
         # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
         # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
         self._sent: Tensor | None = None
-        self.param_gather_handle: Handle | None = None
         self.phase = BucketPhase.FILLING
 
     @property
@@ -151,25 +144,6 @@ class BucketGroup:
         if not self._ready:
             self._num_awaited = sum(param.requires_grad for param in self.bucket.params)
         self._ready.add(param)
-
-    def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Notes a gradient, for code that runs backward without the wrapper's hooks; the last one sends the bucket.
-
-        Megatron-LM's name. The wrapper's hooks call `note_grad_ready`: buckets leave in one order on all ranks.
-
-        Raises:
-            GradSyncError: gradients are not reduced during backward, or the parameter is not in the bucket.
-        """
-        if not self._plan.overlaps_grads:
-            raise GradSyncError(
-                "register_grad_ready was called without overlap_grad_reduce, where finish_grad_sync sends all "
-                "gradients; drop the call, or set overlap_grad_reduce"
-            )
-        if param not in self.bucket.param_to_index:
-            raise GradSyncError(f"register_grad_ready was given a parameter that is not in {self.bucket.name}")
-        self.note_grad_ready(param)
-        if self.is_complete and not self.has_left:
-            self.start_grad_sync()
 
     @property
     def is_complete(self) -> bool:
@@ -265,26 +239,17 @@ class BucketGroup:
             self._sent = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
-
-        Raises:
-            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``. The wrapper's `finish_grad_sync`
-                first sends incomplete buckets.
-        """
-        if not self.has_left and self._plan.overlaps_grads:
-            raise GradSyncError(
-                f"finish_grad_sync of {self.bucket.name} was called when {len(self._ready)} of {len(self.params)} "
-                "gradients were ready, and none had been sent; call start_grad_sync, or the wrapper's finish_grad_sync"
-            )
+        """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient."""
         if not self.has_left:
             self.start_grad_sync()
         self.wait_for_shard()
         if self.sums is not None:
             self.sums.finish()
-        if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
-            whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
-            self._lane.run(partial(self._gather, whole, kept, "gradients"))
-        for slot in self.bucket.slots:
+        bucket, group = self.bucket, self._reduction.shard_group
+        if force_all_reduce and group is not None and bucket.grad_data is not None:
+            gather = partial(collectives.all_gather, bucket.grad_data, bucket.local_grad_shard, group)
+            self._lane.run(partial(gather, what=f"the gradients of {bucket.name}"))
+        for slot in bucket.slots:
             slot.take_reduced()
 
     def reset(self) -> None:
@@ -300,30 +265,3 @@ class BucketGroup:
         self.abandon_reduction()
         self.reset()
         self.bucket.clear_grads()
-
-    def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gathers the shards of the bucket's parameters; with `force_sync` they are complete on return."""
-        self.finish_param_sync()
-        bucket = self.bucket
-        if self._reduction.shard_group is None:
-            return
-        gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
-        if self._overlaps_params and not force_sync:
-            self.param_gather_handle = self._lane.submit(gather)
-            make_pending(bucket.params, self.finish_param_sync)
-        else:
-            self._lane.run(gather)
-
-    def finish_param_sync(self) -> None:
-        """Waits until the bucket's parameters may be read."""
-        if self.param_gather_handle is not None:
-            handle, self.param_gather_handle = self.param_gather_handle, None
-            try:
-                handle.wait()
-            finally:
-                end_pending(self.bucket.params)
-
-    def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
-        group = self._reduction.shard_group
-        if group is not None:
-            collectives.all_gather(whole, kept, group, what=f"the {what} of {self.bucket.name}")

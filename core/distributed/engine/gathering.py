@@ -131,8 +131,7 @@ class ParameterGathering:
         if not unit.is_gathered:
             self._reject_running(unit)
             unit.start_gather(self._lane, waits=not self._depth[is_backward])
-        unit.finish_gather()
-        unit.show()
+        unit.wait_until_readable()
         unit.used_in = current_backward()
         if is_backward:
             unit.drop_part()

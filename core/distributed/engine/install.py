@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_any, tree_map
 
 from ...comm.collectives import Allocate
 from ...host_memory import transient_memory
-from ..groups import subgroup
+from ..groups import neighbour_groups
 from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
 from .buffer import ParamAndGradBuffer
@@ -31,24 +30,15 @@ def build_units(
         allocate: allocates the memory of slots.
     """
     slots, units = dict[int | None, Slot](), list[Unit]()
-    neighbours = _groups_of_neighbours(plan)
+    neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     for planned in plan.units:
-        buckets = [buffers[index].buckets[number] for index, number in planned.buckets]
+        buckets = [buffers[p.bucket[0]].buckets[p.bucket[1]] for p in planned.pieces if p.bucket is not None]
         if planned.slot is not None and planned.slot not in slots:
             sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
             slots[planned.slot] = Slot(sizes, allocate)
         slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
         units.append(Unit(planned, slot, buckets, kept_among))
     return units
-
-
-def _groups_of_neighbours(plan: Plan) -> Mapping[int | None, ProcessGroup]:
-    """Makes the group of this rank for each number of neighbours that units are kept among."""
-    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
-    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
-        first = group.rank() // size * size
-        made[size] = subgroup(group, range(first, first + size))
-    return made
 
 
 def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
@@ -139,3 +129,36 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     if not tree_any(is_other, tree):
         return tree
     return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, tree)
+
+
+def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
+    """Makes each module below `module` wait for its parameters before its forward; yields the hooks' handles.
+
+    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children waits for
+    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
+    """
+    unit_of = {param: unit for unit in units for param in unit.name_of}
+    for submodule in module.modules():
+        params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
+        awaited = {unit_of[param]: None for param in params if param in unit_of}
+        if awaited:  # before all other hooks, which may read parameters
+            yield submodule.register_forward_pre_hook(_Waiter(list(awaited)), prepend=True)
+
+
+class _Waiter:
+    """Waits for the parameters of some units; in a pickled module it does nothing."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def __call__(self, *unused: Any) -> None:
+        for unit in self._units:
+            unit.wait_until_readable()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Waiter, ([],)
+
+
+def _reads_weights_of_children(module: nn.Module) -> bool:
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)

@@ -70,39 +70,40 @@ class Slot:
 class UnitPhase(Enum):
     """The state of a unit's parameters::
 
-        READABLE <--- show, hide ---> HIDDEN
-           ^                            |
+        READABLE <--- wait_until_readable, hide ---> HIDDEN
+           ^                                           |
            +--- return_to_slot --- APART <--- gather_apart, from either
 
-    A unit without a slot is always READABLE. Autograd's thread changes it during a backward, else the main thread.
+    A unit without a slot is HIDDEN while it is gathered in place and forward goes on, and else READABLE. Autograd's
+    thread changes it during a backward, else the main thread.
     """
 
     READABLE = auto()
     """In the slot, with its values: those of the shards once a gather is finished."""
     HIDDEN = auto()
-    """Their use calls `on_use`, which gathers them or raises."""
+    """Their use calls `on_use`, which waits for them, gathers them or raises."""
     APART = auto()
     """In memory of their own."""
 
 
 class Unit:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together: of modules, or of a bucket of replicas, which is gathered in place.
 
     Args:
         plan: of the unit: its modules, and whether it is freed after their forward.
-        slot: its memory while it is gathered; None where one rank has all.
+        slot: its memory while it is gathered; None where one rank has all, and for replicas.
         buckets: its parameters of each dtype and device, in the order of the slot's parts.
         neighbours: those of the ranks with shards that together keep all of it between forward and backward; None
             means all.
 
     Attributes:
-        name: of its modules, for messages.
+        name: of its modules, or of its bucket, for messages.
         name_of: its parameters, each with its name in the model; fixed.
         part: of each bucket the part that this rank keeps for its neighbours between forward and backward, in memory
             of its own; else empty. Set when another unit takes the slot in forward; `drop_part` clears it once
             backward has gathered from it, and when the shards are written.
-        on_use: what a use of a hidden parameter calls, and saved: what autograd saves in its forwards, if it is freed
-            after them. `ParameterGathering` sets both when it is built.
+        on_use: what a use of a hidden parameter calls; and saved: what autograd saves in its forwards, if it is freed
+            after them. `ParameterGathering`, which replicas do not have, sets both when it is built.
         running: calls of its modules that have begun and not ended, counted by `ParameterGathering`, which resets it
             when gradients are zeroed.
         used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by
@@ -120,7 +121,7 @@ class Unit:
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
             self._enter(slot)
-        self._what = f"the parameters of unit {self.name}"
+        self._what = f"the parameters of {f'unit {self.name}' if plan.modules else buckets[0].name}"
         self.running = 0
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
@@ -133,7 +134,7 @@ class Unit:
         # slot and does not count. `hide` compares it: a write in between would be lost.
         self._versions = self._count_writes()
         self.phase = UnitPhase.READABLE
-        self.on_use: Callable[[], None] = self.show
+        self.on_use: Callable[[], None] = self.wait_until_readable
         self.saved: SavedWeights | None = None
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
@@ -150,6 +151,11 @@ class Unit:
     def is_ready(self) -> bool:
         """Whether its parameters have the values of the shards, in memory."""
         return self.is_gathered and self._handle is None
+
+    @property
+    def can_be_hidden(self) -> bool:
+        """Whether all its parameters can make their reader wait."""
+        return len(self._params_to_hide) == len(self.name_of)
 
     def memory(self) -> Sequence[Tensor]:
         """Returns the memory that it is gathered into."""
@@ -197,18 +203,23 @@ class Unit:
                 own.copy_(param.detach().flatten()[start : start + own.numel()])
 
     def start_gather(self, lane: CommLane, *, waits: bool) -> None:
-        """Gathers the shards into the slot, in place of what another unit has there."""
-        if self.slot is None:
-            return
-        before, self.slot.owner = self.slot.owner, self
-        if before is not None and before is not self:
-            before.finish_gather()
-            before._keep_part()
-            before.hide()
-        if waits:
+        """Gathers the shards into the slot, in place of what another unit has there; without a slot in place.
+
+        Args:
+            waits: return when the parameters may be read. Always so where `can_be_hidden` is False.
+        """
+        if self.slot is not None:
+            before, self.slot.owner = self.slot.owner, self
+            if before is not None and before is not self:
+                before.finish_gather()
+                before._keep_part()
+                before.hide()
+        if waits or not self.can_be_hidden:
             lane.run(self._gather)
-        else:
-            self._handle = lane.submit(self._gather)
+            return
+        self._handle = lane.submit(self._gather)
+        if self.slot is None:
+            self._make_pending()
 
     def _gather(self) -> None:
         if self.part:
@@ -238,8 +249,9 @@ class Unit:
         if self.used_in != NO_BACKWARD:
             self.drop_part()
 
-    def show(self) -> None:
-        """Makes its parameters readable; they are gathered."""
+    def wait_until_readable(self) -> None:
+        """Waits for the running gather, if any, and makes the parameters readable; they are gathered."""
+        self.finish_gather()
         if self.phase is UnitPhase.HIDDEN:
             self.phase = UnitPhase.READABLE
             end_pending(self._params_to_hide)
@@ -253,8 +265,7 @@ class Unit:
         if self.phase is not UnitPhase.READABLE or self.slot is None:
             return
         before, self._versions = self._versions, self._count_writes()
-        self.phase = UnitPhase.HIDDEN
-        make_pending(self._params_to_hide, self.on_use)
+        self._make_pending()
         if _poisons():
             self._poison(self.slot)
         if before != self._versions:
@@ -266,6 +277,10 @@ class Unit:
                 "parameters between steps, inside the wrapper's whole_parameters()"
             )
 
+    def _make_pending(self) -> None:
+        self.phase = UnitPhase.HIDDEN
+        make_pending(self._params_to_hide, self.on_use)
+
     def _poison(self, slot: Slot) -> None:
         if slot.owner is self:
             slot.owner = None
@@ -276,8 +291,7 @@ class Unit:
 
     def gather_apart(self) -> None:
         """Gathers its parameters into memory of their own, until `return_to_slot`."""
-        self.finish_gather()
-        self.show()
+        self.wait_until_readable()
         if self.slot is None:
             return
         self.slot.owner, self.phase = None, UnitPhase.APART

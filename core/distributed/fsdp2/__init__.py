@@ -5,6 +5,6 @@ shard_model       applies `fully_shard`, unit by unit
 prefetch          gathers units ahead of their use
 gathered_weights  notices writes to gathered weights, and keeps those of freed units readable
 gradient_sums     adds up micro-batches in a tree, for the same bits on any number of ranks
-collectives       records units' collectives, exchanges directly under gloo, and keeps units whole among neighbours
+collectives       of each unit: recorded, by direct exchange under gloo, and among neighbours that keep it whole
 torch_private     what torch has no public interface for
 """

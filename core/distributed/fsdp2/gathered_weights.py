@@ -105,8 +105,3 @@ class FreedWeights:
         if not self._unit.is_needed_in_backward:
             self._module.set_unshard_in_backward(True)  # it is, in this model
         self._module.unshard()
-
-
-def keep_freed_weights_readable(units: Sequence[UnitPlan]) -> list[FreedWeights]:
-    """Adds `FreedWeights` to each unit that is freed after its forward."""
-    return [FreedWeights(unit) for unit in units if unit.is_freed]

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm import collectives, streams
 from ...errors import ShardstackError, UnitError
 from ..gradient_tree import GradientTree, PartialSums
-from ..plan import Plan
-from .collectives import DirectReduceScatter, unit_text, units_of
-from .torch_private import TorchState, has_all_reduce_hook
+from ..plan import Plan, UnitPlan
+from .collectives import UnitReduceScatter
+from .torch_private import TorchState, as_fsdp, has_all_reduce_hook
 
 _NOTHING = -0.0
 """What changes no number that it is added to. Positive zero would change the sign of a negative zero."""
@@ -40,12 +40,12 @@ class GradientSums:
     def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
         self._modules, self._state, self._of_shards = list(modules), state, plan.reduces_every_micro_batch
         # The units' reduce-scatters; fixed.
-        self._units = [_TreeReduceScatter(unit_text(unit), plan, tree, module) for unit, module in units_of(plan)]
-        for unit, (_, module) in zip(self._units, units_of(plan), strict=True):
+        self._units = [_TreeReduceScatter(plan, unit, tree) for unit in plan.units]
+        for planned, unit in zip(plan.units, self._units, strict=True):
             if plan.groups.shard.size() > 1:
-                module.set_custom_reduce_scatter(unit)
+                as_fsdp(planned.modules[0]).set_custom_reduce_scatter(unit)
             else:  # torch calls no reduce-scatter
-                module.set_all_reduce_hook(unit.add_alone)
+                as_fsdp(planned.modules[0]).set_all_reduce_hook(unit.add_alone)
         tree.register(self._begin)
 
     @property
@@ -76,16 +76,12 @@ class GradientSums:
                 unit.set_aside(additions)
 
 
-class _TreeReduceScatter(DirectReduceScatter):
-    """Reduces one unit's sum over the micro-batches of a step, in the backward of the last.
+class _TreeReduceScatter(UnitReduceScatter):
+    """Reduces one unit's sum over the micro-batches of a step, in the backward of the last."""
 
-    Args:
-        module: the first of the unit.
-    """
-
-    def __init__(self, unit: str, plan: Plan, tree: GradientTree, module: FSDPModule) -> None:
-        super().__init__(unit, plan)
-        self._tree, self._module, self._replicas = tree, module, plan.groups.replicate
+    def __init__(self, plan: Plan, unit: UnitPlan, tree: GradientTree) -> None:
+        super().__init__(plan, unit)
+        self._tree, self._module, self._replicas = tree, as_fsdp(unit.modules[0]), plan.groups.replicate
         self._of_shards, self._is_alone = plan.reduces_every_micro_batch, plan.groups.shard.size() == 1
         # Whether the running backward is outside `no_sync`. `GradientSums.expect_sync` sets it before each.
         self.is_synced = True
@@ -100,10 +96,10 @@ class _TreeReduceScatter(DirectReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
+        group: ProcessGroup,
+        op: ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Any:
         self._sum(input_tensor, output_tensor, partial(super().__call__, group=group, op=op))
         return None
 

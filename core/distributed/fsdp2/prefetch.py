@@ -6,7 +6,6 @@ prediction costs a late gather and changes no number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..._torch_compat import NO_BACKWARD, current_backward
+from ..plan import Plan
 from .torch_private import as_fsdp
 
 
@@ -22,23 +22,15 @@ class Prefetcher:
     """Sets, whenever a unit is about to run, which units FSDP2 gathers meanwhile.
 
     Args:
-        root: the sharded model, whose forward begins a new order.
-        units: one FSDP module of each unit; the root is none of them.
-        gathered_in_backward: those of `units` whose backward reads their weights.
-        forward_depth: units that are gathered ahead in forward.
-        backward_depth: units that are gathered ahead in backward, and in what it recomputes.
+        plan: of the sharded model, a forward of which begins a new order. A unit is known by its first module. What
+            backward recomputes counts as backward.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        units: Sequence[nn.Module],
-        gathered_in_backward: Sequence[nn.Module],
-        forward_depth: int,
-        backward_depth: int,
-    ) -> None:
-        self._forward_depth, self._backward_depth = forward_depth, backward_depth
-        self._gathered_in_backward = set(gathered_in_backward)  # fixed
+    def __init__(self, plan: Plan) -> None:
+        self._forward_depth, self._backward_depth = plan.forward_prefetch, plan.backward_prefetch  # fixed
+        units = {unit.modules[0]: unit for unit in plan.units[:-1]}
+        # The units whose backward reads their weights; fixed.
+        self._gathered_in_backward = {module for module, unit in units.items() if unit.is_needed_in_backward}
         # The units of the running forward, or of the last one, in the order in which they ran. Grows in `_enter`;
         # backward reads it. `end_order` moves it to `_last_order`: when a forward of the root begins, or on reshard.
         self._order: list[nn.Module] = []
@@ -48,6 +40,7 @@ class Prefetcher:
         # Units of `_order` whose output needs a gradient, so that backward runs through them. Grows in `_leave`, is
         # cleared when a forward of the root begins.
         self._reached_by_backward: set[nn.Module] = set()
+        (root,) = plan.root.modules
         # Before FSDP2's own hooks, which read what is set here.
         root.register_forward_pre_hook(self._begin, prepend=True)
         root.register_forward_hook(self._end)

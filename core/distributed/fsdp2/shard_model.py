@@ -11,14 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from ..._torch_compat import reduce_parameters_without_gradient
-from ...comm.gloo import exchanges_directly
 from ...diagnostics.step_marks import replaced_parameters_marked
 from ...errors import WrapError
 from ..groups import DataParallelGroups
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
 from ..plan import GradientReduction, Plan
-from .collectives import set_direct_collectives
 from .torch_private import as_fsdp
 
 
@@ -63,9 +61,6 @@ def shard_model(plan: Plan) -> None:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
     if plan.groups.experts is not None:
         _divide_gradients_of_experts(plan, plan.groups.experts)
-    is_direct = plan.collectives == "auto" and exchanges_directly(plan.groups.shard, torch.device(mesh.device_type))
-    if is_direct or plan.is_reproducible:
-        set_direct_collectives(plan, gathers=is_direct)
 
 
 def _divide_gradients_of_experts(plan: Plan, groups: DataParallelGroups) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,16 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ..._torch_compat import NO_BACKWARD, current_backward
-from ...comm.collectives import can_register
-from ...device import current_device
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
 from ..model.unit_transforms import find_forward_methods, transform_units
 from ..plan import Plan
-from .collectives import kept_parts, record_collectives
-from .gathered_weights import GatheredValues, keep_freed_weights_readable
+from .collectives import set_collectives
+from .gathered_weights import FreedWeights, GatheredValues
 from .prefetch import Prefetcher
 from .shard_model import fsdp_modules, shard_model
 from .torch_private import TorchState, as_fsdp
@@ -57,36 +55,24 @@ class ShardedModel:
         shard_model(plan)
         self.fsdp_modules = fsdp_modules(module)
         self.state = TorchState(module)
+        # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is
+        # fixed. The units' all-gathers fill the parts; `reshard` drops them.
+        self._parts = set_collectives(plan)
         # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
-        self._prefetcher = Prefetcher(
-            module,
-            [unit.modules[0] for unit in plan.units[:-1]],
-            [unit.modules[0] for unit in plan.units[:-1] if unit.is_needed_in_backward],
-            plan.forward_prefetch,
-            plan.backward_prefetch,
-        )
-        # Sets before each micro-batch what stays gathered after it; `set_gradient_sync` calls it.
-        self._kept = _KeptBetweenMicroBatches(plan)
+        self._prefetcher = Prefetcher(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.adds_gradient_rows
+                submodule.adds_gradient_rows = plan.lends_gradients
         members = [member for unit in plan.units for member in unit.modules]
-        _register_forward_methods(
-            module,
-            members,
-            plan.forward_methods,
-            prepare=self.prepare_forward,
-            free=self.reshard,
-            is_running=self.state.is_in_forward,
-        )
+        for member, names in find_forward_methods(module, members, plan.forward_methods).items():
+            for name in names:
+                register_fsdp_forward_method(member, name)
+                setattr(member, name, self._freeing(getattr(member, name)))
         if start is not None:
             start.allocate("cpu" if plan.offloads else None)
             start.fill()
         # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
         self._has_allocated = False
-        # What units keep of their parameters after forward, where a part of the ranks keeps them whole, by unit. The
-        # units' all-gathers fill the parts; `reshard` drops them.
-        self._parts = kept_parts(plan)
         # Whether a backward raised. `_end_failed_backward` sets it; `recover` returns and clears it.
         self._has_failed = False
         # Versions of shards and gathered parameters, compared when a forward begins and on `reshard`.
@@ -95,19 +81,16 @@ class ShardedModel:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
             submodule.register_forward_pre_hook(self._keep_changes)  # after torch has gathered
             submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
-        self._freed_weights = keep_freed_weights_readable(plan.units[:-1])
+        # Their counts of running forwards change; `reshard` ends those that an exception has left.
+        self._freed_weights = [FreedWeights(unit) for unit in plan.units[:-1] if unit.is_freed]
         if plan.buffer_dtype is not None:
             cast_buffers(module, plan.buffer_dtype)
         reject_plain_state_dicts(module)
-        if plan.registers_memory and can_register(plan.groups.shard, current_device()):
-            for fsdp_module in self.fsdp_modules:
-                fsdp_module.set_allocate_memory_from_process_group_for_comm(True)
-        record_collectives(plan, self._parts)
 
     @property
     def parts(self) -> list[torch.Tensor]:
         """What units keep of their parameters between forward and backward."""
-        return [part.tensor for part in self._parts.values() if part.tensor is not None]
+        return [part.tensor for part in self._parts if part.tensor is not None]
 
     def reshard(self) -> None:
         """Frees all gathered parameters, as after an evaluation; not to be called inside a forward or backward.
@@ -126,7 +109,7 @@ class ShardedModel:
         self.state.end_evaluation()
         for module in self.fsdp_modules:
             module.reshard()
-        for part in self._parts.values():
+        for part in self._parts:
             part.drop()
         self._prefetcher.end_order()
         self._values.check_unwritten()
@@ -155,7 +138,6 @@ class ShardedModel:
         self._end_failed_backward()
         if not self._has_allocated:
             self._has_allocated = True
-            record_collectives(self.plan, self._parts)  # what the user has set since the model was sharded too
             if torch.is_inference_mode_enabled() or self.plan.root.precision.reduce_dtype is not None:
                 self.state.allocate_gathered_parameters()
         if self._values.are_stale():
@@ -177,83 +159,28 @@ class ShardedModel:
                 self.state.complete_accumulated_gradients()
             for module in self.fsdp_modules:
                 module.set_requires_gradient_sync(enabled, recurse=False)
-        self._kept.expect(another_micro_batch=not enabled)
+        # Between micro-batches a rank holds every gradient whole, until the last one reduces them. Compared with that,
+        # the units that a micro-batch begins and ends with take little memory, and no computation would overlap with
+        # gathering them again. Those not needed in backward stay gathered through it; the rest are gathered again
+        # there, and kept.
+        for unit in self.plan.units:
+            for module in map(as_fsdp, unit.modules if unit.is_kept else ()):
+                module.set_reshard_after_backward(enabled, recurse=False)
+                if unit.is_freed and not unit.is_needed_in_backward:
+                    module.set_reshard_after_forward(enabled, recurse=False)
 
+    def _freeing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a method that gathers parameters free them if no backward follows; every rank calls it, as `forward`.
 
-class _KeptBetweenMicroBatches:
-    """Sets, before each micro-batch, which units stay gathered after it; keeps no state but FSDP2's own settings.
-
-    Between micro-batches a rank holds every gradient whole, until the last one reduces them. Compared with that, the
-    units that a micro-batch begins and ends with take little memory. Gathering them again takes long, because no
-    computation overlaps with those gathers.
-
-    Args:
-        plan: says of each unit, and of the root, whether it is kept (`UnitPlan.is_kept`).
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        kept = [unit for unit in plan.units if unit.is_kept]
-        # Both lists are fixed; the settings of their modules change with each micro-batch, by `expect` alone.
-        # Units not needed in backward stay gathered through it; the rest are gathered again in backward and kept.
-        self._gathered_once = [
-            as_fsdp(module)
-            for unit in kept
-            if unit.is_freed and not unit.is_needed_in_backward
-            for module in unit.modules
-        ]
-        self._kept = [as_fsdp(module) for unit in kept for module in unit.modules]
-
-    def expect(self, *, another_micro_batch: bool) -> None:
-        """Prepares for a micro-batch; called before each.
-
-        Args:
-            another_micro_batch: the step has one after it, so that kept units are not freed.
+        The next forward would read stale weights otherwise.
         """
-        for module in self._kept:
-            module.set_reshard_after_backward(not another_micro_batch, recurse=False)
-        for module in self._gathered_once:
-            module.set_reshard_after_forward(not another_micro_batch, recurse=False)
 
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.prepare_forward()
+            output = method(*args, **kwargs)
+            if not torch.is_grad_enabled() and not self.state.is_in_forward():
+                self.reshard()
+            return output
 
-def _register_forward_methods(
-    root: nn.Module,
-    members: Iterable[nn.Module],
-    names: Sequence[str],
-    *,
-    prepare: Callable[[], None],
-    free: Callable[[], None],
-    is_running: Callable[[], bool],
-) -> None:
-    """Gathers parameters around the named methods of the sharded root and of its units, and frees them after.
-
-    They are called on the wrapped model: ``model.module.generate(...)``. Every rank must call them, as `forward`.
-
-    Args:
-        members: the modules of the units.
-        prepare: called before each, as before a forward.
-        free: frees what stays gathered, after a call that no backward follows.
-        is_running: returns whether a forward is running, which the call is a part of.
-
-    Raises:
-        WrapError: a name that neither the root nor a unit has as a method.
-    """
-    for module, found in find_forward_methods(root, members, names).items():
-        for name in found:
-            register_fsdp_forward_method(module, name)
-            setattr(module, name, _freeing(getattr(module, name), prepare, free, is_running))
-
-
-def _freeing(
-    method: Callable[..., Any], prepare: Callable[[], None], free: Callable[[], None], is_running: Callable[[], bool]
-) -> Callable[..., Any]:
-    """Frees gathered parameters if no backward follows; otherwise the next forward would read stale weights."""
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        prepare()
-        output = method(*args, **kwargs)
-        if not torch.is_grad_enabled() and not is_running():
-            free()
-        return output
-
-    return called
+        return called

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import WrapError
+from ...errors import ParallelConfigError, WrapError
+from ...tensor_parallel.initialization import ParameterOwner
 from ...tensor_parallel.layers import ColumnParallelLinear
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import is_expert_parameter
-from .parts import ParamPlan
+from .parts import UnitTransform
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
@@ -114,9 +116,13 @@ def _minority_units(
         own = [
             parameter
             for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad and owners[parameter] & {None if is_root else m for m in unit.modules}
+            if owners[parameter] & {None if is_root else m for m in unit.modules}
         ]
-        kinds = {(parameter.dtype, splits_experts and is_expert_parameter(parameter)) for parameter in own}
+        kinds = {
+            (parameter.dtype, is_expert)
+            for parameter in own
+            if (is_expert := splits_experts and is_expert_parameter(parameter)) or parameter.requires_grad
+        }
         if len(kinds) > 1:
             raise WrapError(
                 f"module {names[module] or 'root'!r} holds trainable parameters of {len(kinds)} dtypes, "
@@ -126,7 +132,7 @@ def _minority_units(
         for kind in kinds:
             if module not in holders[kind]:
                 holders[kind].append(module)
-                elements[kind] += sum(parameter.numel() for parameter in own)
+                elements[kind] += sum(parameter.numel() for parameter in own if parameter.requires_grad)
     # FSDP2 shards a module with all modules below it, so the kind whose modules contain others stays.
     outer = [kind for kind in holders if _has_others_inside(kind, holders)]
     if len(outer) > 1:
@@ -254,19 +260,70 @@ class ParameterNames:
             if getattr(parameter, "shared_embedding", False):
                 self.of[parameter] = (*self.of[parameter], *borrowers)
         # The place of each name, borrowed ones last; fixed.
-        self._place = {name: place for place, name in enumerate([*names, *borrowers])}
+        self.places = {name: place for place, name in enumerate([*names, *borrowers])}
 
-    def plan_of(self, parameter: nn.Parameter, **cut: Any) -> ParamPlan:
-        """Returns the plan of a parameter; `cut` holds the fields `shape`, `cut` and `bounds`."""
-        names = self.of[parameter]
-        return ParamPlan(
-            names=names,
-            places=tuple(self._place[name] for name in names),
-            dtype=parameter.dtype,
-            is_trained=parameter.requires_grad,
-            **cut,
+
+def plan_transforms(
+    units: Sequence[UnitModules], settings: DistributedDataParallelConfig
+) -> tuple[UnitTransform, ...]:
+    """Chooses the units whose activations are computed again in backward, and those that are compiled.
+
+    Skips single-layer units (an embedding, a projection), where recomputing saves nothing, units whose backward reads
+    no weight, and units nested in other units, which are transformed with them. Skipped units do not count for the
+    interval.
+
+    Raises:
+        ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
+            could be done to.
+    """
+    recomputes = settings.activation_checkpointing != "none"
+    if not transforms_units(settings):
+        return ()
+    inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
+    layers = [
+        unit
+        for unit in units
+        if unit.is_needed_in_backward
+        and not inside.issuperset(unit.modules)
+        and not all(map(_is_one_layer, unit.modules))
+    ]
+    if not layers:
+        raise ParallelConfigError(
+            f"activation_checkpointing is {settings.activation_checkpointing!r} and compile_units "
+            f"{settings.compile_units}, but no unit has more than one layer of weights; name the classes of the "
+            "model's blocks in sub_modules_to_wrap"
         )
+    if recomputes:
+        _reject_own_recomputation(layers, settings.activation_checkpointing)
+    recomputed = layers[:: settings.activation_checkpointing_interval] if recomputes else []
+    return tuple(
+        UnitTransform(
+            modules=unit.modules,
+            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            is_compiled=settings.compile_units,
+            memory_budget=settings.activation_memory_budget,
+        )
+        for unit in layers
+        if unit in recomputed or settings.compile_units
+    )
 
-    def position(self, parameter: nn.Parameter) -> int:
-        """Returns a parameter's place among the model's parameters, which is roughly the order of execution."""
-        return self._place[self.of[parameter][0]]
+
+def transforms_units(settings: DistributedDataParallelConfig) -> bool:
+    """Returns whether settings ask for anything of `plan_transforms`."""
+    return settings.activation_checkpointing != "none" or settings.compile_units
+
+
+def _is_one_layer(module: nn.Module) -> bool:
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    return is_torchs or isinstance(module, ParameterOwner)
+
+
+def _reject_own_recomputation(units: Iterable[UnitModules], activation_checkpointing: str) -> None:
+    for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
+        granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
+        if granularity is not None:
+            raise ParallelConfigError(
+                f"activation_checkpointing is {activation_checkpointing!r} in the wrapper's settings and "
+                f"recompute_granularity is {granularity!r} in the model's config: both would compute the same "
+                "activations again; drop one of the two"
+            )

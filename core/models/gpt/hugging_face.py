@@ -31,14 +31,11 @@ from torch.distributed import ProcessGroup
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
-from ...dist_checkpointing.format import folders
 from ...dist_checkpointing.gathering import WholeTensors
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
-    begin_new_folder,
-    publish_new_folder,
     read_safetensors_index,
-    write_safetensors,
+    save_folder,
 )
 from ...dtypes import dtype_name
 from ...errors import CheckpointError
@@ -222,21 +219,8 @@ def save_hugging_face(
         largest = max(kinds, key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
         write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
-        publish_new_folder(folder)
 
-    is_first = ranks.is_first
-    temporary = ranks.on_all(lambda: begin_new_folder(folder) if is_first else folder)
-    failures: list[Exception] = []
-    try:
-        write_safetensors(temporary, plan, make, writes=is_first, max_shard_bytes=max_shard_bytes)
-    except Exception as error:
-        failures.append(error)
-    try:
-        ranks.on_all(lambda: _raise(failures))
-        ranks.on_all(lambda: describe(temporary) if is_first else None)
-    finally:
-        if is_first:
-            folders.discard(folder)
+    save_folder(folder, plan, make, describe, ranks, max_shard_bytes=max_shard_bytes)
 
 
 def load_hugging_face(
@@ -335,8 +319,3 @@ class _Gathered:
             self._bucket = {}
             self._bucket = next(self._buckets)
         return self._bucket[recipe.name]
-
-
-def _raise(failures: list[Exception]) -> None:
-    for failure in failures:
-        raise failure

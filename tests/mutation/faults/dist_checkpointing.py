@@ -27,19 +27,19 @@ MUTATIONS = (
         "last, 0, taken - 1)",
         ("tests/unit/dist_checkpointing/test_flat_range.py",),
     ),
+    Mutation(
+        "the first rows of a stored piece are read in the place of those that a rank holds",
+        "core.dist_checkpointing.format.reader.PieceReader.overlaps",
+        r"slice\(start - b, stop - b\)",
+        "slice(0, stop - start)",
+        ("tests/unit/dist_checkpointing/test_serialization.py",),
+    ),
     # ---- streams
     Mutation(
         "streams: a checkpoint is written before it is copied",
-        "core.dist_checkpointing.async_save.HostStaging._copy",
-        r"self\._stream\.synchronize\(\)",
+        "core.dist_checkpointing.async_save.HostStaging.copy",
+        r"streams\.current_stream\(\)\.synchronize\(\)",
         "pass",
-        (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),
-    ),
-    Mutation(
-        "streams: a checkpoint is copied on the thread's own stream",
-        "core.dist_checkpointing.async_save.HostStaging._copy",
-        r"streams\.stream\(self\._stream\)",
-        "streams.stream(None)",
         (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),
     ),
 )

@@ -130,9 +130,9 @@ MUTATIONS = (
     ),
     Mutation(
         "experts: on one rank each micro-batch is divided again",
-        "core.distributed.plan.make_flat_plan._Kinds.of",
-        r"== 'optim_grads' and self\.splits_updates",
-        "== 'optim_grads' and self.num_parts(param) > 1",
+        "core.distributed.plan.pieces.kind_of_parameter",
+        r"== 'optim_grads' and num_parts > 1",
+        "== 'optim_grads' and num_parts > 1 and not is_expert_parameter(param)",
         (_EXPERTS,),
     ),
     Mutation(
@@ -152,8 +152,8 @@ MUTATIONS = (
     ),
     Mutation(
         "parameters that are being gathered are read at once",
-        "core.distributed.engine.bucket_group.BucketGroup.start_param_sync",
-        r"make_pending\(.*\)",
+        "core.distributed.engine.unit.Unit._make_pending",
+        r"make_pending\(self\..*\)",
         "pass",
         (f"{OUTSIDE_THE_LOOP}[an_average_of_weights_is_kept_by_references-zero2_overlap]",),
     ),
@@ -180,9 +180,9 @@ MUTATIONS = (
     ),
     Mutation(
         "only the first bucket's parameters are gathered",
-        "core.distributed.engine.bucket_group.BucketGroup.start_param_sync",
-        r"else:(\s+self\._lane\.run)",
-        r"elif not bucket.offset:\1",
+        "core.distributed.engine.unit.Unit.start_gather",
+        r"lane\.run\(",
+        "self.buckets[0].offset or lane.run(",
         (_BUCKETS, SHARDED_STATE[0], _EQUALITY),
     ),
     Mutation(
@@ -294,7 +294,7 @@ MUTATIONS = (
     ),
     # ---- streams
     Mutation(
-        "streams: a unit is used before it is gathered",
+        "streams: parameters are used before they are gathered",
         "core.distributed.engine.unit.Unit.finish_gather",
         r"handle\.wait\(\)",
         "pass",
@@ -303,13 +303,6 @@ MUTATIONS = (
     Mutation(
         "streams: gradients are used before they are reduced",
         "core.distributed.engine.bucket_group.BucketGroup.wait_for_grads",
-        r"handle\.wait\(\)",
-        "pass",
-        (STREAMS,),
-    ),
-    Mutation(
-        "streams: parameters are used before they are gathered",
-        "core.distributed.engine.bucket_group.BucketGroup.finish_param_sync",
         r"handle\.wait\(\)",
         "pass",
         (STREAMS,),

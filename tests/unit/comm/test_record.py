@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives, record
-from core.comm.call import Collective, message_tag, recorded_collective
-from core.comm.record import NUM_CALLS_KEPT, ask_other_ranks, latest_collective, record_of, recorded
+from core.comm.call import NUM_CALLS_KEPT, Collective, message_tag, recorded_collective
+from core.comm.record import ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import give_up_soon, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
@@ -128,8 +128,8 @@ def test_published_calls_include_first_unfinished():
         calls = [recorded("all-gather", f"unit {index}", 8) for index in range(40)]
         for call in calls[:10]:
             call.ended()
-        record_of().publish()
-        published = record_of().read(0)
+        record.publish(record_of())
+        published = record.read_published(record_of(), 0)
     assert published is not None and published["num_calls"] == 40
     assert [number for number, *_ in published["calls"]] == [*range(7, 15), *range(33, 41)]
 
@@ -155,7 +155,7 @@ def _published_after_a_question() -> bool:
     if dist.get_rank() == 0:
         ask_other_ranks()
     dist.barrier(group)
-    return record_of(group).read(1 - dist.get_rank()) is not None
+    return record.read_published(record_of(group), 1 - dist.get_rank()) is not None
 
 
 def test_ranks_publish_their_records_once_one_asks():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.comm.record import CollectiveRecord
+from core.comm.call import CollectiveRecord
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")

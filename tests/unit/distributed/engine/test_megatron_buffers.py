@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.comm.lane import _ThreadLane
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
-from core.errors import GradSyncError, ParallelConfigError, ShardstackError
+from core.errors import ParallelConfigError, ShardstackError
 from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 
@@ -45,34 +46,6 @@ def _layouts() -> None:
 
 def test_only_sharded_buffers_are_aligned():
     run_distributed(_layouts, 2)
-
-
-def _ready_by_hand(overlap: bool) -> None:
-    model = _wrapped(overlap_grad_reduce=overlap)
-    (buffer,), (group,) = model.buffers, model.bucket_groups
-    params = list(model.parameters())
-    for _ in range(2):
-        group.reset()
-        buffer.grad_data.fill_(dist.get_rank() + 1.0)
-        for param in params[:-1]:
-            with nullcontext() if overlap else pytest.raises(GradSyncError, match="without overlap_grad_reduce"):
-                group.register_grad_ready(param)
-            if overlap:
-                with pytest.raises(AssertionError, match=r"when \d of 4 gradients were ready, and none had been sent"):
-                    group.finish_grad_sync()
-        assert buffer.grad_data[0] == dist.get_rank() + 1.0
-        if overlap:
-            group.register_grad_ready(params[-1])
-        group.finish_grad_sync()
-        assert torch.equal(buffer.grad_data, torch.full((66,), 1.5))
-    if overlap:
-        with pytest.raises(GradSyncError, match=r"given a parameter that is not in bucket 2.bias to 0.weight"):
-            group.register_grad_ready(nn.Parameter(torch.ones(1)))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_bucket_is_sent_when_gradients_are_registered_by_hand(overlap):
-    run_distributed(_ready_by_hand, 2, overlap)
 
 
 def _incomplete() -> None:
@@ -220,16 +193,15 @@ def test_marked_parameters_have_own_buffers_and_equal_updates(strategy):
 
 
 def _gathers() -> None:
-    model = _wrapped(overlap_param_gather=True)  # ignored, as nothing is cut
-    for group in model.bucket_groups:
-        group.start_param_sync()
-        assert group.param_gather_handle is None
-        handle = group.param_gather_handle = mock.Mock()
+    model = _wrapped(use_distributed_optimizer=True, overlap_param_gather=True)
+    with torch.no_grad():
+        model.buffers[0].param_data.fill_(dist.get_rank() + 1.0)
+    with mock.patch.object(_ThreadLane, "submit", return_value=mock.Mock()) as submit:
+        model.start_param_sync()
+    submit.return_value.wait.assert_not_called()
     model.free_overlap_buffers()
-    handle.wait.assert_called_once()
-    assert group.param_gather_handle is None
-    model.disable_forward_pre_hook()
+    submit.return_value.wait.assert_called_once()
 
 
-def test_gathers_are_seen_and_waited_for():
+def test_gathers_are_waited_for():
     run_distributed(_gathers, 2)

@@ -18,7 +18,7 @@ from torch import nn
 
 from core.comm import collectives
 from core.distributed import finalize_model_grads
-from core.distributed.engine import bucket_group
+from core.distributed.engine import unit
 from core.distributed.engine.between_steps import ParamPlacement
 from core.distributed.engine.buffer import ParamAndGradBuffer
 from core.errors import OptimizerError, ShardstackError, WrapError
@@ -49,7 +49,7 @@ def _gathers_during_forward(kind: str, read: str) -> None:
         assert gate.wait(600)
         gather(*args, **options)
 
-    never = mock.patch.object(bucket_group, "make_pending") if read == "without waiting" else nullcontext()
+    never = mock.patch.object(unit, "make_pending") if read == "without waiting" else nullcontext()
     with mock.patch.object(collectives, "all_gather", gather_late), never:
         _update_shards(model, 0.25)
         model.start_param_sync()  # returns although nothing has been gathered

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core import parallel_state
-from core.distributed import finalize_model_grads
-from core.distributed.fsdp2.collectives import DirectAllGather
+from core.distributed import (
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+)
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
@@ -32,8 +34,9 @@ class Uneven(nn.Module):
 
 def _is_gathered_right(options: dict) -> None:
     parallel_state.initialize_model_parallel()
-    model, whole = fully_shard(Uneven(), mesh=parallel_state.get_data_parallel_mesh(), **options), Uneven()
-    model.set_custom_all_gather(DirectAllGather("the root unit"))
+    settings = TorchFullyShardedDataParallelConfig()
+    wrapper, whole = TorchFullyShardedDataParallel(object(), settings, Uneven(), **options), Uneven()
+    model = wrapper.module
     for asynchronous in (False, True, True):
         handle = model.unshard(async_op=asynchronous)
         if asynchronous:
@@ -53,29 +56,6 @@ def test_uneven_parameters_arrive_whole():
 def test_parameters_arrive_in_the_dtype_of_computation():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run_distributed(_is_gathered_right, 2, {"mp_policy": policy})
-
-
-def _on_the_last_dimension(parameter: nn.Parameter) -> Shard:
-    return Shard(parameter.dim() - 1)
-
-
-class Even(Uneven):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(torch.arange(12.0).view(3, 4))
-
-
-def test_a_cut_on_another_dimension_arrives_whole():
-    run_distributed(_cut_elsewhere, 2)
-
-
-def _cut_elsewhere() -> None:
-    parallel_state.initialize_model_parallel()
-    mesh = parallel_state.get_data_parallel_mesh()
-    model = fully_shard(Even(), mesh=mesh, shard_placement_fn=_on_the_last_dimension)
-    model.set_custom_all_gather(DirectAllGather("the root unit"))
-    model.unshard()
-    assert torch.equal(model.weight, Even().weight)
 
 
 def _computes_after_an_unused_gather() -> None:

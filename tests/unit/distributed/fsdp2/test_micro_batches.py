@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from core.distributed.fsdp2.torch_private import TorchState
-from core.distributed.plan.make_fsdp2_plan import units_at_the_ends
+from core.distributed.plan.make_plan import units_at_the_ends
 from core.distributed.plan.units import UnitModules
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy

@@ -121,8 +121,9 @@ def _steps_on_memory_of(exchanges: bool) -> list[torch.Tensor]:
     if exchanges:
         gather, reduce = communication_of(model.module)
         assert isinstance(gather, ProcessGroupAllocAllGather) and isinstance(reduce, ProcessGroupAllocReduceScatter)
-    calls = [(call.kind, call.what) for call in record_of(dist.group.WORLD).calls]
-    assert ("all-gather", "the parameters of the root unit") in calls
+    else:
+        calls = [(call.kind, call.what) for call in record_of(dist.group.WORLD).calls]
+        assert ("all-gather", "the parameters of the root unit") in calls
     return [gradient for _, gradient in sorted(gradients(model).items())]
 
 
