@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,10 +66,10 @@ class DataParallelGroups:
         return self if self.experts is None or not is_expert_parameter(parameter) else self.experts
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh, **experts: Any) -> DataParallelGroups:
+    def of_mesh(cls, mesh: DeviceMesh) -> DataParallelGroups:
         """Returns the groups of a mesh of one axis, or of ``(replicate, shard)``."""
         replicate = mesh.get_group(0) if mesh.ndim == 2 else None
-        return cls(whole_group(mesh), mesh.get_group(-1), replicate, given_mesh=mesh, **experts)
+        return cls(whole_group(mesh), mesh.get_group(-1), replicate, given_mesh=mesh)
 
 
 def is_expert_parameter(parameter: torch.Tensor) -> bool:
@@ -209,12 +208,7 @@ def _group_of_collection(
 def _initialized_groups(num_instances: int) -> DataParallelGroups:
     whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mesh = parallel_state.get_data_parallel_mesh()
-    experts = None
-    if parallel_state.experts_are_apart():
-        of_experts = parallel_state.get_expert_data_parallel_mesh()
-        experts = DataParallelGroups.of_mesh(of_experts, num_dense_replicas=whole.size())
-        if num_instances == 1 and experts.replicate is not None:
-            experts = replace(experts, shard=experts.whole, replicate=None, given_mesh=None)
+    experts = _initialized_experts(num_instances, whole.size()) if parallel_state.experts_are_apart() else None
     if num_instances == 1:
         return DataParallelGroups(whole, whole, given_mesh=mesh if mesh.ndim == 1 else None, experts=experts)
     if whole.size() % num_instances:
@@ -229,3 +223,15 @@ def _initialized_groups(num_instances: int) -> DataParallelGroups:
             f"{found}; give both the same number"
         )
     return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh, experts)
+
+
+def _initialized_experts(num_instances: int, num_dense_replicas: int) -> DataParallelGroups:
+    mesh, whole = parallel_state.get_expert_data_parallel_mesh(), parallel_state.get_expert_data_parallel_group()
+    of_instances = num_instances > 1 and mesh.ndim == 2
+    return DataParallelGroups(
+        whole,  # type: ignore[arg-type]
+        mesh.get_group(1) if of_instances else whole,  # type: ignore[arg-type]
+        mesh.get_group(0) if of_instances else None,
+        mesh if of_instances == (mesh.ndim == 2) else None,
+        num_dense_replicas=num_dense_replicas,
+    )

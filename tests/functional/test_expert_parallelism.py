@@ -51,9 +51,9 @@ def _sizes(layout: Layout) -> dict[str, int]:
     }
 
 
-def _fields(balancing: str, dispatcher: str = "alltoall") -> dict[str, Any]:
-    # Bounds of capacity are those of a rank's tokens, which context-parallel ranks do not share.
-    return {**_EVEN, "moe_token_dispatcher_type": dispatcher, "moe_expert_capacity_factor": None}
+def _fields(balancing: str) -> dict[str, Any]:
+    # Context-parallel ranks have a capacity of their own.
+    return {**_EVEN, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": None}
 
 
 def _trained(
@@ -62,7 +62,7 @@ def _trained(
     """Trains on this rank's part of the data; returns the whole model's numbers."""
     parallel_state.initialize_model_parallel(**_sizes(layout), **sizes)
     degrees = {**_sizes(layout), **{n: s for n, s in sizes.items() if n == "expert_tensor_parallel_size"}}
-    module = gpt_with_experts(balancing, per_token, **_fields(balancing), **degrees, **fields)
+    module = gpt_with_experts(balancing, per_token, **{**_fields(balancing), **degrees, **fields})
     model, training = wrap_model(module, module.config, ddp_config(wrapper)), _training(per_token)
     replica = parallel_state.get_data_parallel_rank()
     described = model.describe()

@@ -124,6 +124,8 @@ def _replicas_of(rank: int, first: dict[tuple[int, ...], float]) -> tuple[int, .
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_an_expert_on_one_rank_has_the_mean_over_all(setting, per_token):
+    if per_token and "averaged" in setting:
+        pytest.skip("sums are not averaged")
     run_distributed(_trains, 2, setting, {"expert_model_parallel_size": 2}, per_token)
 
 
