@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
-from ..dtypes import Dtype, as_dtype
-from ..errors import ParallelConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_choices, check_range
+from ..base.dtypes import Dtype, as_dtype
+from ..base.errors import ParallelConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
 T = TypeVar("T")

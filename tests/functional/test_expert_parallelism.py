@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.base.local_parts import local_part
 from core.dist_checkpointing.flat_range import whole, whole_view
 from core.distributed import finalize_model_grads, wrap_model
-from core.local_parts import local_part
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.context_parallel import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close

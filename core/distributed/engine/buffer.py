@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ...base.host_memory import ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
-from ...host_memory import ReusedMemory, transient_memory
 from ..plan import PieceKind, PiecePlan, Plan
 from .grad_slot import GradSlot
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ... import parallel_state
-from ...errors import ParallelConfigError, WrapError
+from ...base.errors import ParallelConfigError, WrapError
 from ..groups import DataParallelGroups, is_expert_parameter
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ... import device
-from ...errors import ParallelConfigError
+from ...base import device
+from ...base.errors import ParallelConfigError
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups

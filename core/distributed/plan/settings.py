@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ... import device, parallel_state
+from ... import parallel_state
+from ...base import device
+from ...base.dtypes import LOW_PRECISION, as_dtype, dtype_name
+from ...base.errors import ParallelConfigError, warn_once
+from ...base.micro_batch_tree import odd_part
 from ...comm import streams
-from ...dtypes import LOW_PRECISION, as_dtype, dtype_name
-from ...errors import ParallelConfigError, warn_once
-from ...micro_batch_tree import odd_part
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ParallelConfigError, WrapError
+from ...base.errors import ParallelConfigError, WrapError
 from ...tensor_parallel.initialization import ParameterOwner
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig

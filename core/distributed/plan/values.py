@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ...micro_batch_tree import MicroBatchTree
+from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import shards_parameters
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine

@@ -8,8 +8,8 @@ from operator import attrgetter
 
 import torch
 
-from ...dtypes import SHORT_NAMES, dtype_name
-from ...text import fold_numbered, numbered_name
+from ...base.dtypes import SHORT_NAMES, dtype_name
+from ...base.text import fold_numbered, numbered_name
 from ..plan.parts import Kind, Traffic
 from .facts import RANGE, Held, ModelFacts, UnitFacts
 

@@ -109,7 +109,7 @@ class _Exchange(torch.autograd.Function):
         ctx.sizes = received, sent, group
         arrived = rows.new_empty(sum(received), rows.shape[1])
         what = "tokens on the way to experts and back"
-        all_to_all_by_backend(arrived, rows.contiguous(), group, what=what, received=received, sent=sent)
+        all_to_all_by_backend(arrived, rows.contiguous(), group, what=what, sizes=(received, sent))
         return arrived
 
     @staticmethod

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import parallel_state
-from ...errors import ParallelConfigError
-from ...megatron_names import refuse
+from ...base.errors import ParallelConfigError
+from ...base.megatron_names import refuse
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
 from ...tensor_parallel.groups import Group, expert_tensor_group, group_size, resolve_group
 from ...tensor_parallel.mappings import (

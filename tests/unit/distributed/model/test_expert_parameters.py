@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError
+from core.base.local_parts import local_part
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -18,8 +20,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.errors import ParallelConfigError
-from core.local_parts import local_part
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.process_groups_config import ProcessGroupCollection
 from tests.unit._spawn import run_distributed

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError
 from core.tensor_parallel.initialization import initialize_parameters
 from core.tensor_parallel.partition import copy_partition
 from core.transformer.moe import MoELayer
