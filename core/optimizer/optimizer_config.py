@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from ..base.errors import ConfigError
 from ..base.megatron_names import takes_megatron_fields
 from ..base.ranges import check_choices, check_range
+from .newton_schulz import COEFFICIENTS, PRESETS, CoefficientType, Precision, Preset, ScaleMode, recipe_of
 
 OPTIMIZERS = ("adam", "sgd", "muon")
 

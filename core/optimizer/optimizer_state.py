@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..base.errors import CheckpointError
 from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import held_boxes
+from ..dist_checkpointing.flat_range import held_boxes, whole
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .muon import Muon

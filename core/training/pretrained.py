@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, ConfigError
+from ..base.files import brief
 from ..dist_checkpointing import load, load_metadata
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.foreign_layout import Recipe, Run, load_foreign

@@ -14,7 +14,12 @@ from ...base.errors import ConfigError, DataError, ParallelConfigError
 from ...base.megatron_names import checks_arguments, refuse
 from ...base.ranges import check_positive
 from ...process_groups_config import ProcessGroupCollection
-from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
+from ...tensor_parallel.initialization import (
+    deferred_initialization,
+    draw_init_seed,
+    initialize_parameters,
+    mark_parameter,
+)
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
