@@ -147,7 +147,10 @@ class InitialValues:
         self._receive()
 
     def _draw(self) -> None:
-        if not self._drawn:
+        is_drawing = bool(self._drawn)
+        if self._follows_first and len({*self._group_of.values()}) > 1:  # ranks may draw experts alone
+            is_drawing = self._is_any(is_drawing)
+        if not is_drawing:
             return
         seed = share_init_seeds(self._module, self._group) if self._follows_first else root_seed(self._module)
         tensors = _named_tensors(self._module)
@@ -168,6 +171,12 @@ class InitialValues:
             whole = whole.to(device.current_device()).contiguous()
             broadcast_tensors([whole], self._group_of[name])
             copy_shard(whole, tensors[name])
+
+    def _is_any(self, flag: bool) -> bool:
+        """Returns whether a flag is set on any of the ranks that share seeds."""
+        flags = torch.tensor(int(flag), device=device.current_device())
+        all_reduce_by_backend(flags, self._group, what="whether values are drawn", op=dist.ReduceOp.MAX)
+        return bool(flags)
 
     def _agree(
         self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
