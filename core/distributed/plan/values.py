@@ -248,9 +248,10 @@ class Plan:
         of_experts = tuple(piece for piece in unit.pieces if piece.holds_experts)
         if of_experts and self.groups.experts is not None:
             others = replace(unit, pieces=tuple(piece for piece in unit.pieces if not piece.holds_experts))
-            experts = replace(unit, pieces=of_experts)
-            of_others = self.traffic(num_microbatches, others)
-            return of_others + self.over_ranks_of(True).traffic(num_microbatches, experts)
+            over_ranks = self.over_ranks_of(True)
+            again = over_ranks.num_shards if unit.gathered_again_over else 0
+            experts = replace(unit, pieces=of_experts, gathered_again_over=again)
+            return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, experts)
         trained = [piece for piece in unit.pieces if piece.is_trained]
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
         reductions = num_microbatches if self.reduces_every_micro_batch else 1

@@ -86,6 +86,7 @@ def _trains(setting: str, sizes: dict[str, int], per_token: bool, given: bool = 
         OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.0, weight_decay=0.0), [wrapped]
     )
     replicas = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
+    assert {entry.ranks for entry in wrapped.plan.traffic()} == {world, len(replicas)} - {1}
     for step in range(2):
         wrapped.zero_grad_buffer()
         for micro_batch in range(3):
