@@ -58,7 +58,11 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
             f"a tensor of shape {tuple(local.shape)} cannot be viewed like a parameter whose piece on this rank has "
             f"shape {tuple(held.shape)}; give the tensor that belongs to this piece"
         )
-    _refuse_pipeline()
+    if (stages := parallel_state.get_pipeline_model_parallel_world_size()) > 1:
+        raise ParallelConfigError(
+            f"global views know no pipeline stages, and pipeline_model_parallel_size is {stages}: parameters of "
+            "different stages can carry one name; use pipeline_model_parallel_size=1"
+        )
     mesh, placements, shape = _layout(param, local.device.type)
     if mesh is None:
         return value
@@ -173,15 +177,6 @@ def _partition_dim(param: torch.Tensor) -> int:
             f"it takes a dimension from 0 to {param.ndim - 1}"
         )
     return dim
-
-
-def _refuse_pipeline() -> None:
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stages > 1:
-        raise ParallelConfigError(
-            f"global views know no pipeline stages, and pipeline_model_parallel_size is {stages}: parameters of "
-            "different stages can carry one name; use pipeline_model_parallel_size=1"
-        )
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -17,8 +16,8 @@ from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig,
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine, engine_of
 from .layout import BucketLayout, Cut, default_bucket_size, lay_out_unit
-from .parts import PieceKind, PiecePlan, UnitPlan
-from .pieces import Pieces, kind_of_parameter, lay_out_params, reject_unfit_parameter
+from .parts import PiecePlan, UnitPlan
+from .pieces import Pieces, lay_out_params
 from .settings import (
     check_contradictions,
     check_reshard,
@@ -30,13 +29,12 @@ from .settings import (
     whole_settings,
 )
 from .units import (
-    ParameterNames,
     UnitChoice,
-    UnitModules,
     find_units,
     own_parameters,
     plan_transforms,
     transforms_units,
+    unit_of,
 )
 from .values import Plan
 
@@ -93,7 +91,7 @@ def plan_whole(
     """
     settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
     strategy, is_sharded = settings.sharding_strategy, settings.sharding_strategy != "no_shard"
-    num_parts, names = groups.shard.size() if is_sharded else 1, ParameterNames(module)
+    num_parts = groups.shard.size() if is_sharded else 1
     overlaps_grads = _overlaps(settings.overlap_grad_reduce)
     overlaps_params = _overlaps(settings.overlap_param_gather, by_default=is_sharded)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
@@ -113,16 +111,10 @@ def plan_whole(
         )
         return [(layout, "flat") for layout in layouts]
 
-    for param in reversed(list(names.of)):
-        reject_unfit_parameter(names.of[param][0], param, is_gathered=False)
-    kind_of = functools.partial(kind_of_parameter, engine=Engine.FLAT_BUFFERS, settings=settings, num_parts=num_parts)
-
-    def parts_of(param: nn.Parameter) -> int:
-        return groups.of(param).shard.size() if is_sharded else 1
-
-    pieces = Pieces(names, kind_of, settings.param_name_patterns_for_fp32_local_accumulation, parts_of)
-    buckets = pieces.in_buffers([param for param in names.of if param.requires_grad], lay_out_buckets)
-    frozen = pieces.by_rows((param for param in names.of if not param.requires_grad), is_cut=False)
+    pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
+    params = list(pieces.names.of)
+    buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
+    frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
     check_contradictions(config, settings, groups)
     # Gradients travel by bucket, so that modules are looked for only where something is done to them.
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(settings) else []
@@ -165,41 +157,40 @@ def plan_gathered(
     precision = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
     shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
     num_parts = num_shards * (groups.num_replicas if shares_update else 1)
-    names = ParameterNames(module)
-    has_experts = groups.experts is not None
-    found = find_units(module, unit_classes, splits_dtypes=is_fsdp2, splits_experts=has_experts)
-    modules = [*found, UnitModules((module,), ("",))]
+    pieces = Pieces(module, engine, settings, precision, groups=groups, shares_updates=shares_update)
 
-    def parts_of(param: nn.Parameter) -> int:
-        of_param = groups.of(param)
-        return of_param.shard.size() * (of_param.num_replicas if shares_update else 1)
-
-    def kind_of(param: nn.Parameter) -> PieceKind:
-        return kind_of_parameter(param, engine, settings, precision, num_parts, groups.of(param).shard.size())
-
-    pieces = Pieces(names, kind_of, settings.param_name_patterns_for_fp32_local_accumulation, parts_of)
-
-    def pieces_of(unit: UnitModules, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
+    def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
         if is_fsdp2:
             return pieces.by_rows(params)
-        for param in reversed(params):
-            reject_unfit_parameter(names.of[param][0], param, is_gathered=True)
         cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
         return pieces.in_buffers(
-            params, lambda of: [lay_out_unit([p.shape for p in of], parts_of(of[0]), cut, for_high_busbw=pads)]
+            params, lambda of: [lay_out_unit([p.shape for p in of], pieces.num_parts(of[0]), cut, for_high_busbw=pads)]
         )
 
+    has_experts = groups.experts is not None
+    found = [
+        *find_units(module, unit_classes, splits_dtypes=is_fsdp2, splits_experts=has_experts),
+        unit_of((module,), {module: ""}),
+    ]
+    reshards = [*_reshards(found, settings, num_shards, is_fsdp2)]
     units = [
-        _gathered_unit(unit, pieces_of(unit, params), precision, reshard)
-        for unit, params, reshard in zip(
-            modules, own_parameters(modules), _reshards(modules, settings, num_shards, is_fsdp2), strict=True
+        replace(
+            unit,
+            pieces=pieces_of(unit, params),
+            # Only the model's outputs are cast, as `Float16Module` does.
+            precision=precision if unit is found[-1] else replace(precision, output_dtype=None),
+            is_gathered=True,
+            is_freed=reshard is not False,
+            # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
+            kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
         )
+        for unit, params, reshard in zip(found, own_parameters(found), reshards, strict=True)
     ]
     if has_experts:
         _reject_experts_among_neighbours(units)
     check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
-        units = _keep_by_torch(units, modules, settings, num_shards)
+        units = _keep_by_torch(units, settings, num_shards)
     else:
         # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
         is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
@@ -209,7 +200,7 @@ def plan_gathered(
         **common_plan(config, settings, caller, given),
         engine=engine,
         groups=groups,
-        transforms=plan_transforms(modules[:-1], settings),
+        transforms=plan_transforms(units[:-1], settings),
         units=tuple(units),
         reduces_every_micro_batch=settings.reduce_every_micro_batch and (is_fsdp2 or num_parts > 1),
         overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
@@ -221,26 +212,8 @@ def _overlaps(asked: bool | None, by_default: bool = True) -> bool:
     return by_default and device.device_type() == "cuda" if asked is None else asked
 
 
-def _gathered_unit(
-    unit: UnitModules, pieces: tuple[PiecePlan, ...], precision: MixedPrecisionPolicy, reshard: Reshard
-) -> UnitPlan:
-    is_root = not unit.names[0]
-    return UnitPlan(
-        modules=unit.modules,
-        names=unit.names,
-        pieces=pieces,
-        # Only the model's outputs are cast, as `Float16Module` does.
-        precision=precision if is_root else replace(precision, output_dtype=None),
-        is_gathered=True,
-        is_freed=reshard is not False,
-        # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
-        kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
-        is_needed_in_backward=unit.is_needed_in_backward,
-    )
-
-
 def _reshards(
-    units: Sequence[UnitModules], settings: FullyShardedDataParallelConfig, num_shards: int, is_fsdp2: bool
+    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, is_fsdp2: bool
 ) -> Iterator[Reshard]:
     """Yields for each unit whether it is freed after its forward: False, True, or the number of ranks that keep it.
 
@@ -301,21 +274,18 @@ def _keep_in_slots(
 
 
 def _keep_by_torch(
-    units: Sequence[UnitPlan],
-    modules: Sequence[UnitModules],
-    settings: FullyShardedDataParallelConfig,
-    num_shards: int,
+    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int
 ) -> list[UnitPlan]:
     """Decides which units FSDP2 keeps from one micro-batch to the next, and which a backward gathers again."""
     keeps = settings.keep_gathered_between_micro_batches
     if keeps == "ends" and settings.reduce_every_micro_batch:
         keeps = "none"
-    ends = units_at_the_ends(modules[:-1])
+    ends = [*units_at_the_ends(units[:-1]), units[-1]]
     trained = [param.places[0] for unit in units for p in unit.pieces if p.is_trained for param in p.params]
     kept = []
-    for unit, of_unit in zip(units, modules, strict=True):
+    for unit in units:
         is_root, is_needed = unit is units[-1], unit.is_needed_in_backward
-        is_kept = keeps == "all" or (keeps == "ends" and (is_root or of_unit in ends))
+        is_kept = keeps == "all" or (keeps == "ends" and unit in ends)
         # Backward begins with the root, and runs from the loss to the first trained weight.
         last = max((param.places[0] for param in unit.params), default=-1)
         is_reached = is_root or (bool(trained) and last >= min(trained))
@@ -326,7 +296,7 @@ def _keep_by_torch(
     return kept
 
 
-def units_at_the_ends(units: Sequence[UnitModules]) -> list[UnitModules]:
+def units_at_the_ends(units: Sequence[UnitPlan]) -> list[UnitPlan]:
     """Returns the units that a micro-batch begins and ends with, and those that no backward gathers.
 
     The first is in memory when a backward ends and a forward begins, the last when a forward ends and a backward

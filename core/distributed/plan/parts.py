@@ -159,10 +159,12 @@ class UnitPlan:
     """
 
     modules: tuple[nn.Module, ...] = ()
-    """Its parameters are whole while one of them runs; empty for a bucket."""
+    """Usually one. The unit's parameters are whole while one of them runs; empty for a bucket."""
     names: tuple[str, ...] = ()
     """Name of each module in the model; empty for the model itself."""
-    pieces: tuple[PiecePlan, ...]
+    is_minority: bool = False
+    """Split off from another unit, or the model, because of its dtype."""
+    pieces: tuple[PiecePlan, ...] = ()
     """The unit's parameters, except those of units before it."""
     precision: MixedPrecisionPolicy = NO_CASTS
     """Dtypes of the modules. Units cast their inputs; only the model casts outputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,36 +32,64 @@ class Pieces:
     """Makes the pieces of a model's units, one unit after the other.
 
     Args:
-        names: of the model's parameters.
-        kind_of: returns what a parameter must have in common with the others of its piece.
-        fp32_patterns: names, or ``all``, of parameters whose gradients accumulate in fp32 memory of their own.
-        num_parts: returns the number of ranks that share a parameter's update.
+        precision: the dtypes of computation and reduction; without casts each parameter keeps its own.
+        groups: the ranks that share parameters or their updates, and those of experts.
+        shares_updates: ranks with the same shard share its update.
     """
 
     def __init__(
         self,
-        names: ParameterNames,
-        kind_of: Callable[[nn.Parameter], PieceKind],
-        fp32_patterns: Sequence[str],
-        num_parts: Callable[[nn.Parameter], int],
+        module: nn.Module,
+        engine: Engine,
+        settings: DistributedDataParallelConfig,
+        precision: MixedPrecisionPolicy = NO_CASTS,
+        *,
+        groups: DataParallelGroups,
+        shares_updates: bool = False,
     ) -> None:
-        self._names, self._kind_of, self._fp32_patterns, self._num_parts = names, kind_of, fp32_patterns, num_parts
+        self.names, self._groups, self._shares_updates = ParameterNames(module), groups, shares_updates
+        self._is_sharded, self._is_gathered = settings.sharding_strategy != "no_shard", settings.shards_parameters
+        self._fp32_patterns = settings.param_name_patterns_for_fp32_local_accumulation
+        self._kind_over = partial(
+            kind_of_parameter,
+            engine=engine,
+            settings=settings,
+            precision=precision,
+            num_parts=self._num_parts_over(groups),
+        )
         # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
         self._buffers: dict[PieceKind, list[PiecePlan]] = {}
+
+    def num_parts(self, param: nn.Parameter) -> int:
+        """Returns the number of ranks that share a parameter's update."""
+        return self._num_parts_over(self._groups.of(param))
+
+    def _num_parts_over(self, groups: DataParallelGroups) -> int:
+        if not self._is_sharded:
+            return 1
+        return groups.shard.size() * (groups.num_replicas if self._shares_updates else 1)
+
+    def _kind_of(self, param: nn.Parameter) -> PieceKind:
+        return self._kind_over(param, num_param_shards=self._groups.of(param).shard.size() if self._is_gathered else 1)
 
     def in_buffers(self, params: Sequence[nn.Parameter], lay_out_kind: LayOut) -> tuple[PiecePlan, ...]:
         """Puts a unit's parameters into one buffer for each kind, behind those of earlier units.
 
         Args:
             params: in order of construction; buffers have them in reverse order.
+
+        Raises:
+            WrapError: a parameter that cannot be moved into a flat buffer, or whose readers cannot be made to wait.
         """
         pieces = []
+        for param in reversed(params):
+            self._reject_unfit(param)
         for kind, of_kind in _grouped(reversed(params), self._kind_of).items():
             buckets = self._buffers.setdefault(kind, [])
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
             for layout, cut in lay_out_kind(of_kind):
                 members = [
-                    self._plan_of(of_kind[i], kind, cut, layout.bounds(place, self._num_parts(of_kind[i])))
+                    self._plan_of(of_kind[i], kind, cut, layout.bounds(place, self.num_parts(of_kind[i])))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
                 ]
                 moved = replace(layout, start=first + layout.start, end=first + layout.end)
@@ -88,7 +117,7 @@ class Pieces:
         )
 
     def _plan_of(self, param: nn.Parameter, kind: PieceKind, cut: Cut, bounds: tuple[int, ...]) -> ParamPlan:
-        names, places = self._names.of[param], self._names.places
+        names, places = self.names.of[param], self.names.places
         has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
         return ParamPlan(
             names=names,
@@ -99,6 +128,17 @@ class Pieces:
             cut=cut if len(bounds) > 2 else "whole",
             bounds=bounds,
         )
+
+    def _reject_unfit(self, param: nn.Parameter) -> None:
+        name = self.names.of[param][0]
+        if isinstance(param, DTensor):
+            raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
+        if self._is_gathered and not can_be_pending(param):
+            raise WrapError(
+                f"parameter {name} is a {type(param).__name__}, and FullyShardedDataParallel makes readers of a "
+                "parameter wait by its class, nn.Parameter; make it an nn.Parameter, or use "
+                "TorchFullyShardedDataParallel"
+            )
 
 
 def kind_of_parameter(
@@ -183,24 +223,9 @@ def full_param_layout(
     )
 
 
-def reject_unfit_parameter(name: str, param: nn.Parameter, is_gathered: bool) -> None:
-    """Raises where a parameter cannot be moved into a flat buffer.
-
-    Args:
-        is_gathered: the buffer is of shards, so that readers of the parameter have to wait for it.
-
-    Raises:
-        WrapError: names the parameter, and what takes it.
-    """
-    if isinstance(param, DTensor):
-        raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
-    if hasattr(param, "has_buffer"):
-        raise WrapError(f"parameter {name} is in the buffers of a wrapper already; wrap the plain model")
-    if is_gathered and not can_be_pending(param):
-        raise WrapError(
-            f"parameter {name} is a {type(param).__name__}, and FullyShardedDataParallel makes readers of a parameter "
-            "wait by its class, nn.Parameter; make it an nn.Parameter, or use TorchFullyShardedDataParallel"
-        )
+def is_expert_parameter(parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def _local_shape(param: nn.Parameter) -> tuple[int, ...]:

@@ -43,6 +43,26 @@ _BUFFER_FIELDS = (
     "average_in_collective",
 )
 
+_NOT_OF_FSDP2: dict[str, tuple[tuple[Any, ...], str]] = {
+    "reduce_scatter_with_fp32_accumulation": (
+        (),
+        "which adds fp16 and bf16 gradients in fp32 while it sends them as they are, and FSDP2 cannot; drop it, or "
+        "set grad_reduce_in_fp32, which sends them in fp32",
+    ),
+    "param_name_patterns_for_fp32_local_accumulation": (
+        (),
+        "which adds up gradients in fp32 before they are reduced in their own precision, and FSDP2 cannot; drop it, "
+        "or set grad_reduce_in_fp32",
+    ),
+    "outer_dp_sharding_strategy": (
+        ("no_shard",),
+        "and FSDP2 replicates shards over optimizer instances; drop it, or use FullyShardedDataParallel",
+    ),
+    "shard_cut": (("auto", "rows"), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
+    "shard_cut_overrides": ((), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
+}
+"""Values of settings that FSDP2 takes, in addition to empty ones, and what is wrong with the others."""
+
 
 def whole_settings(
     ddp_config: DistributedDataParallelConfig, config: Any, module: nn.Module, caller: str, finish_in_backward: bool
@@ -100,27 +120,11 @@ def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShard
             f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
             f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
         )
-    if ddp_config.reduce_scatter_with_fp32_accumulation:
-        raise ParallelConfigError(
-            "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32 while it sends them as they "
-            "are, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32, which sends them in fp32"
-        )
-    if ddp_config.param_name_patterns_for_fp32_local_accumulation:
-        raise ParallelConfigError(
-            "param_name_patterns_for_fp32_local_accumulation adds up gradients in fp32 before they are reduced in "
-            "their own precision, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32"
-        )
     settings = _settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
-    if settings.outer_dp_sharding_strategy != "no_shard":
-        raise ParallelConfigError(
-            f"outer_dp_sharding_strategy is {settings.outer_dp_sharding_strategy!r}, and FSDP2 replicates shards over "
-            "optimizer instances; drop it, or use FullyShardedDataParallel"
-        )
-    if settings.shard_cut not in ("auto", "rows") or settings.shard_cut_overrides:
-        raise ParallelConfigError(
-            f"shard_cut is {settings.shard_cut!r} with overrides {list(settings.shard_cut_overrides)}, and FSDP2 "
-            "always cuts by rows; drop it, or use FullyShardedDataParallel"
-        )
+    for name, (taken, why) in _NOT_OF_FSDP2.items():
+        value = getattr(settings, name)
+        if value and value not in taken:
+            raise ParallelConfigError(f"{name} is {value!r}, {why}")
     if without_effect := [name for name in _BUFFER_FIELDS if getattr(settings, name)]:
         warn_once(
             f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +16,9 @@ from ...tensor_parallel.initialization import ParameterOwner
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import is_expert_parameter
-from .parts import UnitTransform
+from .parts import UnitPlan, UnitTransform
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
-
-
-@dataclass(frozen=True)
-class UnitModules:
-    """Modules whose parameters are gathered and reduced together; usually one module. A plan lists inner units first.
-
-    Attributes:
-        modules: the modules; a module in several places is here once.
-        names: of each module, below the root.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    is_minority: bool = False
-    """Split off from another unit, or the root, because of its dtype, or because it has experts."""
-
-    @property
-    def is_needed_in_backward(self) -> bool:
-        """False if the unit's backward reads no weight, as in an embedding: the unit is gathered only once."""
-        return any(getattr(module, "weights_used_in_backward", True) for module in self.modules)
 
 
 UnitChoice = type[nn.Module] | nn.Module
@@ -48,7 +27,7 @@ UnitChoice = type[nn.Module] | nn.Module
 
 def find_units(
     root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True, splits_experts: bool = False
-) -> list[UnitModules]:
+) -> list[UnitPlan]:
     """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 
     - The outermost modules that are instances of one of ``classes`` are units.
@@ -79,16 +58,16 @@ def find_units(
         chosen = [module for module in chosen if not _is_read_outside(module, owners)]
         owners = _owners_of_parameters(root, chosen)
     names = {module: name for name, module in root.named_modules()}
-    units = [_named(modules, names) for modules in _unite_sharers(chosen, owners)]
+    units = [unit_of(modules, names) for modules in _unite_sharers(chosen, owners)]
     return [
         part
-        for unit in (*units, _named((root,), names))
+        for unit in (*units, unit_of((root,), names))
         for part in (*(_minority_units(unit, owners, names, splits_experts) if splits_dtypes else ()), unit)
         if part.modules != (root,)
     ]
 
 
-def own_parameters(units: Iterable[UnitModules]) -> Iterator[list[nn.Parameter]]:
+def own_parameters(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:
     """Yields for each unit the parameters that no unit before it has."""
     taken: set[nn.Parameter] = set()
     for unit in units:
@@ -97,8 +76,14 @@ def own_parameters(units: Iterable[UnitModules]) -> Iterator[list[nn.Parameter]]
         yield own
 
 
-def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> UnitModules:
-    return UnitModules(modules, tuple(names[module] for module in modules))
+def unit_of(modules: tuple[nn.Module, ...], names: Mapping[nn.Module, str], *, is_minority: bool = False) -> UnitPlan:
+    """Returns the unit of these modules, without what is decided later about it."""
+    return UnitPlan(
+        modules=modules,
+        names=tuple(names[module] for module in modules),
+        is_minority=is_minority,
+        is_needed_in_backward=any(getattr(module, "weights_used_in_backward", True) for module in modules),
+    )
 
 
 _Kind = tuple[torch.dtype, bool]
@@ -106,8 +91,8 @@ _Kind = tuple[torch.dtype, bool]
 
 
 def _minority_units(
-    unit: UnitModules, owners: _Owners, names: dict[nn.Module, str], splits_experts: bool
-) -> Iterator[UnitModules]:
+    unit: UnitPlan, owners: _Owners, names: dict[nn.Module, str], splits_experts: bool
+) -> Iterator[UnitPlan]:
     """Returns the modules that hold the unit's own trainable parameters of each kind but the commonest dense one."""
     holders: dict[_Kind, list[nn.Module]] = defaultdict(list)
     elements: Counter[_Kind] = Counter()
@@ -145,7 +130,7 @@ def _minority_units(
     stays = outer or [kind for kind, _ in dense.most_common(1)]
     for kind, modules in holders.items():
         if kind not in stays:
-            yield replace(_named(tuple(modules), names), is_minority=True)
+            yield unit_of(tuple(modules), names, is_minority=True)
 
 
 def _listed(kinds: Iterable[_Kind]) -> str:
@@ -263,9 +248,7 @@ class ParameterNames:
         self.places = {name: place for place, name in enumerate([*names, *borrowers])}
 
 
-def plan_transforms(
-    units: Sequence[UnitModules], settings: DistributedDataParallelConfig
-) -> tuple[UnitTransform, ...]:
+def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
     """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
     Skips single-layer units (an embedding, a projection), where recomputing saves nothing, units whose backward reads
@@ -318,7 +301,7 @@ def _is_one_layer(module: nn.Module) -> bool:
     return is_torchs or isinstance(module, ParameterOwner)
 
 
-def _reject_own_recomputation(units: Iterable[UnitModules], activation_checkpointing: str) -> None:
+def _reject_own_recomputation(units: Iterable[UnitPlan], activation_checkpointing: str) -> None:
     for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
         granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
         if granularity is not None:

@@ -151,7 +151,7 @@ def _handles_of_extra_gradients() -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, bf16=True), [model])
     assert optimizer.step()[0]
     fsdp2 = DistributedDataParallelConfig(**{PATTERNS: ("all",)})
-    with pytest.raises(ParallelConfigError, match=f"{PATTERNS} adds up gradients in fp32.*FSDP2 cannot"):
+    with pytest.raises(ParallelConfigError, match=f"{PATTERNS} is .*adds up gradients in fp32.*FSDP2 cannot"):
         TorchFullyShardedDataParallel(SimpleNamespace(), fsdp2, _model())
 
 
