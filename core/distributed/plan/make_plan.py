@@ -168,10 +168,8 @@ def plan_gathered(
         )
 
     has_experts = groups.experts is not None
-    found = [
-        *find_units(module, unit_classes, splits_dtypes=is_fsdp2, splits_experts=has_experts),
-        unit_of((module,), {module: ""}),
-    ]
+    found = find_units(module, unit_classes, splits_dtypes=is_fsdp2, splits_experts=has_experts)
+    found.append(unit_of((module,), {module: ""}))
     reshards = [*_reshards(found, settings, num_shards, is_fsdp2)]
     units = [
         replace(

@@ -18,7 +18,7 @@ from ...base.local_parts import local_part
 from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from ..groups import is_expert_parameter
+from ..groups import DataParallelGroups, is_expert_parameter
 from ..torch_fully_sharded_data_parallel_config import Engine
 from .layout import BucketLayout, Cut, FullParamLayout, bounds_by_rows, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
@@ -108,7 +108,7 @@ class Pieces:
                         param,
                         kind,
                         "rows",
-                        bounds_by_rows(_local_shape(param), self._num_parts(param) if is_cut else 1),
+                        bounds_by_rows(_local_shape(param), self.num_parts(param) if is_cut else 1),
                     )
                     for param in of_kind
                 ),
@@ -221,11 +221,6 @@ def full_param_layout(
         )
         for of in kinds.values()
     )
-
-
-def is_expert_parameter(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
-    return not getattr(parameter, "allreduce", True)
 
 
 def _local_shape(param: nn.Parameter) -> tuple[int, ...]:
