@@ -129,13 +129,13 @@ class _BaseDataParallel(nn.Module, ABC):
             options: as of `plan_model`.
 
         Raises:
-            WrapError: the model is wrapped already, has experts, or cannot be wrapped.
+            WrapError: the model is wrapped already or cannot be wrapped.
             ParallelConfigError: from `plan_model`.
         """
         reject_wrapped(module, (_BaseDataParallel,))
-        reject_expert_parameters(module, config)
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(cls.__name__, instances, ranks, pg_collection)
+        reject_expert_parameters(module, config, groups)
         reject_unfit(module)
         classes = DEFAULT_UNIT_CLASSES if unit_classes is None else unit_classes
         return plan_model(
@@ -343,9 +343,11 @@ class _BaseDataParallel(nn.Module, ABC):
         """
         self.settle_parameters()
         broadcast_tensors(self.module.buffers(), self.process_group)
-        replicas = self.plan.groups.replicate if self.plan.shards_parameters else self.process_group
-        if replicas is not None:
-            broadcast_tensors(self.held_tensors()["parameters"], replicas)
+        for tensor in self.held_tensors()["parameters"]:
+            groups = self.plan.groups.of(tensor)
+            replicas = groups.replicate if self.plan.shards_parameters else groups.whole
+            if replicas is not None:
+                broadcast_tensors([tensor], replicas)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

@@ -89,13 +89,14 @@ class FullyShardedDataParallel(_FlatDataParallel):
         plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
         with replaced_parameters_marked(module):
-            start = InitialValues(module, self.process_group, from_first_rank=plan.equalizes)
+            start = InitialValues(module, plan.groups, from_first_rank=plan.equalizes)
             start.equalize()
             start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
         device = next((param.device for param in named.values()), current_device())
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
-        reductions = twin_group(plan.groups.shard) if plan.num_shards > 1 else plan.groups.shard
+        has_twins = plan.num_shards > 1
+        reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
         allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
         buffers = [ParamAndGradBuffer(plan, buckets, named, allocate_grads) for buckets in plan.buffers]
         # This rank's shards of the parameters, which the buffers own; fixed.
@@ -119,7 +120,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
             set_pending_view(param, partial(whole_view, param))
-        self._take_buffers(buffers, reductions, lane=int(plan.num_shards > 1))
+        self._take_buffers(buffers, has_own_lane=has_twins)
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False

@@ -89,6 +89,7 @@ class _UnitCollective:
 
     def __init__(self, plan: Plan, unit: UnitPlan) -> None:
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
+        plan = plan.over_ranks_of(unit.holds_experts)
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
         self._registers = plan.registers_memory and collectives.can_register(plan.groups.shard, current_device())

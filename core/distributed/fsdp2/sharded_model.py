@@ -51,7 +51,7 @@ class ShardedModel:
     def __init__(
         self, module: nn.Module, plan: Plan, tree: GradientTree | None = None, *, initializes: bool = True
     ) -> None:
-        start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
+        start = InitialValues(module, plan.groups, from_first_rank=plan.equalizes) if initializes else None
         if start is not None:
             start.equalize()
         self.module = module
