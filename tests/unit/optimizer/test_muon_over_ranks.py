@@ -22,7 +22,6 @@ from core.distributed import (
 )
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrix_owners
-from core.optimizer.optimizer_state import export_momentum, import_momentum
 from core.tensor_parallel.initialization import FusedRows
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -198,26 +197,3 @@ def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, 
     assert load(actual, tmp_path / "second")["optimizer"]["step"] == 2 * STEPS
     wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not wrong, f"{wrong} differ from the serial run"
-
-
-def _goes_to_torch_and_back(wrapper: str, holder: str, expected: dict[str, Tensor]) -> list[str]:
-    settings = {"muon_momentum_holder": holder}
-    model, optimizer = _run(wrapper, 1, settings)
-    _train(model, optimizer, STEPS)
-    exported = export_momentum(optimizer)
-    _, continued = _run(wrapper, 1, settings)
-    import_momentum(continued, exported)
-    again = export_momentum(continued)
-    return [
-        n for n in expected if not torch.equal(exported[n], expected[n]) or not torch.allclose(again[n], expected[n])
-    ]
-
-
-@pytest.mark.parametrize("holder", ["shards", "owners"])
-@pytest.mark.parametrize("wrapper", ["zero1", "fsdp2"])
-def test_momentum_goes_to_torch_and_back(wrapper: str, holder: str):
-    model, optimizer = _run("serial", 1, {})
-    _train(model, optimizer, STEPS)
-    tensors = optimizer.state_tensors()
-    momenta = {n.partition(".")[2]: t * (1 - 0.95) for n, t in tensors.items() if n.startswith("momentum_buffer.")}
-    assert run_distributed(_goes_to_torch_and_back, 2, wrapper, holder, momenta) == [[], []]
