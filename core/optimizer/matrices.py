@@ -142,39 +142,31 @@ def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonR
 
 
 def describe_matrices(
-    params: Sequence[MainParam],
-    reasons: Mapping[MainParam, str],
-    matrices: Sequence[Matrix],
-    owners: Sequence[int],
-    num_ranks: int,
+    params: Sequence[MainParam], reasons: Mapping[MainParam, str], matrices: Sequence[Matrix], owners: Sequence[int]
 ) -> str:
     """Returns the table of all parameters: matrix, shape, split, owner and optimizer, layers in one row.
 
     Args:
         reasons: as of `choose_optimizers`.
         owners: rank of each matrix.
-        num_ranks: ranks that share the matrices.
     """
-    names = [p.name for p in params if not reasons[p]]
-    owners_of: dict[tuple[str, ...], list[int]] = {}
+    names = [_without_numbers(p.name) for p in params if not reasons[p]]
+    owners_of: dict[tuple[str, ...], set[int]] = {}
     for matrix, owner in zip(matrices, owners, strict=True):
-        name, split = _without_numbers(names[matrix.param]), _without_numbers(matrix.split)
-        row = name, "x".join(map(str, matrix.shape)), split or "whole", "muon"
-        owners_of.setdefault(row, []).append(owner)
+        split = _without_numbers(matrix.split) or "whole"
+        owners_of.setdefault((names[matrix.param], _text(matrix.shape), split, "muon"), set()).add(owner)
     for p in params:
         if reasons[p]:
-            shape = "x".join(map(str, p.param.shape))
-            row = _without_numbers(p.name), shape, reasons[p], "adam"
-            owners_of.setdefault(row, [])
-    rows = [("matrix", "shape", "split or reason", "owners", "optimizer")]
-    for (name, shape, split, optimizer), ranks in owners_of.items():
-        rows.append((name, shape, split, " ".join(map(str, sorted(set(ranks)))) or "-", optimizer))
-    return f"Muon updates {len(matrices)} matrices on {num_ranks} ranks:\n{_aligned(rows)}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+            owners_of.setdefault((_without_numbers(p.name), _text(p.param.shape), reasons[p], "adam"), set())
+    rows = [("matrix", "shape", "split or reason", "optimizer", "owners")]
+    rows += [(*row, " ".join(map(str, sorted(ranks))) or "-") for row, ranks in owners_of.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join((f"Muon updates {len(matrices)} matrices:", *lines))
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _without_numbers(name: str) -> str:

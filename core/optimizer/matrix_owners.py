@@ -118,9 +118,8 @@ class MatrixOwners:
         for matrix, parts in zip(matrices, self._parts, strict=True):
             if sum(part.numel for part in parts) != math.prod(matrix.shape):
                 raise OptimizerError(
-                    f"the ranks that share parameter {[*wholes][matrix.param]} hold parts that do not make up its "
-                    f"matrix {matrix.split} of shape {list(matrix.shape)}; wrap the model so that each element is on "
-                    "one rank and its replicas"
+                    f"the ranks that share parameter {[*wholes][matrix.param]} hold parts that do not make it up; "
+                    "wrap the model so that each element is on one rank and its replicas"
                 )
         costs = [cost(matrix.shape) for matrix in matrices]
         self.owners = assign_owners(costs, [_whole_holders(parts) for parts in self._parts], self.num_ranks)

@@ -96,7 +96,7 @@ class Muon(SkippableRule):
         num_ranks, num_matrices = self._owners.num_ranks, len(self._matrices)
         if num_ranks > num_matrices:
             warn_once(f"{num_ranks} ranks share Muon's update of {num_matrices} matrices, so that some own none")
-        self.table = describe_matrices(params, reasons, self._matrices, self._owners.owners, num_ranks)
+        self.table = describe_matrices(params, reasons, self._matrices, self._owners.owners)
         self._owner_holds_momentum = config.muon_momentum_holder == "owners"
         # Whether momentum that owners hold is with the ranks that hold the elements instead. `share_state` sets it,
         # the next step clears it.
@@ -123,18 +123,17 @@ class Muon(SkippableRule):
                 update_by_adamw(self, group)
         if skips == 1.0:
             return
-        num_buckets, returning = len(self._owners.buckets), None
-        bringing = self._start_bringing(0)
+        num_buckets, bringing = len(self._owners.buckets), self._start_bringing(0)
+        returning: list[Arrival] = []
         for bucket in range(num_buckets):
             matrices = self._take(bringing)
             if bucket + 1 < num_buckets:
                 bringing = self._start_bringing(bucket + 1)
             results = {index: orthogonalize(matrix, self.recipe) for index, matrix in matrices.items()}
-            before, returning = returning, self._owners.start_returning(bucket, results, self._result_dtype)
-            if before is not None:
-                self._apply(bucket - 1, before)
-        if returning is not None:
-            self._apply(num_buckets - 1, returning)
+            returning.append(self._owners.start_returning(bucket, results, self._result_dtype))
+            if bucket:
+                self._apply(bucket - 1, returning.pop(0))
+        self._apply(num_buckets - 1, returning.pop())
         self._is_shared = False
 
     def _start_bringing(self, bucket: int) -> tuple[Arrival, Arrival | None]:
@@ -244,8 +243,7 @@ def _sharing_ranks(params: Sequence[MainParam], tp_group: dist.ProcessGroup | No
     """
     groups: list[dist.ProcessGroup | None] = [tp_group]
     for p in params:
-        wrapper = owner_of(p.param)
-        if wrapper is not None:
+        if (wrapper := owner_of(p.param)) is not None:
             groups.append(wrapper.plan.groups.whole)
         elif isinstance(p.param, DTensor):
             groups.append(whole_group(p.param.device_mesh))
