@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from ..errors import ConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_range
+from ..base.errors import ConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_range
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
 @takes_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """Settings of a dataset; field names are Megatron-LM's where it has them.
+    """Settings of a dataset. Fields have Megatron-LM's names where it has them.
 
     Raises:
         ConfigError: a value is out of range, an option needs `eod` and it is None, or `eod` and `vocab_size` are not

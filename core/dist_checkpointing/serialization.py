@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
-from ..dtypes import DTYPES, dtype_name
-from ..errors import CheckpointError
-from ..text import listed
+from ..base.dtypes import DTYPES, dtype_name
+from ..base.errors import CheckpointError
+from ..base.text import listed
 from .agreement import Ranks
 from .flat_range import FlatRange
 from .format import folders
@@ -155,9 +155,9 @@ def load(
         (problems + absent if strict else problems, stored - state.keys(), len(absent) == len(state))
     )
     if strict:
-        unasked = set.intersection(*(names for _, names, _ in answers))
-        unasked = {name for name in unasked if optional is None or not name.startswith(optional)}
-        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
+        unclaimed = set.intersection(*(names for _, names, _ in answers))
+        unclaimed = {name for name in unclaimed if optional is None or not name.startswith(optional)}
+        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unclaimed)]
     else:
         problems = []
     problems = list(dict.fromkeys([problem for of_rank, _, _ in answers for problem in of_rank] + problems))

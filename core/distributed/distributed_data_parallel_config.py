@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import GradSyncError, ParallelConfigError, warn_once
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_range
+from ..base.errors import GradSyncError, ParallelConfigError, warn_once
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
@@ -122,11 +122,12 @@ class DistributedDataParallelConfig:
     numbers, as dropout does. None: torch's setting, 1."""
 
     def __post_init__(self) -> None:
-        if self.data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
-            raise ParallelConfigError(
-                f"data_parallel_sharding_strategy is {self.data_parallel_sharding_strategy!r}; "
-                f"it takes one of {', '.join(SHARDING_STRATEGIES)}"
-            )
+        check_choices(
+            self,
+            error=ParallelConfigError,
+            data_parallel_sharding_strategy=SHARDING_STRATEGIES,
+            activation_checkpointing=("none", "full", "selective"),
+        )
         divisor = "a positive number that divides the data-parallel size"
         check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
         check_range(self, "bucket_size", "num_buckets", least=1, error=ParallelConfigError)
@@ -165,19 +166,12 @@ class DistributedDataParallelConfig:
             )
 
     def _check_units(self) -> None:
-        if self.activation_checkpointing not in ("none", "full", "selective"):
-            raise ParallelConfigError(
-                f"activation_checkpointing is {self.activation_checkpointing!r}; it takes none, full or selective"
-            )
         interval = self.activation_checkpointing_interval
         if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
             raise ParallelConfigError(
                 f"activation_checkpointing_interval is {interval} with activation_checkpointing "
                 f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
             )
-        self._check_memory_budget()
-
-    def _check_memory_budget(self) -> None:
         budget = self.activation_memory_budget
         if budget is None:
             return

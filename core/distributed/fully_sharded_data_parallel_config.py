@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar
 
-from ..dtypes import Dtype, as_dtype
-from ..errors import ParallelConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_range
+from ..base.dtypes import Dtype, as_dtype
+from ..base.errors import ParallelConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,6 @@ class ShardCut:
     kind: Literal["auto", "flat", "rows", "tensor", "block"]
     block: int = 1
     """Elements."""
-
-    def __str__(self) -> str:
-        return f"block:{self.block}" if self.kind == "block" else self.kind
 
 
 Reshard = bool | int
@@ -149,28 +149,20 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 )
         names, takes = ("forward_prefetch", "backward_prefetch"), "0 (off) or a positive number"
         check_range(self, *names, least=0, takes=takes, error=ParallelConfigError)
-        parse_overrides(self.reshard_overrides)
-        parse_cut(self.shard_cut, "shard_cut")
-        parse_cut_overrides(self.shard_cut_overrides)
+        self.reshard_of("", True)
+        self.cut_of("")
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             as_dtype(getattr(self, field), field)
-        if (
-            self.reduce_dtype is not None
-            and self.grad_reduce_in_fp32
-            and as_dtype(self.reduce_dtype) != as_dtype("fp32")
-        ):
+        if self.grad_reduce_in_fp32 and as_dtype(self.reduce_dtype) not in (None, as_dtype("fp32")):
             raise ParallelConfigError(
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
-        if self.outer_dp_sharding_strategy not in ("no_shard", "optim"):
-            raise ParallelConfigError(
-                f"outer_dp_sharding_strategy is {self.outer_dp_sharding_strategy!r}; it takes no_shard or optim"
-            )
-        if self.keep_gathered_between_micro_batches not in ("none", "ends", "all"):
-            raise ParallelConfigError(
-                f"keep_gathered_between_micro_batches is {self.keep_gathered_between_micro_batches!r}; it takes none, "
-                "ends or all"
-            )
+        check_choices(
+            self,
+            error=ParallelConfigError,
+            outer_dp_sharding_strategy=("no_shard", "optim"),
+            keep_gathered_between_micro_batches=("none", "ends", "all"),
+        )
         if self.keep_gathered_between_micro_batches == "all" and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
         ):
@@ -180,55 +172,56 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"{list(self.reshard_overrides)}; drop one of the two"
             )
 
+    def reshard_of(self, name: str, default: Reshard) -> Reshard:
+        """Returns the value of `reshard_overrides` for the module `name`, else `default`.
 
-def parse_cut(value: str, field: str) -> ShardCut:
-    """Returns the cut that a setting names.
+        Raises:
+            ParallelConfigError: an entry that is not of the form ``"PATTERN=VALUE"``.
+        """
+        takes = "True, False or a number, as decoder.layers.0=False"
+        return _override("reshard_overrides", self.reshard_overrides, _parse_reshard, takes, name, default)
 
-    Raises:
-        ParallelConfigError: none of the known cuts.
-    """
+    def cut_of(self, name: str) -> ShardCut:
+        """Returns the cut of the module `name`: that of `shard_cut_overrides`, else `shard_cut`.
+
+        Raises:
+            ParallelConfigError: a cut that there is not, or an entry that is not of the form ``"PATTERN=CUT"``.
+        """
+        default = parse_cut(self.shard_cut)
+        if default is None:
+            raise ParallelConfigError(f"shard_cut is {self.shard_cut!r}; a cut is {_CUTS}")
+        takes = f"a cut, as decoder.layers.0=tensor; a cut is {_CUTS}"
+        return _override("shard_cut_overrides", self.shard_cut_overrides, parse_cut, takes, name, default)
+
+
+_CUTS = "auto, flat, rows, tensor, or block:N with N elements, as block:32"
+
+
+def parse_cut(value: str) -> ShardCut | None:
+    """Returns the cut that a setting names; None if there is none of this name."""
     kind, _, block = value.partition(":")
     if value in ("auto", "flat", "rows", "tensor"):
         return ShardCut(value)  # type: ignore[arg-type]
-    if kind == "block" and block.isdecimal() and int(block) > 0:
-        return ShardCut("block", int(block))
-    raise ParallelConfigError(
-        f"{field} is {value!r}; a cut is auto, flat, rows, tensor, or block:N with N elements, as block:32"
-    )
+    return ShardCut("block", int(block)) if kind == "block" and block.isdecimal() and int(block) > 0 else None
 
 
-def parse_cut_overrides(overrides: Sequence[str]) -> list[tuple[str, ShardCut]]:
-    """Returns pairs of a shell pattern for module names and a cut, from ``"PATTERN=CUT"``.
+def _parse_reshard(value: str) -> Reshard | None:
+    if value.isdecimal():
+        return int(value)
+    return {"true": True, "false": False}.get(value.lower())
 
-    Raises:
-        ParallelConfigError: an entry that is not of this form.
-    """
-    found = [entry.rpartition("=") for entry in overrides]
-    for entry, (_, separator, _) in zip(overrides, found, strict=True):
-        if not separator:
+
+def _override(
+    field: str, entries: Sequence[str], parse: Callable[[str], T | None], takes: str, name: str, default: T
+) -> T:
+    """Returns the value of the last entry ``"PATTERN=VALUE"`` whose pattern matches `name`, else `default`."""
+    for entry in entries:
+        pattern, separator, text = entry.rpartition("=")
+        value = parse(text) if separator else None
+        if value is None:
             raise ParallelConfigError(
-                f"shard_cut_overrides holds {entry!r}; an entry is a pattern of module names, '=', and a cut, as "
-                "decoder.layers.0=tensor"
+                f"{field} holds {entry!r}; an entry is a pattern of module names, '=', and {takes}"
             )
-    return [(pattern, parse_cut(value, f"shard_cut_overrides for {pattern!r}")) for pattern, _, value in found]
-
-
-def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:
-    """Returns pairs of a shell pattern for module names and a value, from ``"PATTERN=VALUE"``.
-
-    Raises:
-        ParallelConfigError: an entry that is not of this form.
-    """
-    return [_parse_override(entry) for entry in overrides]
-
-
-def _parse_override(entry: str) -> tuple[str, Reshard]:
-    pattern, separator, value = entry.rpartition("=")
-    if separator and value.lower() in ("true", "false"):
-        return pattern, value.lower() == "true"
-    if separator and value.isdecimal():
-        return pattern, int(value)
-    raise ParallelConfigError(
-        f"reshard_overrides holds {entry!r}; an entry is a pattern of module names, '=', and True, False or a number, "
-        "as decoder.layers.0=False"
-    )
+        if fnmatchcase(name, pattern):
+            default = value
+    return default

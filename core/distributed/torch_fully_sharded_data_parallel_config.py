@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from ..megatron_names import takes_megatron_fields
+from ..base.megatron_names import takes_megatron_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShardstackError
+from ..base.errors import ShardstackError
 
 UNREADABLE = (
     "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, or keeps it in "

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..tensor_parallel.initialization import FusedRows
 from .main_params import MainParam
 from .newton_schulz import MuonRecipe

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.errors import OptimizerError
 from ..comm.collectives import all_to_all_by_backend
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.flat_range import held_boxes
-from ..errors import OptimizerError
 from .matrices import Matrix
 from .newton_schulz import cost
 

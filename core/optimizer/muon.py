@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
+from ..base.device import current_device
+from ..base.errors import ParallelConfigError, warn_once
 from ..comm.host_read import known_on_host
-from ..device import current_device
 from ..distributed.groups import whole_group
 from ..distributed.parameter_owner import owner_of
-from ..errors import ParallelConfigError, warn_once
 from .main_params import MainParam
 from .matrices import describe_matrices, matrices_of
 from .matrix_owners import Arrival, MatrixOwners

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 Preset = Literal["moonlight", "keller-jordan", "megatron", "torch"]
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import CheckpointError
+from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.flat_range import held_boxes
-from ..errors import CheckpointError
-from ..megatron_names import absent_method
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig

@@ -12,8 +12,8 @@ from typing import Any, TypedDict, TypeVar
 
 from torch import nn
 
+from ..base.errors import ConfigError
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import ConfigError
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
-from ..local_parts import local_part
+from ..base.errors import ConfigError
+from ..base.local_parts import local_part
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ModuleToFill, init_weights_hook, reset
 from .groups import Group, resolve_group

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..errors import ConfigError, DataError
+from ..base.errors import ConfigError, DataError
 from ..model_parallel_config import ModelParallelConfig
 from .groups import Group, check_degree, group_rank, group_size, per_rank
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred, mark_parameter

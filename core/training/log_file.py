@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .. import device
-from ..errors import CheckpointError, import_extra
-from ..files import BoundsError, parse_json
+from ..base import device
+from ..base.errors import CheckpointError, import_extra
+from ..base.files import BoundsError, parse_json
 
 LOG_FILE = "log.jsonl"
 _CURVE = "The loss curve"
@@ -103,10 +103,10 @@ class OptionalFiles:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._waiting: dict[Path, Callable[[], None]] = {}
+        self._waiting: dict[Path, Callable[[], object]] = {}
         """Functions that write the pending files, by file. `write` adds on failure, `retry` removes on success."""
 
-    def write(self, path: Path, write: Callable[[], None]) -> None:
+    def write(self, path: Path, write: Callable[[], object]) -> None:
         """Calls `write`, which may raise OSError and be called again. `path` is named in messages."""
         try:
             write()

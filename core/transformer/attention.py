@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..megatron_names import checks_arguments
+from ..base.megatron_names import checks_arguments
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_rank, group_size, resolve_group
 from ..tensor_parallel.initialization import FusedRows, mark_parameter

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.initialization import (

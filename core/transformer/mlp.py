@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConfigError
-from ..megatron_names import checks_arguments
+from ..base.errors import ConfigError
+from ..base.megatron_names import checks_arguments
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.initialization import FusedRows, mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

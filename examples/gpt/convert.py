@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pretrained import NO_HASHES, is_hugging_face
 from run_model import load_run_model, load_run_tokenizer
 
+from core.base.errors import CheckpointError, ConfigError
+from core.base.files import write_durably
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import checkpoint_directory, model_state_dict, save
-from core.errors import CheckpointError, ConfigError
-from core.files import write_durably
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
 from core.models.gpt.hf_config import Layout
@@ -30,7 +31,6 @@ from core.training.config import PretrainConfig
 from core.training.config.arguments import parse_call
 from core.training.config.build import NEGATED, OTHER_NAMES, build_config
 from core.training.launch.entry import run_command
-from core.training.pretrained import NO_HASHES, is_hugging_face
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 

@@ -35,7 +35,7 @@ REFUSALS = (
         lambda c: c.average == "in the collective" and c.loss == "per token",
     ),
     Refusal(
-        "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32",
+        "reduce_scatter_with_fp32_accumulation is True, which adds fp16 and bf16 gradients in fp32",
         "FSDP2 has no reduction that sends low precision and adds in fp32",
         lambda c: c.is_fsdp2 and c.policy == "fp32 accumulation",
     ),

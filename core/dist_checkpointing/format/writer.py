@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...files import write_durably
+from ...base.errors import CheckpointError
+from ...base.files import write_durably
 from ..flat_range import held_boxes
 from . import folders
 from .content_hash import box_hash
@@ -130,7 +130,7 @@ class RawWriter:
     def write(
         self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
     ) -> dict[str, TensorEntry]:
-        """Writes this rank's file. Returns its pieces of each tensor; none of a tensor without elements.
+        """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none.
 
         Args:
             offered: what this rank holds.

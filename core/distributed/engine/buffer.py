@@ -8,16 +8,16 @@ collective, and gathered by one. Nothing here decides when.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...base.host_memory import ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
-from ...host_memory import ReusedMemory, transient_memory
-from ..plan import BufferPlan, PiecePlan, Plan
+from ..plan import PieceKind, PiecePlan, Plan
 from .grad_slot import GradSlot
 
 _KEPT_GRADS = 2
@@ -29,13 +29,13 @@ class ParamAndGradBuffer:
 
     Args:
         sharding: the plan of the model: which ranks cut the buffer, and this rank's part.
-        plan: the plan of this buffer.
+        buckets: the buffer's pieces of the plan, which are of one kind.
         params: the model's parameters, by name. Those of `param_data` are moved into it; their old memory is freed
             unless something else refers to it.
         allocate: allocates whole gradients, where buckets release theirs.
 
     Attributes:
-        plan: as given.
+        plan: what all buckets have in common, `PieceKind`.
         param_dtype: dtype of `param_data`, or of `shards`.
         grad_dtype: dtype of whole gradients, in which they are reduced.
         params: in the order of their places.
@@ -56,13 +56,14 @@ class ParamAndGradBuffer:
     def __init__(
         self,
         sharding: Plan,
-        plan: BufferPlan,
+        buckets: Sequence[PiecePlan],
         params: Mapping[str, nn.Parameter],
         allocate: Allocate = transient_memory,
     ) -> None:
+        plan: PieceKind = buckets[0]
         self.plan, self.param_dtype, self.grad_dtype = plan, plan.param_dtype, plan.grad_dtype
-        self.params = [params[param.name] for bucket in plan.buckets for param in bucket.params]
-        self.numel = plan.buckets[-1].layout.end
+        self.params = [params[param.name] for bucket in buckets for param in bucket.params]
+        self.numel = buckets[-1].layout.end
         self.device = self.shard_device = self.params[0].device
         self._pins_memory = False  # pinned, so that copies between host and device overlap with computation
         self.num_grad_shards, self.grad_shard_index = sharding.num_updated_parts, sharding.updated_part
@@ -79,14 +80,14 @@ class ParamAndGradBuffer:
             self.shard_device = torch.device("cpu") if sharding.offloads else self.device
             self._pins_memory = sharding.pins_memory
             self.shards = self.zeros_for_shards(self.numel // sharding.num_shards, plan.param_dtype)
-            reused.update(bucket.elements for bucket in plan.buckets)
+            reused.update(bucket.elements for bucket in buckets)
         self.grad_memory = ReusedMemory(
             plan.grad_dtype,
             self.device,
             most_kept={size: _KEPT_GRADS for size, count in reused.items() if count > 1},
             allocate=allocate,
         )
-        self.buckets = [Bucket(self, bucket, params) for bucket in plan.buckets]
+        self.buckets = [Bucket(self, bucket, params) for bucket in buckets]
 
     @property
     def param_index_map(self) -> dict[nn.Parameter, tuple[int, int, int]]:
@@ -151,7 +152,7 @@ class Bucket:
                 end,
                 buffer.grad_dtype,
                 self._allocate_grads,
-                accumulates_in_fp32=param.name in buffer.plan.accumulated_in_fp32,
+                accumulates_in_fp32=param.accumulates_in_fp32,
             )
             for param, (start, end) in zip(plan.params, plan.layout.ranges, strict=True)
         )
@@ -302,10 +303,3 @@ class Bucket:
         for slot in self.slots:
             slot.complete()
         return self._held_grads()
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Scales the gradient shard and the fp32 accumulators."""
-        shard = self.local_grad_shard
-        shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
-        for accumulator in self.accumulators:
-            accumulator.mul_(factor)

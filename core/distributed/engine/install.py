@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map
 
+from ...base.host_memory import transient_memory
 from ...comm.collectives import Allocate
-from ...host_memory import transient_memory
 from ..groups import neighbour_groups
 from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
@@ -32,7 +32,7 @@ def build_units(
     slots, units = dict[int | None, Slot](), list[Unit]()
     neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     for planned in plan.units:
-        buckets = [buffers[index].buckets[number] for index, number in planned.buckets]
+        buckets = [buffers[p.bucket[0]].buckets[p.bucket[1]] for p in planned.pieces if p.bucket is not None]
         if planned.slot is not None and planned.slot not in slots:
             sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
             slots[planned.slot] = Slot(sizes, allocate)

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
-from ..model.same_model import reject_different_models
-from ..model.unit_transforms import find_forward_methods, transform_units
+from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
 from .collectives import set_collectives
 from .gathered_weights import FreedWeights, GatheredValues
@@ -41,15 +40,13 @@ class ShardedModel:
         state: what torch holds for them.
 
     Raises:
-        WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
+        WrapError: a model that is sharded already, or that cannot be.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
-        reject_different_models(module, plan, [unit.names for unit in plan.units[:-1]])
         start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
         if start is not None:
             start.equalize()
-        transform_units(plan.transforms)
         self.module = module
         self.plan = plan
         shard_model(plan)
@@ -62,7 +59,7 @@ class ShardedModel:
         self._prefetcher = Prefetcher(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.adds_gradient_rows
+                submodule.adds_gradient_rows = plan.lends_gradients
         members = [member for unit in plan.units for member in unit.modules]
         for member, names in find_forward_methods(module, members, plan.forward_methods).items():
             for name in names:

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from ..._torch_compat import fsdp_param_groups
+from ...base._torch_compat import fsdp_param_groups
+from ...base.errors import UnitError, WrapError
+from ...base.local_parts import local_part
 from ...diagnostics.step_marks import mark_as_gathered
-from ...errors import UnitError, WrapError
-from ...local_parts import local_part
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
@@ -38,14 +38,6 @@ def groups_of(module: nn.Module) -> list[Any]:
     """Returns torch's `FSDPParamGroup` of a sharded module's own parameters, as a list of one, or of none."""
     # Without ``_get_fsdp_state`` wrapping raises.
     return fsdp_param_groups(module._get_fsdp_state())  # type: ignore[operator]
-
-
-def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
-    """Returns the collectives of a module; None where it has no parameters of its own."""
-    for group in groups_of(module):  # type: ignore[arg-type]
-        # What `set_custom_all_gather` and `set_custom_reduce_scatter` set. Under other names wrapping raises.
-        return group._all_gather_comm, group._reduce_scatter_comm
-    return None
 
 
 def has_all_reduce_hook(module: FSDPModule) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from ...base.errors import ShardstackError
 from ...comm.host_read import HostRead
-from ...errors import ShardstackError
 
 LARGE_FACTOR = 10.0
 """A gradient's norm is large if it reaches this multiple of the largest norm of its first steps."""

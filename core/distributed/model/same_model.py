@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import device
+from ...base import device
+from ...base.errors import WrapError
+from ...base.text import listed, rank_list
 from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
-from ...errors import WrapError
-from ...text import listed, rank_list
 from ..plan import Plan
 
 Description = dict[str, str]

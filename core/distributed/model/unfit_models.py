@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ... import parallel_state
-from ...errors import ParallelConfigError, WrapError
-from ..plan.make_flat_plan import is_expert_parameter
+from ...base.errors import ParallelConfigError, WrapError
+from ..plan.pieces import is_expert_parameter
 
 
 def reject_unfit(module: nn.Module) -> None:

@@ -22,8 +22,8 @@ from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..._torch_compat import NO_BACKWARD, compiler_cause, current_backward, missing_compiler
-from ...errors import ParallelConfigError, ShardstackError, WrapError
+from ...base._torch_compat import NO_BACKWARD, compiler_cause, current_backward, missing_compiler
+from ...base.errors import ParallelConfigError, ShardstackError, WrapError
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..plan.parts import UnitTransform

@@ -35,6 +35,22 @@ class BucketLayout:
     ranges: tuple[tuple[int, int], ...]
     """``[start, end)`` of each member, counted from the beginning of the bucket."""
 
+    def bounds(self, member: tuple[int, int], num_parts: int) -> tuple[int, ...]:
+        """Returns where equal parts of the bucket cut the parameter in one of `ranges`: see `ParamPlan.bounds`."""
+        (start, end), length = member, (self.end - self.start) // num_parts
+        return (0, *(min(max(length * part, start), end) - start for part in range(1, num_parts)), end - start)
+
+
+FullParamLayout = tuple[tuple[BucketLayout, ...], ...]
+"""The places of a model's parameters in flat buffers, which need not exist yet: the buckets of each buffer."""
+
+
+def bounds_by_rows(shape: Sequence[int], num_parts: int) -> tuple[int, ...]:
+    """Returns where `torch.chunk` cuts the first dimension of a parameter: see `ParamPlan.bounds`."""
+    rows = shape[0] if shape else 1
+    row, chunk = math.prod(shape[1:]), -(-rows // num_parts)
+    return tuple(min(part * chunk, rows) * row for part in range(num_parts + 1))
+
 
 def default_bucket_size(dp_size: int) -> int:
     """Returns elements, as in Megatron-LM: messages large enough for the network also when many ranks share them."""
@@ -93,14 +109,6 @@ def lay_out(
 def round_up(number: int, multiple: int) -> int:
     """Returns the smallest multiple that is not below the number."""
     return -(-number // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class FullParamLayout:
-    """The places of a model's parameters in buffers, which need not exist yet."""
-
-    buckets: tuple[tuple[BucketLayout, ...], ...]
-    """Of each buffer, in the order in which a wrapper makes them."""
 
 
 _MOST_PADDING = 0.01

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..distributed_data_parallel_config import ActivationCheckpointing
 from .layout import BucketLayout, Cut
 
-_NO_CASTS = MixedPrecisionPolicy()
+NO_CASTS = MixedPrecisionPolicy()
 _NO_LAYOUT = BucketLayout(0, 0, (), ())
 
 
@@ -25,8 +25,6 @@ class ParamPlan:
     places: tuple[int, ...]
     """Index of each name in the model's list of parameter names, which is roughly the order of execution."""
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_trained: bool
     accumulates_in_fp32: bool = False
     """Its gradient accumulates over micro-batches in an fp32 tensor of its own."""
     cut: Cut
@@ -55,7 +53,7 @@ class ParamPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceKind:
-    """What the parameters of one piece, and of one buffer, have in common."""
+    """What the parameters of one piece, and of all pieces of a flat buffer, have in common."""
 
     is_trained: bool
     """False if the parameters are frozen and have no gradients."""
@@ -86,8 +84,11 @@ class PiecePlan(PieceKind):
     """
 
     params: tuple[ParamPlan, ...]
+    bucket: tuple[int, int] | None = None
+    """Index of the flat buffer, and of this piece among the buffer's; None if torch has the memory, or nothing moves.
+    Pieces of one kind share a buffer, in the order in which backward is expected to finish them."""
     layout: BucketLayout = _NO_LAYOUT
-    """Its place in a flat buffer; empty where torch places it, or where nothing moves."""
+    """Its place in the flat buffer; empty without one."""
 
     @property
     def numel(self) -> int:
@@ -101,7 +102,7 @@ class PiecePlan(PieceKind):
     @property
     def elements(self) -> int:
         """Number of elements, padding included."""
-        if self.layout.members:
+        if self.bucket is not None:
             return self.layout.end - self.layout.start
         return sum(param.shard_numel * param.num_parts for param in self.params)
 
@@ -151,20 +152,6 @@ class PiecePlan(PieceKind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferPlan(PieceKind):
-    """Flat memory for parameters of one kind, and their gradients."""
-
-    buckets: tuple[PiecePlan, ...]
-    """In the order in which backward is expected to finish them."""
-
-    @property
-    def accumulated_in_fp32(self) -> frozenset[str]:
-        """Names of parameters whose gradients accumulate over micro-batches in separate fp32 tensors."""
-        params = (param for bucket in self.buckets for param in bucket.params)
-        return frozenset(param.name for param in params if param.accumulates_in_fp32)
-
-
-@dataclass(frozen=True, kw_only=True)
 class UnitPlan:
     """Parameters that are gathered and reduced together: of modules, or a bucket of parameters that are always whole.
 
@@ -172,14 +159,14 @@ class UnitPlan:
     """
 
     modules: tuple[nn.Module, ...] = ()
-    """Its parameters are whole while one of them runs; empty for a bucket."""
+    """Usually one. The unit's parameters are whole while one of them runs; empty for a bucket."""
     names: tuple[str, ...] = ()
     """Name of each module in the model; empty for the model itself."""
-    pieces: tuple[PiecePlan, ...]
+    is_minority: bool = False
+    """Split off from another unit, or the model, because of its dtype."""
+    pieces: tuple[PiecePlan, ...] = ()
     """The unit's parameters, except those of units before it."""
-    buckets: tuple[tuple[int, int], ...] = ()
-    """Indices of buffer and bucket of each piece; empty where torch has the memory."""
-    precision: MixedPrecisionPolicy = _NO_CASTS
+    precision: MixedPrecisionPolicy = NO_CASTS
     """Dtypes of the modules. Units cast their inputs; only the model casts outputs."""
     is_gathered: bool = False
     """Its parameters are gathered before use; else they are always whole."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ... import device, parallel_state
+from ... import parallel_state
+from ...base import device
+from ...base.dtypes import LOW_PRECISION, as_dtype, dtype_name
+from ...base.errors import ParallelConfigError, warn_once
+from ...base.micro_batch_tree import odd_part
 from ...comm import streams
-from ...dtypes import LOW_PRECISION, as_dtype, dtype_name
-from ...errors import ParallelConfigError, warn_once
-from ...micro_batch_tree import odd_part
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import engine_of
+from ..torch_fully_sharded_data_parallel_config import Engine, TorchFullyShardedDataParallelConfig, engine_of
+from .parts import PiecePlan
 from .values import GradientReduction
 
 _MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
@@ -31,8 +34,106 @@ _FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient
 
 Settings = TypeVar("Settings", bound=DistributedDataParallelConfig)
 
+_BUFFER_FIELDS = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "bucket_size",
+    "num_buckets",
+    "pad_buckets_for_high_nccl_busbw",
+    "average_in_collective",
+)
 
-def settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig) -> Settings:
+_NOT_OF_FSDP2: dict[str, tuple[tuple[Any, ...], str]] = {
+    "reduce_scatter_with_fp32_accumulation": (
+        (),
+        "which adds fp16 and bf16 gradients in fp32 while it sends them as they are, and FSDP2 cannot; drop it, or "
+        "set grad_reduce_in_fp32, which sends them in fp32",
+    ),
+    "param_name_patterns_for_fp32_local_accumulation": (
+        (),
+        "which adds up gradients in fp32 before they are reduced in their own precision, and FSDP2 cannot; drop it, "
+        "or set grad_reduce_in_fp32",
+    ),
+    "outer_dp_sharding_strategy": (
+        ("no_shard",),
+        "and FSDP2 replicates shards over optimizer instances; drop it, or use FullyShardedDataParallel",
+    ),
+    "shard_cut": (("auto", "rows"), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
+    "shard_cut_overrides": ((), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
+}
+"""Values of settings that FSDP2 takes, in addition to empty ones, and what is wrong with the others."""
+
+
+def whole_settings(
+    ddp_config: DistributedDataParallelConfig, config: Any, module: nn.Module, caller: str, finish_in_backward: bool
+) -> DistributedDataParallelConfig:
+    """Returns the settings of a wrapper that keeps whole parameters; raises on what it cannot honour."""
+    strategy = ddp_config.sharding_strategy
+    if ddp_config.shards_parameters:
+        raise ParallelConfigError(
+            f"{caller} keeps whole parameters, but the sharding strategy is {strategy!r}; use wrap_model, or "
+            "TorchFullyShardedDataParallel"
+        )
+    precision = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
+    if precision and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
+        raise ParallelConfigError(
+            f"config.{precision} is set, but every parameter is fp32, and flat buffers compute in the dtype of their "
+            "parameters; wrap the model in Float16Module(config, model) first"
+        )
+    if finish_in_backward and strategy != "no_shard":
+        raise ParallelConfigError(
+            "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
+            f"{strategy!r} leaves a rank its shard; drop one of the two"
+        )
+    if finish_in_backward and ddp_config.reproducible_across_ranks:
+        raise ParallelConfigError(
+            "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
+            "micro-batches of a step are added; drop one of the two"
+        )
+    return ddp_config
+
+
+def sharded_settings(
+    ddp_config: DistributedDataParallelConfig, groups: DataParallelGroups, caller: str
+) -> FullyShardedDataParallelConfig:
+    """Returns the settings of units on flat buffers; raises on what they cannot honour, and warns about buckets."""
+    if not ddp_config.shards_parameters:
+        raise ParallelConfigError(
+            f"{caller} shards parameters, gradients and optimizer state, and data_parallel_sharding_strategy is "
+            f"{ddp_config.sharding_strategy!r}; set 'optim_grads_params', or use wrap_model"
+        )
+    settings = _settings_as(FullyShardedDataParallelConfig, ddp_config)
+    if settings.outer_dp_sharding_strategy != "no_shard" and groups.replicate is None:
+        raise ParallelConfigError(
+            f"outer_dp_sharding_strategy is {settings.outer_dp_sharding_strategy!r} with one optimizer instance; drop "
+            "it, or set num_distributed_optimizer_instances"
+        )
+    if without_effect := [name for name in ("bucket_size", "num_buckets") if getattr(settings, name) is not None]:
+        warn_once(f"{', '.join(without_effect)}: where parameters are sharded a unit is the bucket. No number changes")
+    return settings
+
+
+def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
+    """Returns the settings of FSDP2; raises or warns on what FSDP2 does not have."""
+    if ddp_config.sharding_strategy in ("optim", "optim_grads"):
+        raise ParallelConfigError(
+            f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
+            f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
+        )
+    settings = _settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
+    for name, (taken, why) in _NOT_OF_FSDP2.items():
+        value = getattr(settings, name)
+        if value and value not in taken:
+            raise ParallelConfigError(f"{name} is {value!r}, {why}")
+    if without_effect := [name for name in _BUFFER_FIELDS if getattr(settings, name)]:
+        warn_once(
+            f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
+            "unit by unit and overlaps by itself. No number changes"
+        )
+    return settings
+
+
+def _settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig) -> Settings:
     """Converts settings to `kind`: unchanged if they are of that kind, else with its defaults for missing fields."""
     if isinstance(ddp_config, kind):
         return ddp_config
@@ -42,50 +143,47 @@ def settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig)
 
 
 def common_plan(
-    config: Any,
-    settings: DistributedDataParallelConfig,
-    groups: DataParallelGroups,
-    *,
-    caller: str,
-    given: Mapping[str, Any] | None = None,
+    config: Any, settings: DistributedDataParallelConfig, caller: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the fields of a plan that follow from any settings.
+    """Returns the fields of a plan that follow from settings alone.
 
     Args:
         config: the model's config, any object; absent fields take their defaults.
-        given: arguments of the caller in addition to the settings, which have to be equal on all ranks.
+        options: arguments of the caller in addition to the settings, which have to be equal on all ranks.
     """
-    sums = getattr(config, "calculate_per_token_loss", False)
-    check_reproducible(config, settings, groups)
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
+    shown = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
+    of_model = {name: bool(getattr(config, name, False)) for name in _FIELDS_OF_MODEL_CONFIG}
+    # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
+    # a config of another library True says that layers add to ``main_grad`` themselves.
+    is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
+    is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
     return {
         "caller": caller,
-        "engine": engine_of(settings),
         "strategy": settings.sharding_strategy,
-        "groups": groups,
-        "reduction": GradientReduction.SUM if sums else GradientReduction.MEAN,
-        "reduces_every_micro_batch": settings.reduce_every_micro_batch,
+        "reduction": GradientReduction.SUM if of_model["calculate_per_token_loss"] else GradientReduction.MEAN,
         "checks_for_nan": settings.check_for_nan_in_grad,
         "checks_for_large": settings.check_for_large_grads,
         "broadcasts_buffers": settings.broadcast_buffers,
         "is_reproducible": settings.reproducible_across_ranks,
+        "averages_in_collective": settings.average_in_collective,
+        "adds_in_fp32": settings.reduce_scatter_with_fp32_accumulation,
+        "lends_gradients": is_fused,
+        "layers_add_gradients": is_fused and is_of_another,
         "settings": (
             ("the wrapper", caller),
-            *((f"the setting {name}", repr(value)) for name, value in values.items() if name not in _MAY_DIFFER),
-            *((f"the setting {name}", repr(value)) for name, value in (given or {}).items()),
-            *(
-                (f"the model's setting {name}", repr(bool(getattr(config, name, False))))
-                for name in _FIELDS_OF_MODEL_CONFIG
-            ),
+            *((f"the setting {name}", repr(value)) for name, value in shown.items()),
+            *((f"the model's setting {name}", repr(value)) for name, value in of_model.items()),
         ),
         "changed_settings": ", ".join(f"{name}={value}" for name, value in changed.items()),
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
+        **(_gathering_plan(settings) if isinstance(settings, FullyShardedDataParallelConfig) else {}),
     }
 
 
-def gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
+def _gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
     """Returns those of a plan that gathers units before use."""
     return {
         "forward_prefetch": settings.forward_prefetch,
@@ -96,6 +194,7 @@ def gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
         "equalizes": settings.sync_module_states,
         "buffer_dtype": as_dtype(settings.buffer_dtype),
         "forward_methods": settings.forward_methods,
+        "collectives": getattr(settings, "collectives", "auto"),
     }
 
 
@@ -109,11 +208,6 @@ def _pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
             "memory. No number changes"
         )
     return asked and has_accelerator
-
-
-def reshard_of(name: str, default: Reshard, overrides: Sequence[tuple[str, Reshard]]) -> Reshard:
-    """Returns the value for the module `name`: that of the last matching pattern, else `default`."""
-    return next((value for pattern, value in reversed(overrides) if fnmatchcase(name, pattern)), default)
 
 
 def check_reshard(value: Reshard, shard_size: int) -> Reshard:
@@ -173,83 +267,66 @@ def compute_dtype(config: Any) -> torch.dtype:
     return torch.float16 if getattr(config, "fp16", False) else torch.float32
 
 
-_ASKED = "reproducible_across_ranks adds up gradients in one tree"
-
-
-def check_reproducible(config: Any, settings: DistributedDataParallelConfig, groups: DataParallelGroups) -> None:
-    """Raises where ``reproducible_across_ranks`` is set, and other settings or these ranks cannot have it.
-
-    Raises:
-        ParallelConfigError: says what to change.
-    """
-    if not settings.reproducible_across_ranks:
-        return
-    parts = getattr(config, "context_parallel_size", 1)
-    found = _reordering(config, settings) or _rounding(settings) or _unfit_ranks(settings, groups, parts)
-    if found is not None:
-        raise ParallelConfigError(f"{_ASKED}, and {found}")
-
-
-def check_one_rounding(
-    settings: DistributedDataParallelConfig, dtypes: Iterable[tuple[torch.dtype, torch.dtype]]
+def check_contradictions(
+    config: Any,
+    settings: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    pieces: Iterable[PiecePlan] = (),
 ) -> None:
-    """Raises where shards are added up over micro-batches in another dtype than over ranks.
+    """Raises where settings exclude each other, the model's config, or these ranks.
 
     Args:
-        dtypes: of gradients as they are reduced, and of the shards that keep them.
+        pieces: of the sharded parameters.
 
     Raises:
         ParallelConfigError: says what to change.
     """
-    if not (settings.reproducible_across_ranks and settings.reduce_every_micro_batch):
-        return
-    for reduced, kept in dtypes:
-        if reduced != kept:
-            raise ParallelConfigError(
-                f"{_ASKED}, and reduce_every_micro_batch adds over ranks in {dtype_name(reduced)} and over "
-                f"micro-batches in {dtype_name(kept)}; drop reduce_every_micro_batch, or reduce in {dtype_name(kept)}"
-            )
+    averages = settings.average_in_collective and engine_of(settings) is not Engine.FSDP2  # which ignores it
+    if averages and getattr(config, "calculate_per_token_loss", False):
+        raise ParallelConfigError(
+            "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
+        )
+    problems = _reordered(config, settings, pieces), _unfit_ranks(config, settings, groups)
+    for problem in itertools.chain(*problems) if settings.reproducible_across_ranks else ():
+        raise ParallelConfigError(f"reproducible_across_ranks adds up gradients in one tree, and {problem}")
 
 
-def _reordering(config: Any, settings: DistributedDataParallelConfig) -> str | None:
+def _reordered(config: Any, settings: DistributedDataParallelConfig, pieces: Iterable[PiecePlan]) -> Iterator[str]:
+    """Yields the settings that add gradients in another order, or round in between."""
     if settings.average_in_collective:
-        return "average_in_collective leaves the order of additions to the backend; drop average_in_collective"
+        yield "average_in_collective leaves the order of additions to the backend; drop average_in_collective"
     if getattr(settings, "collectives", "auto") == "torch":
-        return "collectives='torch' leaves the order of additions to the backend; set collectives='auto'"
+        yield "collectives='torch' leaves the order of additions to the backend; set collectives='auto'"
     if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
-        return (
+        yield (
             "gradient_accumulation_fusion in this config says that layers add into main_grad themselves; set "
             "gradient_accumulation_fusion=False"
         )
-    return None
-
-
-def _rounding(settings: DistributedDataParallelConfig) -> str | None:
-    """Finds a setting that rounds between a rank's additions and those of ranks, whose number then changes bits."""
     for name in ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"):
         if getattr(settings, name):
-            return f"{name} rounds between additions on a rank and over ranks; set grad_reduce_in_fp32 in its place"
-    return None
+            yield f"{name} rounds between additions on a rank and over ranks; set grad_reduce_in_fp32 in its place"
+    for piece in pieces if settings.reduce_every_micro_batch else ():
+        kept = dtype_name(piece.shard_grad_dtype)
+        if piece.is_trained and piece.grad_dtype != piece.shard_grad_dtype:
+            yield (
+                f"reduce_every_micro_batch adds over ranks in {dtype_name(piece.grad_dtype)} and over micro-batches "
+                f"in {kept}; drop reduce_every_micro_batch, or reduce in {kept}"
+            )
 
 
-def _unfit_ranks(settings: DistributedDataParallelConfig, groups: DataParallelGroups, parts: int) -> str | None:
-    size = groups.whole.size()
-    replicas = size // parts
-    if size % parts or odd_part(replicas) != 1:
-        return (
-            f"{replicas} data-parallel ranks share no tree with other numbers of ranks; use a power of two that "
+def _unfit_ranks(config: Any, settings: DistributedDataParallelConfig, groups: DataParallelGroups) -> Iterator[str]:
+    size, parts = groups.whole.size(), getattr(config, "context_parallel_size", 1)
+    if size % parts or odd_part(size // parts) != 1:
+        yield (
+            f"{size // parts} data-parallel ranks share no tree with other numbers of ranks; use a power of two that "
             "divides the number of micro-batches of a global batch: 1, 2, 4, 8, ..."
         )
-    if parts == 1:
-        return None
-    if groups.replicate is not None and not settings.reduce_every_micro_batch:
-        return (
+    if parts > 1 and groups.replicate is not None and not settings.reduce_every_micro_batch:
+        yield (
             f"context_parallel_size {parts} puts parts of a sequence between the ranks of an optimizer instance and "
             "its replicas; set num_distributed_optimizer_instances=1, or reduce_every_micro_batch"
         )
-    if parallel_state.model_parallel_is_initialized():
-        ranks = dist.get_process_group_ranks(groups.whole)
-        own = parallel_state.get_context_parallel_rank()
-        if ranks.index(dist.get_rank()) % parts != own:
-            return "context-parallel ranks are not neighbours in the group of replicas; leave order at its default"
-    return None
+    if parts > 1 and parallel_state.model_parallel_is_initialized():
+        index = dist.get_process_group_ranks(groups.whole).index(dist.get_rank())
+        if index % parts != parallel_state.get_context_parallel_rank():
+            yield "context-parallel ranks are not neighbours in the group of replicas; leave order at its default"

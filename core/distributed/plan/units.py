@@ -5,45 +5,26 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import WrapError
+from ...base.errors import ParallelConfigError, WrapError
+from ...tensor_parallel.initialization import ParameterOwner
 from ...tensor_parallel.layers import ColumnParallelLinear
-from .parts import ParamPlan
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from .parts import UnitPlan, UnitTransform
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
-
-
-@dataclass(frozen=True)
-class UnitModules:
-    """Modules whose parameters are gathered and reduced together; usually one module. A plan lists inner units first.
-
-    Attributes:
-        modules: the modules; a module in several places is here once.
-        names: of each module, below the root.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    is_minority: bool = False
-    """Split off from another unit, or the root, because of its dtype."""
-
-    @property
-    def is_needed_in_backward(self) -> bool:
-        """False if the unit's backward reads no weight, as in an embedding: the unit is gathered only once."""
-        return any(getattr(module, "weights_used_in_backward", True) for module in self.modules)
 
 
 UnitChoice = type[nn.Module] | nn.Module
 """A class, whose outermost instances become units, or one module, which becomes one."""
 
 
-def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[UnitModules]:
+def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[UnitPlan]:
     """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 
     - The outermost modules that are instances of one of ``classes`` are units.
@@ -74,16 +55,16 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes:
         chosen = [module for module in chosen if not _is_read_outside(module, owners)]
         owners = _owners_of_parameters(root, chosen)
     names = {module: name for name, module in root.named_modules()}
-    units = [_named(modules, names) for modules in _unite_sharers(chosen, owners)]
+    units = [unit_of(modules, names) for modules in _unite_sharers(chosen, owners)]
     return [
         part
-        for unit in (*units, _named((root,), names))
+        for unit in (*units, unit_of((root,), names))
         for part in (*(_minority_units(unit, owners, names) if splits_dtypes else ()), unit)
         if part.modules != (root,)
     ]
 
 
-def own_parameters(units: Iterable[UnitModules]) -> Iterator[list[nn.Parameter]]:
+def own_parameters(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:
     """Yields for each unit the parameters that no unit before it has."""
     taken: set[nn.Parameter] = set()
     for unit in units:
@@ -92,11 +73,17 @@ def own_parameters(units: Iterable[UnitModules]) -> Iterator[list[nn.Parameter]]
         yield own
 
 
-def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> UnitModules:
-    return UnitModules(modules, tuple(names[module] for module in modules))
+def unit_of(modules: tuple[nn.Module, ...], names: Mapping[nn.Module, str], *, is_minority: bool = False) -> UnitPlan:
+    """Returns the unit of these modules, without what is decided later about it."""
+    return UnitPlan(
+        modules=modules,
+        names=tuple(names[module] for module in modules),
+        is_minority=is_minority,
+        is_needed_in_backward=any(getattr(module, "weights_used_in_backward", True) for module in modules),
+    )
 
 
-def _minority_units(unit: UnitModules, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[UnitModules]:
+def _minority_units(unit: UnitPlan, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[UnitPlan]:
     """Returns the modules that hold the unit's own trainable parameters of each dtype but the commonest."""
     holders: dict[torch.dtype, list[nn.Module]] = defaultdict(list)
     elements: Counter[torch.dtype] = Counter()
@@ -128,7 +115,7 @@ def _minority_units(unit: UnitModules, owners: _Owners, names: dict[nn.Module, s
     stays = outer or [dtype for dtype, _ in elements.most_common(1)]
     for dtype, modules in holders.items():
         if dtype not in stays:
-            yield replace(_named(tuple(modules), names), is_minority=True)
+            yield unit_of(tuple(modules), names, is_minority=True)
 
 
 def _has_others_inside(dtype: torch.dtype, holders: dict[torch.dtype, list[nn.Module]]) -> bool:
@@ -239,19 +226,68 @@ class ParameterNames:
             if getattr(parameter, "shared_embedding", False):
                 self.of[parameter] = (*self.of[parameter], *borrowers)
         # The place of each name, borrowed ones last; fixed.
-        self._place = {name: place for place, name in enumerate([*names, *borrowers])}
+        self.places = {name: place for place, name in enumerate([*names, *borrowers])}
 
-    def plan_of(self, parameter: nn.Parameter, **cut: Any) -> ParamPlan:
-        """Returns the plan of a parameter; `cut` holds the fields `shape`, `cut` and `bounds`."""
-        names = self.of[parameter]
-        return ParamPlan(
-            names=names,
-            places=tuple(self._place[name] for name in names),
-            dtype=parameter.dtype,
-            is_trained=parameter.requires_grad,
-            **cut,
+
+def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
+    """Chooses the units whose activations are computed again in backward, and those that are compiled.
+
+    Skips single-layer units (an embedding, a projection), where recomputing saves nothing, units whose backward reads
+    no weight, and units nested in other units, which are transformed with them. Skipped units do not count for the
+    interval.
+
+    Raises:
+        ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
+            could be done to.
+    """
+    recomputes = settings.activation_checkpointing != "none"
+    if not transforms_units(settings):
+        return ()
+    inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
+    layers = [
+        unit
+        for unit in units
+        if unit.is_needed_in_backward
+        and not inside.issuperset(unit.modules)
+        and not all(map(_is_one_layer, unit.modules))
+    ]
+    if not layers:
+        raise ParallelConfigError(
+            f"activation_checkpointing is {settings.activation_checkpointing!r} and compile_units "
+            f"{settings.compile_units}, but no unit has more than one layer of weights; name the classes of the "
+            "model's blocks in sub_modules_to_wrap"
         )
+    if recomputes:
+        _reject_own_recomputation(layers, settings.activation_checkpointing)
+    recomputed = layers[:: settings.activation_checkpointing_interval] if recomputes else []
+    return tuple(
+        UnitTransform(
+            modules=unit.modules,
+            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            is_compiled=settings.compile_units,
+            memory_budget=settings.activation_memory_budget,
+        )
+        for unit in layers
+        if unit in recomputed or settings.compile_units
+    )
 
-    def position(self, parameter: nn.Parameter) -> int:
-        """Returns a parameter's place among the model's parameters, which is roughly the order of execution."""
-        return self._place[self.of[parameter][0]]
+
+def transforms_units(settings: DistributedDataParallelConfig) -> bool:
+    """Returns whether settings ask for anything of `plan_transforms`."""
+    return settings.activation_checkpointing != "none" or settings.compile_units
+
+
+def _is_one_layer(module: nn.Module) -> bool:
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    return is_torchs or isinstance(module, ParameterOwner)
+
+
+def _reject_own_recomputation(units: Iterable[UnitPlan], activation_checkpointing: str) -> None:
+    for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
+        granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
+        if granularity is not None:
+            raise ParallelConfigError(
+                f"activation_checkpointing is {activation_checkpointing!r} in the wrapper's settings and "
+                f"recompute_granularity is {granularity!r} in the model's config: both would compute the same "
+                "activations again; drop one of the two"
+            )

@@ -7,6 +7,7 @@ are built from a plan, and keep it. Reports, checks and error messages read it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,12 +15,12 @@ from typing import Literal
 
 import torch
 
-from ...micro_batch_tree import MicroBatchTree
+from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import shards_parameters
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine
 from .layout import FullParamLayout
-from .parts import BufferPlan, Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
+from .parts import Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 
 
 class GradientReduction(Enum):
@@ -79,9 +80,6 @@ class Plan:
     """Buffers of collectives are in memory that the backend allocates, if it can."""
 
     # On flat buffers:
-    buffers: tuple[BufferPlan, ...] = ()
-    reduction_order: tuple[tuple[int, int], ...] = ()
-    """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
     reduces_during_backward: bool = True
     """Buckets are sent when their gradients are complete, instead of all at the end."""
     overlaps_grads: bool = True
@@ -90,7 +88,7 @@ class Plan:
     """Parameters are gathered while forward runs."""
     averages_in_collective: bool = False
     lends_gradients: bool = False
-    """Layers compute gradients in the memory of buckets (`GradSlot.lend`)."""
+    """Layers compute gradients in place: in the memory of buckets (`GradSlot.lend`), or under FSDP2 row by row."""
     layers_add_gradients: bool = False
     """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
     adds_in_fp32: bool = False
@@ -102,8 +100,6 @@ class Plan:
 
     # On FSDP2:
     collectives: Literal["auto", "torch"] = "auto"
-    adds_gradient_rows: bool = False
-    """Embeddings add gradients row by row, in place."""
 
     @property
     def root(self) -> UnitPlan:
@@ -113,16 +109,28 @@ class Plan:
     @property
     def trained(self) -> dict[str, ParamPlan]:
         """The parameters with gradients, by name."""
-        return {param.name: param for unit in self.units for param in unit.params if param.is_trained}
+        return {param.name: param for piece in self._pieces() if piece.is_trained for param in piece.params}
+
+    @property
+    def buffers(self) -> tuple[tuple[PiecePlan, ...], ...]:
+        """The pieces of each flat buffer, its buckets, in the order of their places."""
+        buffers: dict[int, list[PiecePlan]] = defaultdict(list)
+        for piece in self._pieces():
+            if piece.bucket is not None:
+                buffers[piece.bucket[0]].append(piece)
+        return tuple(tuple(buffers[index]) for index in sorted(buffers))
+
+    @property
+    def reduction_order(self) -> tuple[tuple[int, int], ...]:
+        """Buffer and bucket, in the order in which backward should finish buckets: by their first parameter, the last
+        first. It is equal on all ranks."""
+        trained = [piece for piece in self._pieces() if piece.is_trained]
+        return tuple(p.bucket for p in sorted(trained, key=lambda p: -p.place) if p.bucket is not None)
 
     @property
     def layout(self) -> FullParamLayout:
         """The layout of all buffers."""
-        return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))
-
-    def buckets_of(self, unit: UnitPlan) -> tuple[tuple[BufferPlan, PiecePlan], ...]:
-        """Returns a unit's buckets, each with its buffer."""
-        return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)
+        return tuple(tuple(bucket.layout for bucket in buckets) for buckets in self.buffers)
 
     @property
     def shards_parameters(self) -> bool:

@@ -1,14 +1,13 @@
 """Describes a wrapped model as a table or as a page: `describe`.
 
-facts    collects from the plan what each unit is, keeps and gathers
-rows     formats the facts as cells, and these as text
-page     formats the facts as HTML, with the picture
-picture  draws the units
+facts  collects from the plan what each unit is, keeps and gathers
+rows   formats the facts as cells, and these as text
+page   formats the facts as HTML
 """
 
 from __future__ import annotations
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from .facts import ModelFacts, model_facts
 from .page import as_html
 from .rows import as_text
@@ -22,8 +21,7 @@ def describe(facts: ModelFacts, format: str) -> str:
     Raises:
         ConfigError: the format is unknown.
     """
-    if format == "text":
-        return as_text(facts)
-    if format == "html":
-        return as_html(facts)
-    raise ConfigError(f"format is {format!r}; it takes 'text' or 'html'")
+    formats = {"text": as_text, "html": as_html}
+    if format not in formats:
+        raise ConfigError(f"format is {format!r}; it takes 'text' or 'html'")
+    return formats[format](facts)

@@ -1,29 +1,23 @@
-"""The facts as one self-contained page: a picture, the table, notes. Light and dark."""
+"""The facts as one self-contained page: the table, in which bars show bytes, and notes. Light and dark."""
 
 from __future__ import annotations
 
 import re
 from html import escape
 
-from .facts import ModelFacts
-from .picture import as_svg, dtypes_shown
-from .rows import TEXT_COLUMNS, Table, dtype_names, headline, notes, table
+from .facts import Held, ModelFacts, UnitFacts
+from .rows import TEXT_COLUMNS, Line, amount, dtype_names, headline, notes, table
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #667085; --line: #d6dbe3;
-  --soft: #f4f6f9; --fp32: #3b76c9; --bf16: #d9822b; --fp16: #2c9a6b; --fp64: #8256c4; --mixed: #78828f;
-  --tie: #b8357f; }
+  --soft: #f4f6f9; --fp32: #3b76c9; --bf16: #d9822b; --fp16: #2c9a6b; --fp64: #8256c4; --mixed: #78828f; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181f; --ink: #e5e9f0; --faint: #97a1b1; --line: #343c4a;
-  --soft: #1c222c; --fp32: #6ea0ea; --bf16: #eda052; --fp16: #53bd8e; --fp64: #a884e3; --mixed: #97a1b1;
-  --tie: #e878b2; } }
+  --soft: #1c222c; --fp32: #6ea0ea; --bf16: #eda052; --fp16: #53bd8e; --fp64: #a884e3; --mixed: #97a1b1; } }
 body { margin: 0 auto; padding: 2rem 1.5rem 3rem; max-width: 1160px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.25rem; font-weight: 600; margin: 0 0 1rem; }
-figure { margin: 0 0 2rem; } figure svg { width: 100%; height: auto; display: block; }
-figcaption, .notes { color: var(--faint); font-size: 0.87rem; }
-.legend { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin: 0.4rem 0; }
-.legend i { display: inline-block; width: 0.8rem; height: 0.8rem; border-radius: 2px; margin-right: 0.4rem;
-  vertical-align: -0.08rem; }
+.legend, .notes { color: var(--faint); font-size: 0.87rem; }
+.legend i { display: inline-block; width: 0.8rem; height: 0.8rem; margin: 0 0.4rem 0 1.2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.87rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.35rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
@@ -31,33 +25,22 @@ th { font-weight: 600; color: var(--faint); }
 .text { text-align: left; } td.text { white-space: normal; overflow-wrap: break-word; }
 tbody tr:hover { background: var(--soft); } tfoot td { font-weight: 600; border-bottom: 0; }
 .notes { margin-top: 1.2rem; padding-left: 1.1rem; }
-svg text { font: 11px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--ink); }
-svg .faint { fill: var(--faint); } svg .axis, svg .leader { stroke: var(--line); fill: none; }
-svg .axis { stroke: var(--faint); } svg .gathered { fill-opacity: 0.28; stroke-width: 1; }
-svg .tie { fill: none; stroke: var(--tie); stroke-width: 1.5; }
-svg .alias { fill: none; stroke: var(--tie); stroke-dasharray: 3 2; }
-svg .hatch { stroke: var(--paper); stroke-width: 1.6; stroke-opacity: 0.6; }
-.fp32 { fill: var(--fp32); stroke: var(--fp32); background: var(--fp32); }
-.bf16 { fill: var(--bf16); stroke: var(--bf16); background: var(--bf16); }
-.fp16 { fill: var(--fp16); stroke: var(--fp16); background: var(--fp16); }
-.fp64 { fill: var(--fp64); stroke: var(--fp64); background: var(--fp64); }
-.mixed { fill: var(--mixed); stroke: var(--mixed); background: var(--mixed); }
+.bar { height: 5px; margin-top: 2px; min-width: 1px; } .gathered { opacity: 0.35; }
+.fp32 { background: var(--fp32); } .bf16 { background: var(--bf16); } .fp16 { background: var(--fp16); }
+.fp64 { background: var(--fp64); } .mixed { background: var(--mixed); }
 """
-
-_LEGEND = {
-    "sharded": "Below the line what this rank keeps, above it the same parameters while they are gathered.",
-    "replicated": "Hatched: whole on every rank.",
-    "tied": "An arc joins the places of one tied weight.",
-}
 
 
 def as_html(facts: ModelFacts) -> str:
-    """Returns a page with the picture of the units, the table and the notes; escapes every name."""
-    title = escape(headline(facts))
-    of_units = table(facts)
-    head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in of_units.columns)
-    rows = "\n".join(f"<tr>{_cells(of_units, line)}</tr>" for line in of_units.body)
-    said = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
+    """Returns a page with the table, a bar for what a unit keeps and one for what it gathers, and the notes.
+
+    Escapes every name.
+    """
+    title, shown = escape(headline(facts)), table(facts)
+    head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in shown.columns)
+    most = max((held.nbytes for unit in facts.units for held in _held(unit).values()), default=1)
+    rows = "\n".join(f"<tr>{_row(shown.columns, line, _bars(line.unit, most))}</tr>" for line in shown.lines[:-1])
+    items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -68,32 +51,30 @@ def as_html(facts: ModelFacts) -> str:
 </head>
 <body>
 <h1>{title}</h1>
-<figure>
-{as_svg(facts)}
-{_legend(facts)}
-</figure>
 <div class="scroll">
 <table>
 <thead><tr>{head}</tr></thead>
 <tbody>
 {rows}
 </tbody>
-<tfoot><tr>{_cells(of_units, of_units.foot)}</tr></tfoot>
+<tfoot><tr>{_row(shown.columns, shown.lines[-1])}</tr></tfoot>
 </table>
 </div>
+<p class="legend">Bars: what this rank keeps, and paler the same while it is gathered.{_legend(facts)}</p>
 <ul class="notes">
-{said}
+{items}
 </ul>
 </body>
 </html>
 """
 
 
-def _cells(of_units: Table, line: tuple[str, ...]) -> str:
-    return "".join(
-        f"<td{_style(column)}>{_breakable(cell) if column in TEXT_COLUMNS else escape(cell)}</td>"
-        for column, cell in zip(of_units.columns, line, strict=True)
+def _row(columns: tuple[str, ...], line: Line, bars: str = "") -> str:
+    name, *others = (
+        f"<td{_style(column)}>{_breakable(cell) if column in TEXT_COLUMNS else escape(cell)}"
+        for column, cell in zip(columns, line.cells, strict=True)
     )
+    return "</td>".join([name + bars, *others, ""])
 
 
 def _style(column: str) -> str:
@@ -105,15 +86,26 @@ def _breakable(text: str) -> str:
     return re.sub(r"(?<=\d) (?=\w)", "&nbsp;", escape(text)).replace(".", ".<wbr>")
 
 
-def _legend(facts: ModelFacts) -> str:
-    colours = "".join(
-        f'<span><i class="{kind}"></i>{escape(dtype_names(dtypes))}</span>' for kind, dtypes in dtypes_shown(facts)
+def _held(unit: UnitFacts) -> dict[str, Held]:
+    """Returns what bars show of a unit, by their style: memory that is not empty."""
+    held = {"kept": unit.kept, "gathered": unit.gathered}
+    return {style: memory for style, memory in held.items() if memory is not None and memory.nbytes}
+
+
+def _bars(unit: UnitFacts, most: int) -> str:
+    """Draws a unit's memory, in proportion to that of the unit with the most."""
+    return "".join(
+        f'<div class="bar {style} {_colour(memory)}" style="width: {100 * memory.nbytes / most:.1f}%" '
+        f'title="{style}: {amount(memory)}"></div>'
+        for style, memory in _held(unit).items()
     )
-    said = ["Units in the order of the model; areas are in proportion to bytes, but for the narrowest boxes."]
-    if any(not unit.is_replicated for unit in facts.units):
-        said.append(_LEGEND["sharded"])
-    if any(unit.is_replicated for unit in facts.units):
-        said.append(_LEGEND["replicated"])
-    if facts.ties:
-        said.append(_LEGEND["tied"])
-    return f'<div class="legend">{colours}</div>\n<figcaption>{escape(" ".join(said))}</figcaption>'
+
+
+def _colour(held: Held) -> str:
+    name = dtype_names(held.dtypes)
+    return name if name in ("fp32", "bf16", "fp16", "fp64") else "mixed"
+
+
+def _legend(facts: ModelFacts) -> str:
+    shown = dict.fromkeys((_colour(h), dtype_names(h.dtypes)) for unit in facts.units for h in _held(unit).values())
+    return "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in shown)

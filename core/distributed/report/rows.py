@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 
-from ...dtypes import SHORT_NAMES, dtype_name
-from ...text import fold_numbered, numbered_name
+from ...base.dtypes import SHORT_NAMES, dtype_name
+from ...base.text import fold_numbered, numbered_name
 from ..plan.parts import Kind, Traffic
 from .facts import RANGE, Held, ModelFacts, UnitFacts
 
@@ -30,58 +30,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
-class Run:
-    """Consecutive equal units, such as the layers of a stack."""
+class Line:
+    """A line of the table: a unit, or a run of equal units such as the layers of a stack; or the totals."""
 
-    units: tuple[UnitFacts, ...]
-
-    @property
-    def name(self) -> str:
-        """The unit's name, or ``decoder.layers.0-31 (32 x)``."""
-        first, last = self.units[0].name, self.units[-1].name
-        if len(self.units) == 1:
-            return first or "(the rest)"
-        return f"{numbered_name(first, last)} ({len(self.units)} x)"
-
-
-def fold(units: Iterable[UnitFacts]) -> list[Run]:
-    """Groups units, in order: equal ones with consecutive numbers form a run."""
-    return [Run(tuple(run)) for run in fold_numbered(units, attrgetter("name"), UnitFacts.like)]
-
-
-def cells(run: Run) -> tuple[str, ...]:
-    """Returns a row of the table, in the order of `COLUMNS`; numbers are those of one unit of the run."""
-    unit = run.units[0]
-    return (
-        run.name,
-        unit.kind,
-        count(unit.num_parameters) + ("" if unit.num_trainable else " frozen"),
-        amount(unit.kept) + (" host" if unit.is_offloaded else ""),
-        amount(unit.gathered),
-        unit.after_forward or "-",
-        size(unit.gradient.nbytes) if unit.gradient.dtypes == unit.kept.dtypes else amount(unit.gradient),
-        _calls(unit.traffic, "all-gather"),
-        _calls(unit.traffic, "reduce-scatter", "all-reduce"),
-        size(sum(entry.sent_bytes for entry in unit.traffic)),
-    )
-
-
-def totals(facts: ModelFacts) -> tuple[str, ...]:
-    """Returns the last line of a table: sums over all units."""
-    units = facts.units
-    traffic = [entry for unit in units for entry in unit.traffic]
-    return (
-        f"all {len(units)}",
-        "",
-        count(sum(unit.num_parameters for unit in units)),
-        size(sum(unit.kept.nbytes for unit in units)),
-        size(sum(unit.gathered.nbytes for unit in units if unit.gathered is not None)),
-        "",
-        size(sum(unit.gradient.nbytes for unit in units)),
-        _calls(traffic, "all-gather"),
-        _calls(traffic, "reduce-scatter", "all-reduce"),
-        size(sum(entry.sent_bytes for entry in traffic)),
-    )
+    unit: UnitFacts
+    """The first of the run."""
+    cells: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,32 +44,68 @@ class Table:
 
     columns: tuple[str, ...]
     """Those of `COLUMNS` that are left."""
-    body: tuple[tuple[str, ...], ...]
-    foot: tuple[str, ...]
+    lines: tuple[Line, ...]
+    """The last one has the totals."""
 
 
 def table(facts: ModelFacts) -> Table:
-    """Returns the units, equal ones in one line, and their totals."""
-    body, foot = [cells(run) for run in fold(facts.units)], totals(facts)
+    """Returns the units, equal ones with consecutive numbers in one line, and their totals."""
+    units = facts.units
+    total = UnitFacts(
+        name=f"all {len(units)}",
+        kind="",
+        num_parameters=sum(unit.num_parameters for unit in units),
+        num_trainable=sum(unit.num_parameters for unit in units),
+        kept=Held(sum(unit.kept.nbytes for unit in units)),
+        gathered=Held(sum(unit.gathered.nbytes for unit in units if unit.gathered is not None)),
+        gradient=Held(sum(unit.gradient.nbytes for unit in units)),
+        after_forward="",
+        traffic=tuple(entry for unit in units for entry in unit.traffic),
+    )
+    runs = fold_numbered(units, attrgetter("name"), UnitFacts.like)
+    lines = [(run[0], cells(run[0], _run_name(run))) for run in runs] + [(total, cells(total, total.name))]
     used = [
         index
         for index, column in enumerate(COLUMNS)
-        if column in TEXT_COLUMNS or any(line[index] not in ("", "-") for line in (*body, foot))
+        if column in TEXT_COLUMNS or any(line[index] not in ("", "-") for _, line in lines)
     ]
-    columns, *body, foot = [tuple(line[index] for index in used) for line in (COLUMNS, *body, foot)]
-    return Table(columns, tuple(body), foot)
+    return Table(
+        columns=tuple(COLUMNS[index] for index in used),
+        lines=tuple(Line(unit, tuple(line[index] for index in used)) for unit, line in lines),
+    )
+
+
+def _run_name(units: Sequence[UnitFacts]) -> str:
+    """Returns the unit's name, or ``decoder.layers.0-31 (32 x)``."""
+    first, last = units[0].name, units[-1].name
+    return f"{numbered_name(first, last)} ({len(units)} x)" if len(units) > 1 else first or "(the rest)"
+
+
+def cells(unit: UnitFacts, name: str) -> tuple[str, ...]:
+    """Returns a row of the table, in the order of `COLUMNS`; numbers are those of one unit of a run."""
+    return (
+        name,
+        unit.kind,
+        count(unit.num_parameters) + ("" if unit.num_trainable else " frozen"),
+        amount(unit.kept) + (" host" if unit.is_offloaded else ""),
+        amount(unit.gathered),
+        unit.after_forward,
+        size(unit.gradient.nbytes) if unit.gradient.dtypes == unit.kept.dtypes else amount(unit.gradient),
+        _calls(unit.traffic, "all-gather"),
+        _calls(unit.traffic, "reduce-scatter", "all-reduce"),
+        size(unit.sent_bytes),
+    )
 
 
 def as_text(facts: ModelFacts) -> str:
     """Returns the headline, the table, and notes below it."""
-    said = table(facts)
-    lines = [said.columns, *said.body, said.foot]
-    widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(said.columns)})
+    shown = table(facts)
+    lines = [shown.columns, *(line.cells for line in shown.lines)]
+    widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(shown.columns)})
     rows = ["  ".join(map(_pad, line, widths, widths.values())).rstrip() for line in lines]
     rule = "-" * max(map(len, rows))
-    return "\n".join(
-        [headline(facts), "", rows[0], rule, *rows[1:-1], rule, rows[-1], "", *map(_shorten_note, notes(facts))]
-    )
+    below = [note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…" for note in notes(facts)]
+    return "\n".join([headline(facts), "", rows[0], rule, *rows[1:-1], rule, rows[-1], "", *below])
 
 
 def _fit(widths: dict[str, int]) -> dict[str, int]:
@@ -134,10 +124,6 @@ def _pad(cell: str, column: str, width: int) -> str:
     return shorten(cell, width).ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
 
 
-def _shorten_note(note: str) -> str:
-    return note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…"
-
-
 def headline(facts: ModelFacts) -> str:
     """Says which wrapper has how many parameters on how many ranks."""
     parameters, plan = count(sum(unit.num_parameters for unit in facts.units)), facts.plan
@@ -148,7 +134,7 @@ def headline(facts: ModelFacts) -> str:
     if plan.num_shards == 1:
         return f"{whole}, replicated"
     replicas = f", {plan.num_replicas} replicas of each shard" if plan.num_replicas > 1 else ""
-    what = "optimizer state" if any(unit.is_replicated for unit in facts.units) else "everything"
+    what = "optimizer state" if any(unit.gathered is None for unit in facts.units) else "everything"
     return f"{whole}, {what} sharded over {plan.num_shards}{replicas}"
 
 
@@ -161,7 +147,7 @@ def notes(facts: ModelFacts) -> list[str]:
         for kind in ("all-gather", "reduce-scatter", "all-reduce")
         if (calls := sum(entry.calls for entry in traffic if entry.kind == kind))
     ]
-    sent = size(sum(entry.sent_bytes for entry in traffic))
+    sent = size(sum(unit.sent_bytes for unit in facts.units))
     of = f"a step of {batches} micro-batch{'es' if batches > 1 else ''}"
     found = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
     plan = facts.plan
@@ -171,7 +157,7 @@ def notes(facts: ModelFacts) -> list[str]:
         part = "one tensor-parallel part of the model; " if plan.tensor_parallel_size > 1 else ""
         found.append(f"{part}what layers send among {among} ranks is not counted")
     if facts.ties:
-        found.append("tied: " + "; ".join(" = ".join(tie.names) for tie in facts.ties))
+        found.append("tied: " + "; ".join(map(" = ".join, facts.ties)))
     if facts.num_buffers:
         found.append(
             f"replicated: {facts.num_buffers} buffer{'s' if facts.num_buffers > 1 else ''}, {size(facts.buffer_bytes)}"
@@ -204,7 +190,7 @@ def amount(held: Held | None) -> str:
     """Formats bytes and their dtypes."""
     if held is None or not held.nbytes:
         return "-"
-    return f"{size(held.nbytes)} {dtype_names(held.dtypes)}"
+    return f"{size(held.nbytes)} {dtype_names(held.dtypes)}".rstrip()
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

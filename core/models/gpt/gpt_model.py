@@ -10,10 +10,10 @@ from typing import get_args
 import torch
 
 from ... import parallel_state
-from ...errors import ConfigError, DataError, ParallelConfigError
-from ...megatron_names import checks_arguments, refuse
+from ...base.errors import ConfigError, DataError, ParallelConfigError
+from ...base.megatron_names import checks_arguments, refuse
+from ...base.ranges import check_positive
 from ...process_groups_config import ProcessGroupCollection
-from ...ranges import check_positive
 from ...tensor_parallel.initialization import (
     deferred_initialization,
     draw_init_seed,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...tensor_parallel.groups import Group, group_size
 from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, get_rng_tracker

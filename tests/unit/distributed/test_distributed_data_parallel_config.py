@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from core.base.errors import GradSyncError, ParallelConfigError, warn_once
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import GradSyncError, ParallelConfigError, warn_once
 
 
 @pytest.mark.parametrize("config_class", [DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig])
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"data_parallel_sharding_strategy": "zero3"}, "'zero3'; it takes one of no_shard, optim, optim_grads, "),
+        ({"data_parallel_sharding_strategy": "zero3"}, 'it takes one of "no_shard", "optim", "optim_grads", '),
         ({"num_distributed_optimizer_instances": 0}, "num_distributed_optimizer_instances is 0"),
         ({"bucket_size": 0}, "bucket_size is 0"),
         ({"num_buckets": 0}, "num_buckets is 0"),

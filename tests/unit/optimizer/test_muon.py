@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, newton_schulz
 from core.optimizer.muon import Muon

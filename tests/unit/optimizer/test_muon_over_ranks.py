@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.base.errors import warn_once
 from core.dist_checkpointing import load, model_state_dict, save
 from core.dist_checkpointing.flat_range import whole
 from core.distributed import (
@@ -23,7 +24,6 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.data_parallel_base import unwrap_model
-from core.errors import warn_once
 from core.models.gpt import GPTModel
 from core.optimizer import (
     MegatronOptimizer,

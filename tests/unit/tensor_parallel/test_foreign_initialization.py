@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from core.errors import ConfigError
-from core.tensor_parallel.allocation import allocate_meta_tensors
+from core.base.errors import ConfigError
 from core.tensor_parallel.initialization import initialize_parameters
+from core.transformer.module import allocate_meta_tensors
 from tests.unit._spawn import run_distributed
 
 SEED = 5

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....errors import DataError
-from ....megatron_names import checks_arguments, refuse
+from ....base.errors import DataError
+from ....base.megatron_names import checks_arguments, refuse
 from ....process_groups_config import ProcessGroupCollection, check_same_groups
 from ....tensor_parallel.groups import Group
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import ParallelConfigError, UnitError, WrapError, warn_once
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
 from core.distributed.engine.unit import POISONS
 from core.distributed.report.facts import model_facts
-from core.errors import ParallelConfigError, UnitError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
@@ -261,7 +261,7 @@ def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
     with mock.patch.object(collectives, "all_gather", recorded):
         loss = model(x).sum()
         parts = {unit.name: [len(part) for part in unit.part] for unit in model.units if unit.part}
-        numel = model.plan.buckets_of(model.plan.units[0])[0][1].elements
+        numel = model.plan.units[0].pieces[0].elements
         assert parts == ({f"layers.{layer}": [numel // 2] for layer in (0, 1)} if reshard == 2 else {})
         assert reshard != 2 or len(model.held_tensors()["gathered parameters"]) == 3 + 2
         loss.backward()
@@ -319,7 +319,7 @@ def _settings_of_buckets() -> tuple[str, set[int]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = build("zero3", toy(), bucket_size=50, num_buckets=None, pad_buckets_for_high_nccl_busbw=True)
-    sizes = {bucket.elements for buffer in model.plan.buffers for bucket in buffer.buckets}
+    sizes = {bucket.elements for buckets in model.plan.buffers for bucket in buckets}
     return str(caught[0].message), sizes
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError, ShardstackError
 from core.comm.lane import _ThreadLane
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
-from core.errors import ParallelConfigError, ShardstackError
 from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 
@@ -151,7 +151,7 @@ def _handles_of_extra_gradients() -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, bf16=True), [model])
     assert optimizer.step()[0]
     fsdp2 = DistributedDataParallelConfig(**{PATTERNS: ("all",)})
-    with pytest.raises(ParallelConfigError, match=f"{PATTERNS} adds up gradients in fp32.*FSDP2 cannot"):
+    with pytest.raises(ParallelConfigError, match=f"{PATTERNS} is .*adds up gradients in fp32.*FSDP2 cannot"):
         TorchFullyShardedDataParallel(SimpleNamespace(), fsdp2, _model())
 
 

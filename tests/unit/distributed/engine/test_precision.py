@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from core.base.errors import ParallelConfigError
 from core.distributed import finalize_model_grads
-from core.errors import ParallelConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -85,7 +85,7 @@ def _is_seen_in_the_dtype_of_computation() -> None:
     with model.whole_parameters():
         assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert {param.dtype for param in model.parameters()} == {torch.float16}
-    facts = {(buffer.param_dtype, buffer.gathered_dtype, buffer.grad_dtype) for buffer in model.plan.buffers}
+    facts = {(piece.param_dtype, piece.gathered_dtype, piece.grad_dtype) for piece, *_ in model.plan.buffers}
     assert facts == {(torch.float32, torch.float16, torch.float16)}
 
 

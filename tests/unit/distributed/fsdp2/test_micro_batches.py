@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from core.distributed.fsdp2.torch_private import TorchState
-from core.distributed.plan.make_fsdp2_plan import units_at_the_ends
-from core.distributed.plan.units import UnitModules
+from core.distributed.plan import UnitPlan
+from core.distributed.plan.make_plan import units_at_the_ends
+from core.distributed.plan.units import unit_of
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy
 
 
-def _unit(name: str, *, read_in_backward: bool = True, is_minority: bool = False) -> UnitModules:
+def _unit(name: str, *, read_in_backward: bool = True, is_minority: bool = False) -> UnitPlan:
     module = nn.Identity()
     module.weights_used_in_backward = read_in_backward
-    return UnitModules((module,), (name,), is_minority=is_minority)
+    return unit_of((module,), {module: name}, is_minority=is_minority)
 
 
 def test_the_ends_include_units_that_backward_does_not_gather():

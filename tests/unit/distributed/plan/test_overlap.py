@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.groups import find_groups
-from core.distributed.plan import Plan, make_flat_plan
+from core.distributed.plan import Plan, make_plan
 from tests.unit._ranks import fake_world
 from tests.unit.distributed._toys import toy
 
@@ -19,13 +19,11 @@ from tests.unit.distributed._toys import toy
 def _plan(device: str, **fields: Any) -> Plan:
     with (
         fake_world(rank=0, world_size=2),
-        mock.patch.object(make_flat_plan, "default_bucket_size", lambda ranks: 50),
-        mock.patch.object(make_flat_plan.device, "device_type", lambda: device),
+        mock.patch.object(make_plan, "default_bucket_size", lambda ranks: 50),
+        mock.patch.object(make_plan.device, "device_type", lambda: device),
     ):
         groups = find_groups("test", 1, dist.group.WORLD, None)
-        return make_flat_plan.plan_whole(
-            toy(), SimpleNamespace(), DistributedDataParallelConfig(**fields), groups, caller="test"
-        )
+        return make_plan.plan_model(toy(), SimpleNamespace(), DistributedDataParallelConfig(**fields), groups)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import core
-from core._torch_compat import fsdp_param_groups
+from core.base._torch_compat import fsdp_param_groups
 from core.dist_checkpointing import local_tensor
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -27,7 +27,7 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.groups import DataParallelGroups, find_groups
-from core.distributed.plan import GradientReduction, Plan, UnitPlan, plan_model
+from core.distributed.plan import GradientReduction, PieceKind, Plan, UnitPlan, plan_model
 from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from core.transformer import TransformerConfig
 from tests.unit._ranks import fake_world
@@ -81,7 +81,7 @@ def _agrees_with_torch(name: str) -> None:
             assert param.shard_numel == of_torch.padded_sharded_param_size.numel()
             assert param.shape == tuple(of_torch._orig_size) and param.numel == of_torch._orig_size.numel()
             sharded = parameters[param.name]
-            assert isinstance(sharded, DTensor) and sharded.requires_grad == param.is_trained
+            assert isinstance(sharded, DTensor) and sharded.requires_grad == (param.name in plan.trained)
             assert local_tensor(sharded).numel() == param.bounds[rank + 1] - param.bounds[rank]
             whole = sharded.full_tensor().flatten()
             assert torch.equal(local_tensor(sharded).flatten(), whole[param.bounds[rank] : param.bounds[rank + 1]])
@@ -109,7 +109,7 @@ def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
     plan = model.plan
     assert plan.engine is Engine.FLAT_BUFFERS
     rank = dist.get_rank() if plan.num_shards > 1 else 0
-    buckets = [plan.buffers[index].buckets[number] for index, number in plan.reduction_order]
+    buckets = [plan.buffers[index][number] for index, number in plan.reduction_order]
     assert len(buckets) == len(model.bucket_groups)
     for planned, group in zip(buckets, model.bucket_groups, strict=True):
         bucket = group.bucket
@@ -146,7 +146,7 @@ def _of_a_hybrid() -> None:
             assert not any(unit.is_freed for unit in plan.units)
             assert plan.root.precision.param_dtype is torch.bfloat16
         else:
-            assert plan.buffers[0].param_dtype is torch.bfloat16
+            assert plan.buffers[0][0].param_dtype is torch.bfloat16
 
 
 def test_a_hybrid_cuts_within_its_instances():
@@ -177,8 +177,7 @@ def test_one_function_says_which_engine_a_strategy_means():
         "distributed/torch_fully_sharded_data_parallel_config.py"
     }
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/parallelize.py"}
-    makers = ("make_flat_plan", "make_fsdp2_plan")
-    plans = {f"distributed/plan/{file}.py" for file in ("values", *makers)}
+    plans = {f"distributed/plan/{file}.py" for file in ("values", "settings", "pieces", "make_plan")}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 
 
@@ -192,10 +191,11 @@ def test_a_plan_ends_with_the_model_and_has_each_parameter_once():
             names = [param.name for unit in plan.units for param in unit.params]
             assert sorted(names) == sorted(name for name, _ in module.named_parameters())
             assert plan.trained.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
-            in_buffers = [bucket for buffer in plan.buffers for bucket in buffer.buckets]
-            of_units = [plan.buffers[i].buckets[j] for unit in plan.units for i, j in unit.buckets]
-            assert sorted(map(id, of_units)) == sorted(map(id, in_buffers))
-            assert all(len(unit.buckets) == len(unit.pieces) for unit in plan.units if unit.buckets)
+            for index, buckets in enumerate(plan.buffers):
+                assert [bucket.bucket for bucket in buckets] == [(index, number) for number in range(len(buckets))]
+                assert (
+                    len({PieceKind(**{f.name: getattr(b, f.name) for f in fields(PieceKind)}) for b in buckets}) == 1
+                )
 
 
 ALL_SETTINGS = [

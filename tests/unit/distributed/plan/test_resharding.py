@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from core.distributed.fully_sharded_data_parallel_config import parse_overrides
-from core.distributed.plan.settings import check_reshard, reshard_of
-from core.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError
+from core.distributed import FullyShardedDataParallelConfig
+from core.distributed.plan.settings import check_reshard
 
 
 def test_overrides_are_name_patterns_and_the_last_match_counts():
-    overrides = parse_overrides(["decoder.layers.*=False", "decoder.layers.1?=2", "=true"])
-    found = {name: reshard_of(name, True, overrides) for name in ("decoder.layers.3", "decoder.layers.12", "", "head")}
+    settings = FullyShardedDataParallelConfig(
+        reshard_overrides=("decoder.layers.*=False", "decoder.layers.1?=2", "=true")
+    )
+    found = {name: settings.reshard_of(name, True) for name in ("decoder.layers.3", "decoder.layers.12", "", "head")}
     assert found == {"decoder.layers.3": False, "decoder.layers.12": 2, "": True, "head": True}
 
 
 @pytest.mark.parametrize("entry", ["decoder.layers.0", "decoder=maybe", "decoder=-2", "decoder=1.5"])
 def test_an_entry_of_another_form_is_refused_by_name(entry):
     with pytest.raises(ParallelConfigError, match=entry):
-        parse_overrides([entry])
+        FullyShardedDataParallelConfig(reshard_overrides=(entry,))
 
 
 def test_a_number_divides_the_ranks_that_share_a_parameter():

@@ -173,9 +173,7 @@ def test_a_rank_sends_what_is_said(kind, fields):
 def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **fields: Any) -> Plan:
     """A plan of one unit of 200 fp32 elements, which are reduced in double precision."""
     bounds = tuple(range(0, 201, 200 // shards))
-    param = ParamPlan(
-        names=("w",), places=(0,), shape=(200,), dtype=torch.float32, is_trained=is_trained, cut="flat", bounds=bounds
-    )
+    param = ParamPlan(names=("w",), places=(0,), shape=(200,), cut="flat", bounds=bounds)
     piece = PiecePlan(
         is_trained=is_trained,
         param_dtype=torch.float32,

@@ -11,12 +11,11 @@ import torch
 
 from core.distributed.plan.parts import Traffic
 from core.distributed.report.facts import Held, ModelFacts, UnitFacts
-from core.distributed.report.rows import amount, cells, count, fold, notes, shorten, size
+from core.distributed.report.rows import amount, count, notes, shorten, size, table
 
 LAYER = UnitFacts(
     name="decoder.layers.0",
     kind="TransformerLayer",
-    place=1,
     num_parameters=12_345_678,
     num_trainable=12_345_678,
     kept=Held(3 * 2**20, (torch.float32,)),
@@ -27,6 +26,11 @@ LAYER = UnitFacts(
 )
 
 
+def _facts(*units: UnitFacts) -> ModelFacts:
+    plan: Any = SimpleNamespace(tensor_parallel_size=1, context_parallel_size=1, changed_settings="")
+    return ModelFacts(plan, 4, units)
+
+
 def _layer(name: str, **changes: object) -> UnitFacts:
     return replace(LAYER, name=name, **changes)
 
@@ -34,26 +38,27 @@ def _layer(name: str, **changes: object) -> UnitFacts:
 def test_equal_units_numbered_one_after_the_other_are_folded():
     units = [
         _layer("embedding"),
-        *(_layer(f"decoder.layers.{i}", place=i) for i in range(12)),
+        *(_layer(f"decoder.layers.{i}") for i in range(12)),
         _layer("decoder.layers.12", after_forward="stays"),
         _layer("decoder.layers.14", after_forward="stays"),
         _layer("a.1.b.0"),
         _layer("a.2.b.0"),
         _layer("a.2.b.1"),
     ]
-    assert [run.name for run in fold(units)] == [
+    assert [line.cells[0] for line in table(_facts(*units)).lines] == [
         "embedding",
         "decoder.layers.0-11 (12 x)",
         "decoder.layers.12",
         "decoder.layers.14",
         "a.1-2.b.0 (2 x)",
         "a.2.b.1",
+        "all 18",
     ]
 
 
 def test_a_line_holds_the_numbers_of_one_unit():
-    (run,) = fold([LAYER, _layer("decoder.layers.1")])
-    assert cells(run) == (
+    line, total = table(_facts(LAYER, _layer("decoder.layers.1"))).lines
+    assert line.cells == (
         "decoder.layers.0-1 (2 x)",
         "TransformerLayer",
         "12.3 M",
@@ -65,8 +70,11 @@ def test_a_line_holds_the_numbers_of_one_unit():
         "1",
         "36.8 MiB",  # (8 * 6 + 1) MiB * 3 / 4
     )
-    (offloaded,) = fold([_layer("", num_trainable=0, is_offloaded=True, gathered=None)])
-    assert cells(offloaded)[:5] == ("(the rest)", "TransformerLayer", "12.3 M frozen", "3.0 MiB fp32 host", "-")
+    assert total.cells == ("all 2", "", "24.7 M", "6.0 MiB", "12.0 MiB", "", "6.0 MiB", "16", "2", "73.5 MiB")
+    offloaded, _ = table(
+        _facts(_layer("", num_trainable=0, is_offloaded=True, gathered=None, after_forward="-"))
+    ).lines
+    assert offloaded.cells[:4] == ("(the rest)", "TransformerLayer", "12.3 M frozen", "3.0 MiB fp32 host")
 
 
 @pytest.mark.parametrize(
@@ -99,5 +107,5 @@ def test_long_names_lose_their_middle():
 )
 def test_traffic_inside_the_model_is_said_not_to_be_counted(tp, cp, said):
     plan: Any = SimpleNamespace(tensor_parallel_size=tp, context_parallel_size=cp, changed_settings="")
-    facts = ModelFacts(plan, 2, (LAYER,), (), (), 0, 0)
+    facts = ModelFacts(plan, 2, (LAYER,))
     assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])

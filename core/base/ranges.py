@@ -49,11 +49,17 @@ def out_of_choices(settings: object, optional: bool = False, /, **choices: Seque
             yield f"{name} is {value!r}; it takes {'None or ' * optional}one of {shown}"
 
 
-def check_choices(settings: object, optional: bool = False, /, **choices: Sequence[str]) -> None:
-    """Raises ConfigError for the first named attribute of `settings` that is none of its choices. `optional` adds
-    None."""
+def check_choices(
+    settings: object,
+    optional: bool = False,
+    /,
+    *,
+    error: type[ShardstackError] = ConfigError,
+    **choices: Sequence[str],
+) -> None:
+    """Raises `error` for the first named attribute of `settings` that is none of its choices. `optional` adds None."""
     for problem in out_of_choices(settings, optional, **choices):
-        raise ConfigError(problem)
+        raise error(problem)
 
 
 def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:

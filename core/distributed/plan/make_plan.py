@@ -1,0 +1,290 @@
+"""Plans a model: reads its settings, finds its units, and decides what each of them keeps, gathers and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ...base import device
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
+from ..groups import DataParallelGroups
+from ..torch_fully_sharded_data_parallel_config import Engine, engine_of
+from .layout import BucketLayout, Cut, default_bucket_size, lay_out_unit
+from .parts import PiecePlan, UnitPlan
+from .pieces import Pieces, lay_out_params
+from .settings import (
+    check_contradictions,
+    check_reshard,
+    common_plan,
+    compute_dtype,
+    fsdp2_settings,
+    mixed_precision_policy,
+    sharded_settings,
+    whole_settings,
+)
+from .units import (
+    UnitChoice,
+    find_units,
+    own_parameters,
+    plan_transforms,
+    transforms_units,
+    unit_of,
+)
+from .values import Plan
+
+
+def plan_model(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    unit_classes: Iterable[UnitChoice] = (),
+    *,
+    engine: Engine | None = None,
+    caller: str = "plan_model",
+    **options: Any,
+) -> Plan:
+    """Plans what a wrapper does to a model; every wrapper is built from the result.
+
+    Args:
+        module: the model, on any device, the meta device too; it is only read.
+        config: the model's config; ``bf16``, ``fp16``, ``calculate_per_token_loss`` and the like are read where
+            present.
+        unit_classes: classes whose outermost instances become units, or single modules. Where parameters stay whole
+            these are only recomputed or compiled.
+        engine: None means the engine that the settings choose (`engine_of`).
+        caller: the function or class that messages name.
+        options: of `plan_whole` or `plan_gathered`.
+
+    Raises:
+        ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
+        WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
+    """
+    engine = engine_of(ddp_config) if engine is None else engine
+    if engine is Engine.FLAT_BUFFERS:
+        return plan_whole(module, config, ddp_config, groups, unit_classes, caller=caller, **options)
+    return plan_gathered(module, config, ddp_config, groups, unit_classes, engine=engine, caller=caller, **options)
+
+
+def plan_whole(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    unit_classes: Iterable[UnitChoice] = (),
+    *,
+    caller: str,
+    disable_bucketing: bool = False,
+    finish_in_backward: bool = False,
+) -> Plan:
+    """Plans a model whose parameters are whole on every rank; see `plan_model`. Each bucket of gradients is a unit.
+
+    Args:
+        disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
+        finish_in_backward: as of `DistributedDataParallel`.
+    """
+    settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
+    strategy, is_sharded = settings.sharding_strategy, settings.sharding_strategy != "no_shard"
+    num_parts = groups.shard.size() if is_sharded else 1
+    overlaps_grads = _overlaps(settings.overlap_grad_reduce)
+    overlaps_params = _overlaps(settings.overlap_param_gather, by_default=is_sharded)
+    reduces_during_backward = overlaps_grads or strategy == "optim_grads"
+    bucket_size, num_buckets = settings.bucket_size, settings.num_buckets
+    if disable_bucketing:
+        bucket_size = num_buckets = None
+    elif bucket_size is None and num_buckets is None and (reduces_during_backward or (overlaps_params and is_sharded)):
+        bucket_size = default_bucket_size(groups.whole.size())
+
+    def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[tuple[BucketLayout, Cut]]:
+        layouts = lay_out_params(
+            params,
+            dp_size=groups.whole.size() if is_sharded else None,
+            bucket_size=bucket_size,
+            num_buckets=num_buckets,
+            for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
+        )
+        return [(layout, "flat") for layout in layouts]
+
+    pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, num_parts=num_parts)
+    params = list(pieces.names.of)
+    buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
+    frozen = pieces.by_rows((param for param in params if not param.requires_grad), num_parts=1)
+    check_contradictions(config, settings, groups)
+    # Gradients travel by bucket, so that modules are looked for only where something is done to them.
+    units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(settings) else []
+    given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
+    return Plan(
+        **common_plan(config, settings, caller, given),
+        engine=Engine.FLAT_BUFFERS,
+        groups=groups,
+        transforms=plan_transforms(units, settings),
+        units=(
+            *(UnitPlan(pieces=(bucket,)) for bucket in buckets),
+            UnitPlan(modules=(module,), names=("",), pieces=frozen),
+        ),
+        reduces_every_micro_batch=settings.reduce_every_micro_batch and num_parts > 1,
+        reduces_during_backward=reduces_during_backward,
+        overlaps_grads=overlaps_grads,
+        overlaps_params=overlaps_params,
+        finishes_in_backward=finish_in_backward,
+    )
+
+
+def plan_gathered(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    unit_classes: Iterable[UnitChoice],
+    *,
+    engine: Engine,
+    caller: str,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> Plan:
+    """Plans a model whose ranks share its parameters, and gather them a unit at a time; see `plan_model`.
+
+    Args:
+        mp_policy: torch's own, in place of the dtypes of the settings and of the model's config.
+    """
+    is_fsdp2 = engine is Engine.FSDP2
+    settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
+    precision = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
+    shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
+    num_parts = num_shards * (groups.num_replicas if shares_update else 1)
+    pieces = Pieces(module, engine, settings, precision, num_parts=num_parts, num_param_shards=num_shards)
+
+    def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
+        if is_fsdp2:
+            return pieces.by_rows(params, num_parts)
+        cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
+        return pieces.in_buffers(
+            params, lambda of: [lay_out_unit([p.shape for p in of], num_parts, cut, for_high_busbw=pads)]
+        )
+
+    found = [*find_units(module, unit_classes, splits_dtypes=is_fsdp2), unit_of((module,), {module: ""})]
+    reshards = [*_reshards(found, settings, num_shards, is_fsdp2)]
+    units = [
+        replace(
+            unit,
+            pieces=pieces_of(unit, params),
+            # Only the model's outputs are cast, as `Float16Module` does.
+            precision=precision if unit is found[-1] else replace(precision, output_dtype=None),
+            is_gathered=True,
+            is_freed=reshard is not False,
+            # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
+            kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
+        )
+        for unit, params, reshard in zip(found, own_parameters(found), reshards, strict=True)
+    ]
+    check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
+    if is_fsdp2:
+        units = _keep_by_torch(units, settings, num_shards)
+    else:
+        # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
+        is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
+        units = _keep_in_slots(units, settings, num_shards, has_slots=not is_whole)
+    given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
+    return Plan(
+        **common_plan(config, settings, caller, given),
+        engine=engine,
+        groups=groups,
+        transforms=plan_transforms(units[:-1], settings),
+        units=tuple(units),
+        reduces_every_micro_batch=settings.reduce_every_micro_batch and (is_fsdp2 or num_parts > 1),
+        overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
+        shards_update_over_replicas=shares_update,
+    )
+
+
+def _overlaps(asked: bool | None, by_default: bool = True) -> bool:
+    return by_default and device.device_type() == "cuda" if asked is None else asked
+
+
+def _reshards(
+    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, is_fsdp2: bool
+) -> Iterator[Reshard]:
+    """Yields for each unit whether it is freed after its forward: False, True, or the number of ranks that keep it.
+
+    The root stays gathered, and under FSDP2 the last unit, because backward begins with them. There an override may
+    name them.
+    """
+    keeps_all = settings.keep_gathered_between_micro_batches == "all"
+    last = next((unit for unit in reversed(units[:-1]) if not unit.is_minority), None)
+    for unit in units:
+        is_root = unit is units[-1]
+        stays = keeps_all or is_root or (is_fsdp2 and unit is last)
+        default = False if stays else settings.reshard_after_forward
+        reshard = settings.reshard_of(unit.names[0], default) if is_fsdp2 or not is_root else False
+        yield check_reshard(reshard, num_shards)
+
+
+def _keep_in_slots(
+    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, *, has_slots: bool
+) -> list[UnitPlan]:
+    """Decides which memory units of flat buffers are gathered into, and how long it keeps them.
+
+    Units of one size that are freed share a few slots in turn: one in use, and one for each unit that is prefetched.
+    """
+    in_use = 1 + max(settings.forward_prefetch, settings.backward_prefetch)
+    shared: dict[Hashable, list[int]] = {}
+    slots: list[int] = []
+    for unit in units:
+        size = tuple((piece.bucket and piece.bucket[0], piece.elements) for piece in unit.pieces)
+        of_size = shared.setdefault(size, []) if unit.is_freed else []
+        # Not yet as many: a new one. Else the one that was taken longest ago.
+        slot = of_size[-in_use] if len(of_size) >= in_use else max(slots, default=-1) + 1
+        of_size.append(slot)
+        slots.append(slot)
+    kept = []
+    for index, (unit, slot) in enumerate(zip(units, slots, strict=True)):
+        has_slot = has_slots and bool(unit.pieces)
+        # The last unit of a slot is there when backward begins, and the first one when the next forward does.
+        is_last = not has_slot or slot not in slots[index + 1 :]
+        is_first = not has_slot or slot not in slots[:index]
+        again = 0 if is_last or not unit.is_needed_in_backward else unit.kept_among or num_shards
+        slot_of_unit = slot if has_slot else None
+        kept.append(
+            replace(
+                unit, slot=slot_of_unit, stays_whole=is_first and is_last, gathered_again_over=again, is_kept=is_first
+            )
+        )
+    return kept
+
+
+def _keep_by_torch(
+    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int
+) -> list[UnitPlan]:
+    """Decides which units FSDP2 keeps from one micro-batch to the next, and which a backward gathers again."""
+    keeps = settings.keep_gathered_between_micro_batches
+    if keeps == "ends" and settings.reduce_every_micro_batch:
+        keeps = "none"
+    ends = [*units_at_the_ends(units[:-1]), units[-1]]
+    trained = [param.places[0] for unit in units for p in unit.pieces if p.is_trained for param in p.params]
+    kept = []
+    for unit in units:
+        is_root, is_needed = unit is units[-1], unit.is_needed_in_backward
+        is_kept = keeps == "all" or (keeps == "ends" and unit in ends)
+        # Backward begins with the root, and runs from the loss to the first trained weight.
+        last = max((param.places[0] for param in unit.params), default=-1)
+        is_reached = is_root or (bool(trained) and last >= min(trained))
+        again = (unit.kept_among or num_shards) if unit.is_freed and is_needed and is_reached else 0
+        stays = not unit.is_freed or (is_kept and not is_needed)
+        kept.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
+    return kept
+
+
+def units_at_the_ends(units: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """Returns the units that a micro-batch begins and ends with, and those that no backward gathers.
+
+    The first is in memory when a backward ends and a forward begins, the last when a forward ends and a backward
+    begins.
+    """
+    whole = [unit for unit in units if not unit.is_minority]
+    in_backward = [unit for unit in whole if unit.is_needed_in_backward]
+    ends = [*in_backward[:1], *whole[-1:]]
+    return [unit for unit in units if unit in ends or not unit.is_needed_in_backward]

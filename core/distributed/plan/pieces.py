@@ -1,0 +1,224 @@
+"""Decides which parameters of a unit are reduced and gathered together, and where they are in flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from ...base import device
+from ...base.errors import WrapError
+from ...base.local_parts import local_part
+from ...base.pending_parameters import can_be_pending
+from ...tensor_parallel.initialization import has_tensor_parallel_attributes
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..torch_fully_sharded_data_parallel_config import Engine
+from .layout import BucketLayout, Cut, FullParamLayout, bounds_by_rows, lay_out
+from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
+from .units import ParameterNames
+
+LayOut = Callable[[Sequence[nn.Parameter]], Iterable[tuple[BucketLayout, Cut]]]
+"""Places parameters of one kind in buckets, one after the other, and says how each bucket is cut."""
+
+
+class Pieces:
+    """Makes the pieces of a model's units, one unit after the other.
+
+    Args:
+        precision: the dtypes of computation and reduction; without casts each parameter keeps its own.
+        num_parts: number of ranks that share an update.
+        num_param_shards: number of ranks that share a parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        settings: DistributedDataParallelConfig,
+        precision: MixedPrecisionPolicy = NO_CASTS,
+        *,
+        num_parts: int,
+        num_param_shards: int = 1,
+    ) -> None:
+        self.names, self._num_parts, self._is_gathered = ParameterNames(module), num_parts, settings.shards_parameters
+        self._fp32_patterns = settings.param_name_patterns_for_fp32_local_accumulation
+        self._kind_of = partial(
+            kind_of_parameter,
+            engine=engine,
+            settings=settings,
+            precision=precision,
+            num_parts=num_parts,
+            num_param_shards=num_param_shards,
+        )
+        # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
+        self._buffers: dict[PieceKind, list[PiecePlan]] = {}
+
+    def in_buffers(self, params: Sequence[nn.Parameter], lay_out_kind: LayOut) -> tuple[PiecePlan, ...]:
+        """Puts a unit's parameters into one buffer for each kind, behind those of earlier units.
+
+        Args:
+            params: in order of construction; buffers have them in reverse order.
+
+        Raises:
+            WrapError: a parameter that cannot be moved into a flat buffer, or whose readers cannot be made to wait.
+        """
+        pieces = []
+        for param in reversed(params):
+            self._reject_unfit(param)
+        for kind, of_kind in _grouped(reversed(params), self._kind_of).items():
+            buckets = self._buffers.setdefault(kind, [])
+            index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
+            for layout, cut in lay_out_kind(of_kind):
+                members = [
+                    self._plan_of(of_kind[i], kind, cut, layout.bounds(place, self._num_parts))
+                    for i, place in zip(layout.members, layout.ranges, strict=True)
+                ]
+                moved = replace(layout, start=first + layout.start, end=first + layout.end)
+                bucket = (index, len(buckets))
+                buckets.append(PiecePlan(**vars(kind), params=tuple(members), layout=moved, bucket=bucket))
+                pieces.append(buckets[-1])
+        return tuple(pieces)
+
+    def by_rows(self, params: Iterable[nn.Parameter], num_parts: int) -> tuple[PiecePlan, ...]:
+        """Returns the pieces of parameters that no flat buffer holds, each cut by its first dimension."""
+        return tuple(
+            PiecePlan(
+                **vars(kind),
+                params=tuple(
+                    self._plan_of(param, kind, "rows", bounds_by_rows(_local_shape(param), num_parts))
+                    for param in of_kind
+                ),
+            )
+            for kind, of_kind in _grouped(params, self._kind_of).items()
+        )
+
+    def _plan_of(self, param: nn.Parameter, kind: PieceKind, cut: Cut, bounds: tuple[int, ...]) -> ParamPlan:
+        names, places = self.names.of[param], self.names.places
+        has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
+        return ParamPlan(
+            names=names,
+            places=tuple(places[name] for name in names),
+            shape=_local_shape(param),
+            accumulates_in_fp32=has_own_dtype
+            and any(pattern == "all" or fnmatch(names[0], pattern) for pattern in self._fp32_patterns),
+            cut=cut if len(bounds) > 2 else "whole",
+            bounds=bounds,
+        )
+
+    def _reject_unfit(self, param: nn.Parameter) -> None:
+        name = self.names.of[param][0]
+        if isinstance(param, DTensor):
+            raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
+        if self._is_gathered and not can_be_pending(param):
+            raise WrapError(
+                f"parameter {name} is a {type(param).__name__}, and FullyShardedDataParallel makes readers of a "
+                "parameter wait by its class, nn.Parameter; make it an nn.Parameter, or use "
+                "TorchFullyShardedDataParallel"
+            )
+
+
+def kind_of_parameter(
+    param: nn.Parameter,
+    engine: Engine,
+    settings: DistributedDataParallelConfig,
+    precision: MixedPrecisionPolicy = NO_CASTS,
+    num_parts: int = 1,
+    num_param_shards: int = 1,
+) -> PieceKind:
+    """Returns the dtypes, the memory and the ranks of a parameter and its gradient.
+
+    Args:
+        precision: the model's; without casts each parameter keeps its dtype.
+        num_parts: number of ranks that share an update.
+        num_param_shards: number of ranks that share a parameter.
+    """
+    is_cast, is_fsdp2 = param.is_floating_point(), engine is Engine.FSDP2
+    gathered_dtype = (precision.param_dtype if is_cast else None) or param.dtype
+    grad_dtype = (precision.reduce_dtype if is_cast else None) or gathered_dtype
+    if settings.grad_reduce_in_fp32 and not is_fsdp2:  # to add more exactly, so double precision stays
+        grad_dtype = torch.promote_types(gathered_dtype, torch.float32)
+    if is_fsdp2:
+        shard_grad_dtype, releases_grads = param.dtype, True
+    elif settings.shards_parameters:
+        shard_grad_dtype = torch.promote_types(grad_dtype, param.dtype)
+        releases_grads = num_parts > 1 or shard_grad_dtype != grad_dtype or getattr(settings, "cpu_offload", False)
+    else:
+        shard_grad_dtype, releases_grads = grad_dtype, settings.sharding_strategy == "optim_grads" and num_parts > 1
+    return PieceKind(
+        is_trained=param.requires_grad,
+        holds_experts=is_expert_parameter(param),
+        param_dtype=param.dtype,
+        gathered_dtype=gathered_dtype,
+        grad_dtype=grad_dtype,
+        shard_grad_dtype=shard_grad_dtype,
+        device=device.current_device() if param.is_meta else param.device,  # where it will be materialized
+        num_param_shards=num_param_shards,
+        holds_params=settings.sharding_strategy != "no_shard",
+        releases_grads=param.requires_grad and releases_grads,
+    )
+
+
+def lay_out_params(
+    params: Sequence[nn.Parameter], *, dp_size: int | None, **options: int | None
+) -> list[BucketLayout]:
+    """Lays out parameters, which come in reverse order of construction. `options` go to `lay_out`.
+
+    Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
+    outside its module too. Weights of tensor-parallel layers are aligned, since their gradients are computed in place.
+    """
+    shared = [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]
+    return lay_out(
+        [param.numel() for param in params],
+        dp_size=dp_size,
+        alone=shared if dp_size else (),
+        aligned={index for index, param in enumerate(params) if has_tensor_parallel_attributes(param)},
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def full_param_layout(
+    params: Sequence[nn.Parameter],
+    bucket_size: int | None,
+    dp_size: int,
+    ddp_config: DistributedDataParallelConfig,
+) -> FullParamLayout:
+    """Returns the places that a plan gives these parameters where a strategy shards, and parameters are whole.
+
+    Args:
+        params: those that require gradients, in order.
+        bucket_size: elements; None means one bucket for each kind of parameter, unless `ddp_config` says how many.
+        dp_size: ranks that share a bucket.
+    """
+    num_buckets, pads = ddp_config.num_buckets, ddp_config.pad_buckets_for_high_nccl_busbw
+    kinds = _grouped(reversed(params), lambda param: kind_of_parameter(param, Engine.FLAT_BUFFERS, ddp_config))
+    return tuple(
+        tuple(
+            lay_out_params(of, dp_size=dp_size, bucket_size=bucket_size, num_buckets=num_buckets, for_high_busbw=pads)
+        )
+        for of in kinds.values()
+    )
+
+
+def is_expert_parameter(parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _local_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Returns the shape of this rank's part of a DTensor, which tensor parallelism has cut."""
+    return tuple(local_part(param.detach()).shape)
+
+
+def _grouped(
+    params: Iterable[nn.Parameter], kind_of: Callable[[nn.Parameter], PieceKind]
+) -> dict[PieceKind, list[nn.Parameter]]:
+    groups: dict[PieceKind, list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault(kind_of(param), []).append(param)
+    return groups
