@@ -158,7 +158,7 @@ def describe_matrices(
     for p in params:
         if reasons[p]:
             owners_of.setdefault((_without_numbers(p.name), _text(p.param.shape), reasons[p], "adam"), set())
-    rows = [("matrix", "shape", "split or reason", "optimizer", "owners")]
+    rows: list[tuple[str, ...]] = [("matrix", "shape", "split or reason", "optimizer", "owners")]
     rows += [(*row, " ".join(map(str, sorted(ranks))) or "-") for row, ranks in owners_of.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
