@@ -18,7 +18,8 @@ from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
-from .muon import build_muon, choose_optimizers
+from .matrices import choose_optimizers
+from .muon import Muon
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides, ParamCondition, build_param_groups, collect_main_params
@@ -81,14 +82,16 @@ def get_megatron_optimizer(
         params = collect_main_params(model_chunks)
         _check_whole(params)
     _check_precision(config, model_chunks, params)
-    choices = choose_optimizers(params, config, config_overrides) if config.optimizer == "muon" else {}
-    names = {p: choice.optimizer for p, choice in choices.items()} or None
-    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides, names)
+    settings = (config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
     rule: torch.optim.Optimizer
-    if choices:
-        rule = build_muon(config, params, choices, groups, tp_group)
+    if config.optimizer == "muon":
+        reasons = choose_optimizers(params, config, config_overrides)
+        ours, others = ([p for p in params if bool(reasons[p]) == is_other] for is_other in (False, True))
+        groups = [group | {"optimizer": "muon"} for group in build_param_groups(ours, *settings)]
+        groups += [group | {"optimizer": "adam"} for group in build_param_groups(others, *settings)]
+        rule = Muon(groups, config, params, reasons, tp_group)
     else:
-        rule = build_update_rule(config, groups, params[0].main.device.type)
+        rule = build_update_rule(config, build_param_groups(params, *settings), params[0].main.device.type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
     statistics = GradientStatistics(params, tp_group, is_exact=is_exact)

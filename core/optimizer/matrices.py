@@ -21,6 +21,7 @@ from ..tensor_parallel.initialization import FusedRows
 from .main_params import MainParam
 from .newton_schulz import MuonRecipe
 from .optimizer_config import OptimizerConfig
+from .param_groups import ConfigOverrides, override_of
 
 _OUTPUT_LAYERS = ("lm_head", "output_layer")
 """Names of modules of other libraries that project to the vocabulary."""
@@ -43,56 +44,66 @@ class Matrix:
         return len(self.rows), self.columns
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The optimizer of a parameter."""
+def choose_optimizers(
+    params: Sequence[MainParam], config: OptimizerConfig, overrides: ConfigOverrides | None
+) -> dict[MainParam, str]:
+    """Returns why each parameter is AdamW's, or empty text for those that Muon updates.
 
-    optimizer: str
-    """``"muon"``, or `OptimizerConfig.muon_scalar_optimizer`."""
-    reason: str = ""
-    """Why it is not Muon's."""
-
-    @property
-    def is_muon(self) -> bool:
-        return self.optimizer == "muon"
-
-
-def choose(p: MainParam, config: OptimizerConfig, override: str | None) -> Choice:
-    """Returns which optimizer updates a parameter: `override`, else the config's patterns, else the rule.
-
-    The rule gives Muon all matrices, and batches of matrices `[n, rows, columns]`, but for embeddings, outputs, and
-    what the model marks by Megatron-LM's attribute ``use_muon`` as False, as routers.
+    An override decides, else the config's patterns, else the rule. The rule gives Muon all matrices, and batches of
+    matrices `[n, rows, columns]`, but for embeddings, outputs, and what the model marks by Megatron-LM's attribute
+    ``use_muon`` as False, as routers.
 
     Raises:
-        ConfigError: Muon is requested for a parameter that is no matrix.
+        ConfigError: a pattern matches no parameter, an override names an unknown optimizer, Muon is requested for a
+            parameter that is no matrix, or gets none.
     """
-    ndim, is_convolution = p.param.ndim, isinstance(p.owner, nn.modules.conv._ConvNd)
-    is_matrix = ndim in (2, 3) and not is_convolution
-    requested = override
-    for optimizer, patterns in (("muon", config.muon_include), (config.muon_scalar_optimizer, config.muon_exclude)):
-        if requested is None and any(fnmatchcase(p.name, pattern) for pattern in patterns):
-            requested = optimizer
-    if requested == "muon" and not is_matrix:
+    for pattern in (*config.muon_include, *config.muon_exclude):
+        if not any(fnmatchcase(p.name, pattern) for p in params):
+            raise ConfigError(
+                f"muon_include or muon_exclude {pattern!r} matches no parameter that is trained; names are as "
+                f"{params[0].name} and {params[-1].name}"
+            )
+    patterns = {"muon": config.muon_include, config.muon_scalar_optimizer: config.muon_exclude}
+    reasons = {}
+    for p in params:
+        matching = [name for name, of in patterns.items() if any(fnmatchcase(p.name, pattern) for pattern in of)]
+        requested = override_of(overrides or {}, p.name, p.param).get("optimizer", next(iter(matching), None))
+        if requested not in (None, *patterns):
+            raise ConfigError(
+                f"config_overrides gives parameter {p.name} the optimizer {requested!r}; it takes "
+                f"{' or '.join(map(repr, patterns))}"
+            )
+        if requested == "muon" and not _is_matrix(p):
+            raise ConfigError(
+                f"muon is requested for parameter {p.name} of shape {list(p.param.shape)}; it takes matrices, or "
+                "batches of them in three dimensions"
+            )
+        reasons[p] = _reason_against(p) if requested is None else "" if requested == "muon" else "requested"
+    if all(reasons.values()):
         raise ConfigError(
-            f"muon is requested for parameter {p.name} of shape {list(p.param.shape)}; it takes matrices, or batches "
-            "of them in three dimensions"
+            f"optimizer is muon, and none of the {len(params)} trained parameters is a matrix of a hidden layer; set "
+            "optimizer to adam, or name parameters in muon_include"
         )
-    if requested is not None:
-        return Choice(requested, "requested")
-    is_first_or_last = (
+    return reasons
+
+
+def _is_matrix(p: MainParam) -> bool:
+    return p.param.ndim in (2, 3) and not isinstance(p.owner, nn.modules.conv._ConvNd)
+
+
+def _reason_against(p: MainParam) -> str:
+    """Returns why the rule does not give a parameter to Muon; empty if it does."""
+    if p.param.ndim < 2 or p.attribute == "bias":  # that of experts is a batch of vectors
+        return "vector"
+    if (
         getattr(p.param, "is_embedding_or_output_parameter", False)
         or isinstance(p.owner, nn.Embedding)
         or any(part in _OUTPUT_LAYERS for part in p.name.split("."))
-    )
-    reasons = {
-        "vector": ndim < 2 or p.attribute == "bias",  # that of experts is a batch of vectors
-        "embedding or output": is_first_or_last,
-        "marked use_muon=False": not getattr(p.param, "use_muon", True),
-        "convolution": is_convolution,
-        f"{ndim} dimensions": not is_matrix,
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
-    return Choice("muon") if reason is None else Choice(config.muon_scalar_optimizer, reason)
+    ):
+        return "embedding or output"
+    if not getattr(p.param, "use_muon", True):
+        return "marked use_muon=False"
+    return "" if _is_matrix(p) else "convolution"
 
 
 def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonRecipe) -> list[Matrix]:
@@ -131,43 +142,31 @@ def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonR
 
 
 def describe_matrices(
-    params: Sequence[MainParam],
-    choices: Mapping[MainParam, Choice],
-    matrices: Sequence[Matrix],
-    owners: Sequence[int],
-    num_ranks: int,
-    scalar_optimizer: str,
+    params: Sequence[MainParam], reasons: Mapping[MainParam, str], matrices: Sequence[Matrix], owners: Sequence[int]
 ) -> str:
-    """Returns the table of all parameters: matrix, shape, split, owner and optimizer, equal layers in one row.
+    """Returns the table of all parameters: matrix, shape, split, owner and optimizer, layers in one row.
 
     Args:
+        reasons: as of `choose_optimizers`.
         owners: rank of each matrix.
-        num_ranks: ranks that share the matrices.
     """
-    ours = [p for p in params if choices[p].is_muon]
-    owners_of: dict[tuple[str, ...], list[int | None]] = {}
+    names = [_without_numbers(p.name) for p in params if not reasons[p]]
+    owners_of: dict[tuple[str, ...], set[int]] = {}
     for matrix, owner in zip(matrices, owners, strict=True):
-        split, name = matrix.split or "whole", ours[matrix.param].name
-        row = (_without_numbers(name), "x".join(map(str, matrix.shape)), _without_numbers(split), "muon")
-        owners_of.setdefault(row, []).append(owner)
+        split = _without_numbers(matrix.split) or "whole"
+        owners_of.setdefault((names[matrix.param], _text(matrix.shape), split, "muon"), set()).add(owner)
     for p in params:
-        if not choices[p].is_muon:
-            shape = "x".join(map(str, p.param.shape))
-            row = (_without_numbers(p.name), shape, choices[p].reason, scalar_optimizer)
-            owners_of.setdefault(row, []).append(None)
-    rows = [("matrix", "number", "shape", "split or reason", "owners", "optimizer")]
-    for (name, shape, split, optimizer), ranks in owners_of.items():
-        known = sorted({rank for rank in ranks if rank is not None})
-        shown = "-" if not known else f"{known[0]} to {known[-1]}" if len(known) > 4 else " ".join(map(str, known))
-        rows.append((name, str(len(ranks)), shape, split, shown, optimizer))
-    idle = num_ranks - len(set(owners))
-    note = f"\n{idle} of {num_ranks} ranks own no matrix: there are {len(matrices)}" if idle else ""
-    return f"Muon updates {len(matrices)} matrices on {num_ranks} ranks:\n{_aligned(rows)}{note}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+        if reasons[p]:
+            owners_of.setdefault((_without_numbers(p.name), _text(p.param.shape), reasons[p], "adam"), set())
+    rows: list[tuple[str, ...]] = [("matrix", "shape", "split or reason", "optimizer", "owners")]
+    rows += [(*row, " ".join(map(str, sorted(ranks))) or "-") for row, ranks in owners_of.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join((f"Muon updates {len(matrices)} matrices:", *lines))
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _without_numbers(name: str) -> str:

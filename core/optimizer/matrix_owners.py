@@ -7,9 +7,11 @@ replicas. Matrices are exchanged in buckets by all-to-all, two for each: to the 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from .matrices import Matrix
 from .newton_schulz import cost
 
 BUCKET_ELEMENTS = 2**23
-"""Elements of a bucket for each rank. A bucket has whole parameters, at least one."""
+"""Elements for each rank after which a bucket ends, with a whole parameter."""
 
 Box = tuple[int, int, int, int]
 """First row, end row, first column and end column of a part of a parameter's `[rows, columns]`."""
@@ -60,6 +62,11 @@ class _Part:
         return self.end - self.first, self.box[3] - self.box[2]
 
     @property
+    def window(self) -> tuple[slice, slice]:
+        """Its place in the matrix."""
+        return slice(self.first, self.end), slice(*self.box[2:])
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -78,20 +85,8 @@ class _Route:
     """Whether any rank sends something to another one."""
 
 
-class Arrival:
-    """Parts on their way to this rank."""
-
-    def __init__(self, work: dist.Work | None, received: Tensor, sent: Tensor, parts: Sequence[_Part]) -> None:
-        # The exchange, or None if it is over; the memory that it fills, and that it reads until `wait`. Fixed.
-        self._work, self._received, self._sent, self._parts = work, received, sent, parts
-
-    def wait(self) -> Iterator[tuple[_Part, Tensor]]:
-        """Waits for the exchange, and yields each part with its `[rows, columns]`."""
-        if self._work is not None:
-            self._work.wait()
-        values = self._received.split([part.numel for part in self._parts])
-        for part, flat in zip(self._parts, values, strict=True):
-            yield part, flat.view(part.shape)
+Arrival = Callable[[], Iterable[tuple[_Part, Tensor]]]
+"""Waits for an exchange; returns the parts that this rank receives, each with its `[rows, columns]`."""
 
 
 class MatrixOwners:
@@ -99,8 +94,7 @@ class MatrixOwners:
 
     Args:
         matrices: all matrices, equal on every rank.
-        wholes: whole-model view of each parameter, as `MainParam.whole` returns it.
-        names: names of the parameters.
+        wholes: by name, whole-model view of each parameter, as `MainParam.whole` returns it.
         group: ranks that hold parts; None is this rank alone. All of them make an instance together.
         device: device of the exchanged tensors.
 
@@ -112,29 +106,27 @@ class MatrixOwners:
     def __init__(
         self,
         matrices: Sequence[Matrix],
-        wholes: Sequence[Tensor],
-        names: Sequence[str],
+        wholes: Mapping[str, Tensor],
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self._matrices, self._group, self.device = matrices, group, device
         ranks = Ranks(group, alone=group is None)
         self.rank, self.num_ranks = ranks.rank, ranks.size
-        starts = _starts_by_box(ranks.all_gather([boxes_of(whole) for whole in wholes]))
+        starts = _starts_by_box(ranks.all_gather([boxes_of(whole) for whole in wholes.values()]))
         self._parts = [_parts_of(index, matrix, starts[matrix.param]) for index, matrix in enumerate(matrices)]
         for matrix, parts in zip(matrices, self._parts, strict=True):
             if sum(part.numel for part in parts) != math.prod(matrix.shape):
                 raise OptimizerError(
-                    f"the ranks that share parameter {names[matrix.param]} hold parts that do not make up its matrix "
-                    f"{matrix.split} of shape {list(matrix.shape)}; wrap the model so that each element is on one "
-                    "rank and its replicas"
+                    f"the ranks that share parameter {[*wholes][matrix.param]} hold parts that do not make it up; "
+                    "wrap the model so that each element is on one rank and its replicas"
                 )
         costs = [cost(matrix.shape) for matrix in matrices]
         self.owners = assign_owners(costs, [_whole_holders(parts) for parts in self._parts], self.num_ranks)
         of_param: list[list[int]] = [[] for _ in wholes]
         for index, matrix in enumerate(matrices):
             of_param[matrix.param].append(index)
-        self.buckets = _make_buckets(of_param, costs, [whole.numel() for whole in wholes], self.num_ranks)
+        self.buckets = _make_buckets(of_param, costs, [whole.numel() for whole in wholes.values()], self.num_ranks)
         # Of each bucket: the routes to the owners and back. Fixed.
         self._routes = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
 
@@ -143,11 +135,11 @@ class MatrixOwners:
         params = set(self.buckets[bucket])
         return (i for i, m in enumerate(self._matrices) if m.param in params and self.owners[i] == self.rank)
 
-    def start_bringing(self, bucket: int, memory: Callable[[int], Tensor], dtype: torch.dtype) -> Arrival:
+    def start_bringing(self, bucket: int, memory: Mapping[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to bring a bucket's matrices, in `dtype`, to their owners.
 
         Args:
-            memory: returns this rank's elements of a parameter, given its index.
+            memory: this rank's elements of each parameter of the bucket, `[n]`.
         """
 
         def read(part: _Part) -> Tensor:
@@ -159,46 +151,37 @@ class MatrixOwners:
     def take(self, arrival: Arrival) -> dict[int, Tensor]:
         """Returns the matrices that this rank owns, by index, when they have arrived."""
         taken: dict[int, Tensor] = {}
-        for part, values in arrival.wait():
+        for part, values in arrival():
             if part.matrix not in taken:
                 taken[part.matrix] = values.new_empty(self._matrices[part.matrix].shape)
-            taken[part.matrix][part.first : part.end, part.box[2] : part.box[3]] = values
+            taken[part.matrix][part.window] = values
         return taken
 
     def start_returning(self, bucket: int, matrices: dict[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to send a bucket's matrices, in `dtype`, from their owners to all ranks that hold parts."""
 
         def read(part: _Part) -> Tensor:
-            return matrices[part.matrix][part.first : part.end, part.box[2] : part.box[3]]
+            return matrices[part.matrix][part.window]
 
         return self._start(self._routes[bucket][1], read, dtype, "matrices from their owners")
 
-    def put(self, arrival: Arrival, memory: Callable[[int], Tensor], factors: Sequence[float] | None = None) -> None:
+    def put(self, arrival: Arrival, memory: Mapping[int, Tensor], factors: Sequence[float]) -> None:
         """Writes what has arrived into this rank's elements of the parameters.
 
         Args:
             memory: as of `start_bringing`.
-            factors: factor of each matrix, in the dtype of the memory; None for 1.
+            factors: factor of each matrix, in the dtype of the memory.
         """
-        for part, values in arrival.wait():
+        for part, values in arrival():
             elements, rows = self._at(part, memory)
-            values = values.to(elements.device, elements.dtype)
-            factor = 1.0 if factors is None else factors[part.matrix]
-            elements[rows] = values if factor == 1.0 else values * factor
+            elements[rows] = values.to(elements.device, elements.dtype) * factors[part.matrix]
 
-    def sent_elements(self) -> int:
-        """Returns the number of elements that this rank sends to others in a step."""
-        routes = [route for pair in self._routes for route in pair]
-        return sum(
-            part.numel for route in routes for to, parts in enumerate(route.sends) if to != self.rank for part in parts
-        )
-
-    def _at(self, part: _Part, memory: Callable[[int], Tensor]) -> tuple[Tensor, slice | Tensor]:
+    def _at(self, part: _Part, memory: Mapping[int, Tensor]) -> tuple[Tensor, slice | Tensor]:
         """Returns the box in this rank's memory, `[rows, columns]`, and which of its rows are the part's."""
         matrix = self._matrices[part.matrix]
         top, bottom, left, right = part.box
         shape, start = (bottom - top, right - left), part.starts[self.rank]
-        elements = memory(matrix.param)[start : start + math.prod(shape)].view(shape)
+        elements = memory[matrix.param][start : start + math.prod(shape)].view(shape)
         rows = matrix.rows[part.first : part.end] - top
         first, last = int(rows[0]), int(rows[-1])
         return elements, slice(first, last + 1) if last - first == len(rows) - 1 else rows.to(elements.device)
@@ -208,11 +191,11 @@ class MatrixOwners:
         values = [read(part).reshape(-1).to(self.device, dtype) for to_rank in route.sends for part in to_rank]
         sent = torch.cat(values) if values else torch.empty(0, dtype=dtype, device=self.device)
         if self._group is None or not route.crosses_ranks:
-            return Arrival(None, sent, sent, parts)
-        received = sent.new_empty(sum(part.numel for part in parts))
+            return partial(_received, None, sent, parts)
         sizes = [[sum(part.numel for part in parts) for parts in side] for side in (route.receives, route.sends)]
+        received = sent.new_empty(sum(sizes[0]))
         work = all_to_all_by_backend(received, sent, self._group, what=what, sizes=(sizes[0], sizes[1]), async_op=True)
-        return Arrival(work, received, sent, parts)
+        return partial(_received, work, received, parts)
 
     def _make_routes(self, indices: Sequence[int]) -> tuple[_Route, _Route]:
         parts = [part for index in indices for part in self._parts[index]]
@@ -233,6 +216,13 @@ class MatrixOwners:
             if target == self.rank:
                 route.receives[source].append(part)
         return route
+
+
+def _received(work: dist.Work | None, values: Tensor, parts: Sequence[_Part]) -> Iterable[tuple[_Part, Tensor]]:
+    if work is not None:
+        work.wait()
+    flat = values.split([part.numel for part in parts])
+    return ((part, numbers.view(part.shape)) for part, numbers in zip(parts, flat, strict=True))
 
 
 def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
@@ -285,12 +275,6 @@ def _make_buckets(
     of_param: Sequence[Sequence[int]], costs: Sequence[int], numels: Sequence[int], num_ranks: int
 ) -> list[list[int]]:
     order = sorted(range(len(numels)), key=lambda param: -sum(costs[index] for index in of_param[param]))
-    buckets: list[list[int]] = []
-    filled = 0
-    for param in order:
-        if not buckets or filled + numels[param] > BUCKET_ELEMENTS * num_ranks:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(param)
-        filled += numels[param]
-    return buckets
+    starts = itertools.accumulate((numels[param] for param in order), initial=0)
+    bucket_of = {param: start // (BUCKET_ELEMENTS * num_ranks) for param, start in zip(order, starts, strict=False)}
+    return [list(bucket) for _, bucket in itertools.groupby(order, key=bucket_of.__getitem__)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from ..base.errors import ConfigError
 
 Preset = Literal["moonlight", "keller-jordan", "megatron", "torch"]
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
-CoefficientType = Literal["simple", "quintic", "polar_express", "deepseekv4"]
+CoefficientType = Literal["simple", "quintic"]
 Precision = Literal["medium", "high", "highest"]
 Triple = tuple[float, float, float]
 
@@ -34,25 +34,8 @@ COEFFICIENTS: dict[CoefficientType, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    "polar_express": tuple(  # divided for bf16, which may round a singular value to above 1
-        (a / 1.01, b / 1.01**3, c / 1.01**5)
-        for a, b, c in (
-            (8.28721201814563, -23.595886519098837, 17.300387312530933),
-            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-            (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-            (1.875, -1.25, 0.375),
-        )
-    ),
-    "deepseekv4": (_CLASSIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
-"""Coefficients (a, b, c) of each step, by Megatron-LM's names."""
-
-_REPEATS_LAST = ("polar_express", "deepseekv4")
-"""Further steps take the last coefficients; those of other types start again."""
+"""Coefficients (a, b, c) of the steps, by Megatron-LM's names; after the last come the first again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +43,7 @@ class MuonRecipe:
     """How an update is computed from gradients."""
 
     momentum: float = 0.95
-    sums_momentum: bool = False
-    """The momentum is a sum, ``m = momentum * m + g``; else a mean, ``m = momentum * m + (1 - momentum) * g``."""
+    """The momentum is a mean, ``m = momentum * m + (1 - momentum) * g``."""
     nesterov: bool = True
     coefficient_type: CoefficientType = "simple"
     num_ns_steps: int = 5
@@ -81,11 +63,6 @@ class MuonRecipe:
         """Dtype that an update is rounded to in any case before its matrix is multiplied; None if it is not."""
         return torch.bfloat16 if self.fp32_matmul_prec == "medium" and self.rounds_first else None
 
-    @property
-    def momentum_kind(self) -> str:
-        """ "sum" or "mean", as checkpoints have it."""
-        return "sum" if self.sums_momentum else "mean"
-
     def scale(self, shape: Sequence[int]) -> float:
         """Returns the factor of an orthogonal update `[rows, columns]`."""
         rows, columns = shape
@@ -98,14 +75,18 @@ class MuonRecipe:
 _DEFAULT: Preset = "moonlight"
 
 PRESETS: dict[Preset, MuonRecipe] = {
-    "moonlight": MuonRecipe(sums_momentum=True, adds_eps=True, extra_scale_factor=0.2),
+    "moonlight": MuonRecipe(eps=1e-7 * (1 - 0.95), adds_eps=True, extra_scale_factor=0.2),
     "keller-jordan": MuonRecipe(adds_eps=True, scale_mode="shape_scaling"),
     "megatron": MuonRecipe(
         nesterov=False, coefficient_type="quintic", rounds_first=False, eps=1e-15, split_gate_up=False
     ),
     "torch": MuonRecipe(scale_mode="shape_scaling"),
 }
-"""Published recipes. Liu et al., 2025 (Moonlight); Jordan's repository; Megatron-LM's configuration; torch.optim."""
+"""Published recipes. Liu et al., 2025 (Moonlight); Jordan's repository; Megatron-LM's configuration; torch.optim.
+
+Moonlight's momentum is a sum, which is the mean times 1 / (1 - momentum). Division by the norm removes that factor, if
+eps has it too.
+"""
 
 _OF_FORMULA = (*("nesterov", "scale_mode", "extra_scale_factor", "num_ns_steps", "coefficient_type", "split_gate_up"),)
 _FREE = ("momentum", "fp32_matmul_prec")
@@ -128,13 +109,6 @@ def recipe_of(config: Any) -> MuonRecipe:
     return replace(recipe, **given)
 
 
-def coefficients(kind: CoefficientType, num_steps: int) -> Iterable[Triple]:
-    """Returns the coefficients of each step."""
-    triples = COEFFICIENTS[kind]
-    more = itertools.repeat(triples[-1]) if kind in _REPEATS_LAST else itertools.cycle(triples)
-    return itertools.islice(itertools.chain(triples, more), num_steps)
-
-
 def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:
     """Returns a matrix with the singular vectors of `update` and singular values near 1, in the dtype of products.
 
@@ -149,8 +123,9 @@ def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:
     norm = x.norm()
     x = x / (norm + recipe.eps if recipe.adds_eps else norm.clamp(min=recipe.eps))
     x = x.bfloat16() if is_rounded else x
+    triples = itertools.cycle(COEFFICIENTS[recipe.coefficient_type])
     with _multiplied_in(recipe.fp32_matmul_prec):
-        for a, b, c in coefficients(recipe.coefficient_type, recipe.num_ns_steps):
+        for a, b, c in itertools.islice(triples, recipe.num_ns_steps):
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x

@@ -23,7 +23,6 @@ from ..distributed.parameter_owner import owner_of
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
-from .muon import Muon
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
 from .update_rules import skips_on_device, take_back_step
@@ -305,7 +304,7 @@ class MegatronOptimizer(OptimizerState):
 
     def describe(self) -> str:
         """Returns what updates each parameter, as text for a log; empty if all have one update rule."""
-        return self.optimizer.table if isinstance(self.optimizer, Muon) else ""
+        return getattr(self.optimizer, "table", "")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes every gradient zero or None.

@@ -94,7 +94,7 @@ class OptimizerConfig:
     muon_exclude: tuple[str, ...] = ()
     """Update parameters whose names match these shell patterns by `muon_scalar_optimizer`."""
 
-    muon_scalar_optimizer: Literal["adam", "sgd"] = "adam"
+    muon_scalar_optimizer: Literal["adam"] = "adam"
     """Optimizer of what Muon does not update: embeddings, outputs, routers, vectors."""
 
     muon_momentum_holder: Literal["shards", "owners"] = "shards"
@@ -155,7 +155,7 @@ class OptimizerConfig:
     def _check_muon(self) -> None:
         check_choices(self, True, muon_preset=tuple(PRESETS), muon_coefficient_type=tuple(COEFFICIENTS))
         check_choices(self, True, muon_scale_mode=get_args(ScaleMode), muon_fp32_matmul_prec=get_args(Precision))
-        check_choices(self, muon_scalar_optimizer=("adam", "sgd"), muon_momentum_holder=("shards", "owners"))
+        check_choices(self, muon_scalar_optimizer=("adam",), muon_momentum_holder=("shards", "owners"))
         check_range(self, "muon_num_ns_steps", least=1, takes="a positive integer")
         check_range(self, "muon_extra_scale_factor", over=0)
         if self.muon_tp_mode == "blockwise":

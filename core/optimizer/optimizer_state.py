@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from ..base.errors import CheckpointError
 from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import held_boxes, whole
+from ..dist_checkpointing.flat_range import held_boxes
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
-from .muon import Muon
 from .optimizer_config import OptimizerConfig
 from .update_rules import SkippableRule, ensure_state, get_step_count, set_step_count, state_names
 
@@ -110,8 +109,7 @@ class OptimizerState(ABC):
         """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale."""
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
-        notes = self.optimizer.state_notes() if isinstance(self.optimizer, SkippableRule) else {}
-        return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}) | notes
+        return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
 
     @torch.no_grad()
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
@@ -129,8 +127,6 @@ class OptimizerState(ABC):
             )
         for p in self._params:
             set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
-        if isinstance(self.optimizer, SkippableRule):
-            self.optimizer.load_state_notes(scalars)
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         self._publish_parameters()
@@ -199,45 +195,3 @@ class OptimizerState(ABC):
             message = next(filter(None, Ranks(group).all_gather(message)), None)
         if message:
             raise CheckpointError(message)
-
-
-@torch.no_grad()
-def export_momentum(optimizer: OptimizerState) -> dict[str, Tensor]:
-    """Returns the whole momentum of each of Muon's parameters by name, as ``momentum_buffer`` of `torch.optim.Muon`.
-
-    All ranks call it.
-    """
-    rule, tensors = _muon_of(optimizer), optimizer.state_tensors()
-    names = [p.name for p in optimizer._params if rule.is_muons(p.main)]
-    factor = rule.mean_factor
-    return {name: whole(tensors[f"momentum_buffer.{name}"]) * factor for name in names}
-
-
-@torch.no_grad()
-def import_momentum(optimizer: OptimizerState, momenta: Mapping[str, Tensor]) -> None:
-    """Continues from the whole momentum of each of Muon's parameters, which :func:`export_momentum` describes.
-
-    All ranks call it, with equal tensors.
-
-    Raises:
-        CheckpointError: a parameter is missing, or has another shape.
-    """
-    rule, tensors = _muon_of(optimizer), optimizer.state_tensors()
-    for p in optimizer._params:
-        if not rule.is_muons(p.main):
-            continue
-        target, source = tensors[f"momentum_buffer.{p.name}"], momenta.get(p.name)
-        if source is None or source.shape != target.shape:
-            raise CheckpointError(
-                f"momentum of parameter {p.name} has to be of shape {list(target.shape)}, and is "
-                f"{'missing' if source is None else list(source.shape)}; give that of this model, by its names"
-            )
-        for offsets, piece in held_boxes(target):
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
-            piece.copy_(source[box] / rule.mean_factor)
-
-
-def _muon_of(optimizer: OptimizerState) -> Muon:
-    if not isinstance(optimizer.optimizer, Muon):
-        raise CheckpointError("momentum of torch.optim.Muon is for an optimizer of OptimizerConfig(optimizer='muon')")
-    return optimizer.optimizer

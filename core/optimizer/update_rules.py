@@ -8,7 +8,7 @@ tensors are copied into one padded tensor, so that vector code computes every el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ Columns = list[list[Tensor]]
 """Parameters, their gradients, and one list for each kind of state."""
 
 Kernel = Callable[[Columns], None]
+
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
 
 VECTOR_ELEMENTS = 16
 """At least the elements of a CPU's widest vector register, and what the kernels' threads split by (64 bytes)."""
@@ -44,18 +46,11 @@ class SkippableRule(torch.optim.Optimizer):
     def share_state(self) -> None:
         """Makes `state` have the tensors of this rank's parts. All ranks call it before it is read or loaded."""
 
-    def state_notes(self) -> dict[str, Any]:
-        """Returns what a checkpoint has to say about the tensors of the state."""
-        return {}
-
-    def load_state_notes(self, notes: Mapping[str, Any]) -> None:
-        """Converts loaded tensors of the state, of which a checkpoint says `notes`, to those of this rule."""
-
 
 class AdamW(SkippableRule):
     """AdamW with torch's semantics: decoupled weight decay, bias correction, a step count for each parameter."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    state_names = ADAM_STATE
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
@@ -66,7 +61,7 @@ class AdamW(SkippableRule):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
-            update_by_adamw(self, group, self.state_names)
+            update_by_adamw(self, group)
 
 
 class SGD(SkippableRule):
@@ -80,19 +75,14 @@ class SGD(SkippableRule):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
-            update_by_sgd(self, group, self.state_names)
+            params = [p for batch in count_steps(self, group["params"]).values() for p in batch]
+            _update(partial(_sgd, group, self.found_inf), self, params, self.state_names)
 
 
-def update_by_adamw(rule: SkippableRule, group: dict[str, Any], names: tuple[str, ...]) -> None:
+def update_by_adamw(rule: SkippableRule, group: dict[str, Any]) -> None:
     """Updates every parameter of a group that has a gradient, by the group's settings."""
     for count, params in count_steps(rule, group["params"]).items():
-        _update(partial(_adamw, group, count, rule.found_inf), rule, params, names)
-
-
-def update_by_sgd(rule: SkippableRule, group: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Updates every parameter of a group that has a gradient, by the group's settings."""
-    params = [p for batch in count_steps(rule, group["params"]).values() for p in batch]
-    _update(partial(_sgd, group, rule.found_inf), rule, params, names)
+        _update(partial(_adamw, group, count, rule.found_inf), rule, params, ADAM_STATE)
 
 
 def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
@@ -163,7 +153,7 @@ def state_names(rule: torch.optim.Optimizer, config: OptimizerConfig, param: Ten
     if isinstance(rule, SkippableRule):
         return rule.state_names_of(param)
     if config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
+        return ADAM_STATE
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
@@ -230,20 +220,16 @@ def _update(
     for p in params:
         state = ensure_state(rule, p, names)
         batches.setdefault((p.device, p.dtype), []).append([p, p.grad, *(state[name] for name in names)])  # type: ignore[list-item]
-    for (device, _), rows in batches.items():
-        in_whole_vectors(kernel, rows, vector_elements(device))
+    for rows in batches.values():
+        in_whole_vectors(kernel, rows)
 
 
-def vector_elements(device: torch.device) -> int:
-    """Returns the number of elements whose multiples a kernel on `device` computes alike, wherever they are."""
-    return VECTOR_ELEMENTS if device.type == "cpu" else 1
-
-
-def in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]], elements: int) -> None:
-    """Calls `kernel` on the columns of `rows`, with every length a multiple of `elements`.
+def in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]]) -> None:
+    """Calls `kernel` on the columns of `rows`, on a CPU with every length a multiple of a vector's.
 
     The remainders at the ends of tensors are packed into one padded row, and copied back afterwards.
     """
+    elements = VECTOR_ELEMENTS if rows[0][0].device.type == "cpu" else 1
     whole: list[list[Tensor]] = []
     ends: list[list[Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []

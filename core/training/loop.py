@@ -85,7 +85,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
-        log.message(state.optimizer.describe())
+        if table := state.optimizer.describe():
+            log.message(table)
         profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
         reporter = _Reporter(state, log, writer, skipped)
         while state.iteration < last and not stop:

@@ -29,6 +29,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "lightning_strategies": ("--steps", "2"),
     "meta_construction": ("--millions", "5", "--only", "gpt"),
     "moe_against_dense": ("--minutes", "0.01", "--calibration", "2"),
+    "muon": (*ONCE, "--only", "time"),
     "parallel_layers": ("--width", "512", "--sequence", "64", *ONCE),
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
     "trainers": ("adapters",),

@@ -9,6 +9,8 @@ _OPTIMIZER = "tests/unit/optimizer/test_optimizer.py"
 _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
 _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
+_MUON = "tests/unit/optimizer/test_muon.py"
+_MUON_OVER_RANKS = "tests/unit/optimizer/test_muon_over_ranks.py"
 
 MUTATIONS = (
     Mutation(
@@ -108,5 +110,47 @@ MUTATIONS = (
         r"self\.start",
         "max(self.start - 1, 0)",
         SHARDED_STATE,
+    ),
+    Mutation(
+        "Muon updates queries, keys and values as one matrix",
+        "core.optimizer.matrices.matrices_of",
+        "fused is not None and is_split",
+        "False",
+        (_MUON,),
+    ),
+    Mutation(
+        "Muon leaves a matrix of one row to AdamW",
+        "core.optimizer.matrices._reason_against",
+        r"p\.param\.ndim < 2",
+        "min(p.param.shape) < 2",
+        (f"{_MUON_OVER_RANKS}::test_a_matrix_of_one_row_on_four_ranks_is_updated",),
+    ),
+    Mutation(
+        "a rank orthogonalizes the rows that it holds",
+        "core.optimizer.matrix_owners.MatrixOwners.take",
+        r"if part\.matrix not in taken",
+        "if True",
+        (f"{_MUON_OVER_RANKS}::test_every_wrapper_equals_one_process",),
+    ),
+    Mutation(
+        "Muon's update is made twice in a step",
+        "core.optimizer.muon._descend",
+        "alpha=-step",
+        "alpha=-2 * step",
+        (_MUON,),
+    ),
+    Mutation(
+        "a resumed run begins with owners' momentum of zero",
+        "core.optimizer.muon.Muon._take",
+        r"\{name: momenta\[index\]\} if index in momenta else \{\}",
+        "{}",
+        (f"{_MUON_OVER_RANKS}::test_checkpoint_continues_under_any_wrapper",),
+    ),
+    Mutation(
+        "a step that the device skips moves the momentum",
+        "core.optimizer.muon.Muon._run",
+        "if self._may_skip else",
+        "if False else",
+        (f"{_MUON}::test_device_skips_the_step_without_the_host",),
     ),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.base.errors import warn_once
 from core.dist_checkpointing import load, model_state_dict, save
 from core.dist_checkpointing.flat_range import whole
 from core.distributed import (
@@ -21,9 +25,17 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.data_parallel_base import unwrap_model
-from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrix_owners
-from core.optimizer.optimizer_state import export_momentum, import_momentum
+from core.models.gpt import GPTModel
+from core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    matrix_owners,
+    muon,
+    newton_schulz,
+)
 from core.tensor_parallel.initialization import FusedRows
+from core.transformer import TransformerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import Shapes, Toy
@@ -94,15 +106,19 @@ def _run(wrapper: str, tp: int, settings: dict[str, Any]) -> tuple[Any, Megatron
     return model, get_megatron_optimizer(config, [model])
 
 
-def _train(model: Any, optimizer: MegatronOptimizer, steps: int) -> None:
+def _train(model: Any, optimizer: MegatronOptimizer, steps: int, micro_batches: int = 1) -> None:
+    is_wrapped = hasattr(model, "zero_grad_buffer")
     for _ in range(steps):
-        if hasattr(model, "zero_grad_buffer"):
+        if is_wrapped:
             model.zero_grad_buffer()
-            model().backward()
-            finalize_model_grads([model])
         else:
             optimizer.zero_grad()
-            model().backward()
+        for index in range(micro_batches):
+            is_last = index == micro_batches - 1
+            with nullcontext() if is_last or not is_wrapped else model.no_sync():
+                model().backward()
+        if is_wrapped:
+            finalize_model_grads([model])
         optimizer.step()
 
 
@@ -200,24 +216,71 @@ def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, 
     assert not wrong, f"{wrong} differ from the serial run"
 
 
-def _goes_to_torch_and_back(wrapper: str, holder: str, expected: dict[str, Tensor]) -> list[str]:
-    settings = {"muon_momentum_holder": holder}
-    model, optimizer = _run(wrapper, 1, settings)
-    _train(model, optimizer, STEPS)
-    exported = export_momentum(optimizer)
-    _, continued = _run(wrapper, 1, settings)
-    import_momentum(continued, exported)
-    again = export_momentum(continued)
-    return [
-        n for n in expected if not torch.equal(exported[n], expected[n]) or not torch.allclose(again[n], expected[n])
-    ]
+def _updates_of_micro_batches(wrapper: str, expected: dict[str, Tensor]) -> tuple[list[str], int]:
+    model, optimizer = _run(wrapper, 1, {})
+    counted: list[Tensor] = []
+
+    def orthogonalize(matrix: Tensor, recipe: Any) -> Tensor:
+        counted.append(matrix)
+        return newton_schulz.orthogonalize(matrix, recipe)
+
+    muon.orthogonalize = orthogonalize
+    try:
+        _train(model, optimizer, STEPS, micro_batches=2)
+    finally:
+        muon.orthogonalize = newton_schulz.orthogonalize
+    state = _state(model, optimizer)
+    return [name for name, t in expected.items() if not torch.equal(t, whole(state[name]))], len(counted)
 
 
-@pytest.mark.parametrize("holder", ["shards", "owners"])
-@pytest.mark.parametrize("wrapper", ["zero1", "fsdp2"])
-def test_momentum_goes_to_torch_and_back(wrapper: str, holder: str):
+@pytest.mark.parametrize("wrapper", ["zero2", "fsdp2"])
+def test_a_step_has_one_update_for_all_micro_batches(wrapper: str):
     model, optimizer = _run("serial", 1, {})
-    _train(model, optimizer, STEPS)
-    tensors = optimizer.state_tensors()
-    momenta = {n.partition(".")[2]: t * (1 - 0.95) for n, t in tensors.items() if n.startswith("momentum_buffer.")}
-    assert run_distributed(_goes_to_torch_and_back, 2, wrapper, holder, momenta) == [[], []]
+    _train(model, optimizer, STEPS, micro_batches=2)
+    expected = {name: t.detach().clone() for name, t in _state(model, optimizer).items()}
+    ranks = run_distributed(_updates_of_micro_batches, 2, wrapper, expected)
+    assert [differing for differing, _ in ranks] == [[], []]
+    matrices = len(optimizer.optimizer._matrices)  # type: ignore[attr-defined]
+    assert sum(count for _, count in ranks) == STEPS * matrices
+
+
+def _tables() -> list[str]:
+    parallel_state.initialize_model_parallel(1)
+    tables = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, gated_linear_unit=True)
+            model = GPTModel(config, vocab_size=64, max_sequence_length=16)
+        wrapped = wrap_model(model, config, TorchFullyShardedDataParallelConfig())
+        tables.append(get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=0.1), [wrapped]).describe())
+    return tables
+
+
+def test_a_model_that_starts_on_meta_keeps_its_matrices():
+    for on_device, on_meta in run_distributed(_tables, 2):
+        assert on_device == on_meta
+        assert re.search(r"linear_qkv\.weight +32x32 +q +muon", on_device) and "embedding or output" in on_device
+
+
+def _one_row(ranks: int) -> tuple[list[str], bool]:
+    """Trains a model of one matrix, a row, which more ranks share than there are matrices."""
+    torch.manual_seed(3)
+    model = nn.Linear(24, 1)
+    start = model.weight.detach().clone()
+    parallel_state.initialize_model_parallel(1)
+    wrapped = wrap_model(model, None, FLAT(data_parallel_sharding_strategy="optim"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_once.cache_clear()
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=1.0, weight_decay=0.0), [wrapped])
+    wrapped(torch.ones(2, 24)).sum().backward()
+    finalize_model_grads([wrapped])
+    optimizer.step()
+    moved = start - model.weight.detach()  # of a row, the update is the row over its norm
+    return [str(w.message) for w in caught], torch.allclose(moved / moved.norm(), torch.full((1, 24), 24**-0.5))
+
+
+def test_a_matrix_of_one_row_on_four_ranks_is_updated():
+    for messages, is_updated in run_distributed(_one_row, 4, 4):
+        assert is_updated
+        assert messages == ["4 ranks share Muon's update of 1 matrices, so that some own none"]
