@@ -162,7 +162,7 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     replicated = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
     kept_whole = sum(table[name] for name in replicated.get(plan.strategy, (PARAMETERS,)))
     shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
-    can_offload = "offloads" in asked_by and device_type == "cuda" and not plan.offloads
+    can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.cpu_offload
     ahead = is_fully_sharded and plan.gathers_ahead
     by_micro_batch = not plan.reduces_every_micro_batch
 
@@ -189,7 +189,7 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
             spared * table[WHOLE_GRADIENTS],
         ),
         (ahead, advice("no unit gathered ahead", "gathers_ahead"), table[PARAMETERS] * num_ranks / num_units),
-        (can_offload, advice("shards on the host", "offloads"), shards),
+        (can_offload, advice("shards on the host", "cpu_offload"), shards),
     ]
     yield from ((setting, int(size)) for applies, setting, size in candidates if applies and size >= 1)
 

@@ -77,8 +77,8 @@ class _BaseDataParallel(nn.Module, ABC):
         # False inside `no_sync`, which sets and restores it with `_set_gradient_sync`. Each backward reads it.
         self._syncs_gradients = True
         # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
-        self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
-        asked = plan.broadcasts_buffers
+        self._gradient_checks = GradientChecks(plan.check_for_nan_in_grad, plan.check_for_large_grads)
+        asked = plan.broadcast_buffers
         self._broadcasts_buffers = has_running_statistics(module) if asked is None else asked  # fixed
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0

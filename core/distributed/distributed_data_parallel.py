@@ -18,7 +18,7 @@ from .engine.install import build_units, wait_before_forwards
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
 from .model.initial_values import broadcast_tensors, start_equal
-from .model.same_model import reject_different_models
+from .model.unfit_models import reject_different_models
 from .model.unit_transforms import transform_units
 from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout

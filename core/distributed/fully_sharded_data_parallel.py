@@ -29,7 +29,7 @@ from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, broadcast_tensors, cast_buffers
-from .model.same_model import reject_different_models
+from .model.unfit_models import reject_different_models
 from .model.unit_transforms import transform_units
 from .plan import Plan
 from .plan.units import UnitChoice
@@ -93,21 +93,21 @@ class FullyShardedDataParallel(_FlatDataParallel):
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
         plan = self._make_plan(module, model, config, ddp_config, unit_classes, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
-        reject_different_models(model, plan, [unit.names for unit in plan.units])
+        reject_different_models(model, plan)
         transform_units(plan.transforms)
         with replaced_parameters_marked(module):
-            start = InitialValues(module, self.process_group, from_first_rank=plan.equalizes)
+            start = InitialValues(module, self.process_group, from_first_rank=plan.sync_module_states)
             start.equalize()
             start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
         device = next((param.device for param in named.values()), current_device())
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
         reductions = twin_group(plan.groups.shard) if plan.num_shards > 1 else plan.groups.shard
-        allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
+        allocate_grads = allocator(reductions, device, registers=plan.nccl_ub)
         buffers = [ParamAndGradBuffer(plan, buckets, named, allocate_grads) for buckets in plan.buffers]
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
-        allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)
+        allocate_slots = allocator(plan.groups.shard, device, registers=plan.nccl_ub)
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, buffers, allocate_slots)
         for unit in self.units:

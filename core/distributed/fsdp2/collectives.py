@@ -91,7 +91,7 @@ class _UnitCollective:
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
-        self._registers = plan.registers_memory and collectives.can_register(plan.groups.shard, current_device())
+        self._registers = plan.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._registers:

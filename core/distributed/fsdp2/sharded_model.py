@@ -14,7 +14,7 @@ from ..._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
-from ..model.same_model import reject_different_models
+from ..model.unfit_models import reject_different_models
 from ..model.unit_transforms import find_forward_methods, transform_units
 from ..plan import Plan
 from .collectives import set_collectives
@@ -45,8 +45,10 @@ class ShardedModel:
     """
 
     def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
-        reject_different_models(module, plan, [unit.names for unit in plan.units[:-1]])
-        start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
+        reject_different_models(module, plan)
+        start = (
+            InitialValues(module, plan.groups.whole, from_first_rank=plan.sync_module_states) if initializes else None
+        )
         if start is not None:
             start.equalize()
         transform_units(plan.transforms)
@@ -69,7 +71,7 @@ class ShardedModel:
                 register_fsdp_forward_method(member, name)
                 setattr(member, name, self._freeing(getattr(member, name)))
         if start is not None:
-            start.allocate("cpu" if plan.offloads else None)
+            start.allocate("cpu" if plan.cpu_offload else None)
             start.fill()
         # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
         self._has_allocated = False

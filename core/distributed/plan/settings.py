@@ -23,7 +23,7 @@ from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig,
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine, TorchFullyShardedDataParallelConfig, engine_of
 from .parts import PiecePlan
-from .values import GradientReduction
+from .values import GradientReduction, Plan
 
 _MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
 """Settings that concern a rank alone."""
@@ -159,15 +159,14 @@ def common_plan(
     is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
     is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
     return {
+        # Fields of a plan with the name of a setting have its value.
+        **{f.name: values[f.name] for f in fields(Plan) if f.name in values},
+        "buffer_dtype": as_dtype(values.get("buffer_dtype")),
+        "pins_memory": _pins_memory(values),
         "caller": caller,
         "strategy": settings.sharding_strategy,
         "reduction": GradientReduction.SUM if of_model["calculate_per_token_loss"] else GradientReduction.MEAN,
-        "checks_for_nan": settings.check_for_nan_in_grad,
-        "checks_for_large": settings.check_for_large_grads,
-        "broadcasts_buffers": settings.broadcast_buffers,
         "is_reproducible": settings.reproducible_across_ranks,
-        "averages_in_collective": settings.average_in_collective,
-        "adds_in_fp32": settings.reduce_scatter_with_fp32_accumulation,
         "lends_gradients": is_fused,
         "layers_add_gradients": is_fused and is_of_another,
         "settings": (
@@ -178,35 +177,20 @@ def common_plan(
         "changed_settings": ", ".join(f"{name}={value}" for name, value in changed.items()),
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
-        **(_gathering_plan(settings) if isinstance(settings, FullyShardedDataParallelConfig) else {}),
     }
 
 
-def _gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
-    """Returns those of a plan that gathers units before use."""
-    return {
-        "forward_prefetch": settings.forward_prefetch,
-        "backward_prefetch": settings.backward_prefetch,
-        "offloads": settings.cpu_offload,
-        "pins_memory": _pins_memory(settings),
-        "registers_memory": settings.nccl_ub,
-        "equalizes": settings.sync_module_states,
-        "buffer_dtype": as_dtype(settings.buffer_dtype),
-        "forward_methods": settings.forward_methods,
-        "collectives": getattr(settings, "collectives", "auto"),
-    }
-
-
-def _pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
+def _pins_memory(settings: Mapping[str, Any]) -> bool:
     """Returns whether to pin offloaded shards. Warns if it was asked for without an accelerator."""
-    asked = settings.cpu_offload and settings.pin_memory
+    if not (settings.get("cpu_offload") and settings["pin_memory"]):
+        return False
     has_accelerator = streams.is_asynchronous(device.current_device())
-    if asked and not has_accelerator:
+    if not has_accelerator:
         warn_once(
             "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
             "memory. No number changes"
         )
-    return asked and has_accelerator
+    return has_accelerator
 
 
 def check_reshard(value: Reshard, shard_size: int) -> Reshard:

@@ -52,9 +52,9 @@ class Plan:
     """Children before parents; the last one is the model, with the parameters that are in no other unit."""
     transforms: tuple[UnitTransform, ...] = ()
     """Recomputation and compilation of units, applied before parameters are sharded."""
-    broadcasts_buffers: bool | None = None
+    broadcast_buffers: bool | None = None
     """Buffers are rank 0's after each reduction; None: where the model has running statistics."""
-    equalizes: bool = False
+    sync_module_states: bool = False
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None = None
     """Dtype that the model's buffers are cast to; None leaves them."""
@@ -66,17 +66,17 @@ class Plan:
     """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
     reduces_every_micro_batch: bool
     """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
-    checks_for_nan: bool
-    checks_for_large: bool
+    check_for_nan_in_grad: bool
+    check_for_large_grads: bool
 
     forward_prefetch: int = 0
     """Number of units to prefetch in forward."""
     backward_prefetch: int = 0
     """Number of units to prefetch in backward."""
-    offloads: bool = False
+    cpu_offload: bool = False
     """Shards are in the host's memory."""
     pins_memory: bool = False
-    registers_memory: bool = False
+    nccl_ub: bool = False
     """Buffers of collectives are in memory that the backend allocates, if it can."""
 
     # On flat buffers:
@@ -86,12 +86,12 @@ class Plan:
     """Reductions run while backward goes on."""
     overlaps_params: bool = True
     """Parameters are gathered while forward runs."""
-    averages_in_collective: bool = False
+    average_in_collective: bool = False
     lends_gradients: bool = False
     """Layers compute gradients in place: in the memory of buckets (`GradSlot.lend`), or under FSDP2 row by row."""
     layers_add_gradients: bool = False
     """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
-    adds_in_fp32: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
     """Gradients are sent in their own dtype and added in fp32."""
     finishes_in_backward: bool = False
     """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
@@ -168,7 +168,7 @@ class Plan:
             kept = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
             asked["is_freed"] = f"reshard_after_forward=True{kept}"
             asked["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
-            asked["offloads"] = "cpu_offload=True"
+            asked["cpu_offload"] = "cpu_offload=True"
         return asked
 
     @property

@@ -112,7 +112,7 @@ def _unit_facts(plan: Plan, unit: UnitPlan, num_microbatches: int) -> UnitFacts:
         ),
         after_forward=after_forward,
         traffic=plan.traffic(num_microbatches, unit),
-        is_offloaded=plan.offloads,
+        is_offloaded=plan.cpu_offload,
     )
 
 
