@@ -10,6 +10,9 @@ NPROC  ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS   ?=
 # Processes that share out the files of tests, each with ranks of its own, in all about 3 GB; 0 is this one, for a debugger.
 JOBS   ?= 2
+# What `make train` trains: gpt, or moe, the same with experts in the place of MLPs, as many active parameters a token.
+MODEL  ?= gpt
+MOE    := --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm
 # What wraps the model in `make train`; empty means replicas (DDP).
 WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
@@ -49,7 +52,7 @@ endif
 
 train: $(VENV)/.installed-train
 	$(BIN)/python -m core.training.launch --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
-	    $(WRAPPER) $(ARGS)
+	    $(WRAPPER) $(if $(filter moe,$(MODEL)),$(MOE)) $(ARGS)
 
 test: $(TESTED)
 	$(PYTEST) -m 'not long and not gpu' $(ARGS)

@@ -71,8 +71,8 @@ def measure_live(name: str) -> int:
 
     Whole gradients that come and go are torch's memory here, for what is not is not reported.
     """
+    from core.base.host_memory import transient_memory_seen_by_profilers
     from core.distributed import _BaseDataParallel
-    from core.host_memory import transient_memory_seen_by_profilers
 
     lane = _late_lane()
     with mock.patch("core.distributed.flat_data_parallel.comm_lane", lambda device, number: lane):

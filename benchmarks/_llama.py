@@ -79,7 +79,8 @@ class Training:
         wrapper_fields: dict[str, Any],
         wrapper: str = "ddp",
     ) -> None:
-        from core import device, parallel_state
+        from core import parallel_state
+        from core.base import device
         from core.transformer import TransformerConfig
 
         device.init_process_group()

@@ -73,7 +73,7 @@ def interleaved_seconds(
     candidates: dict[str, Callable[[], None]], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
     """Seconds of every candidate in every round, the slowest rank's; each round reverses the order of the last."""
-    from core import device
+    from core.base import device
 
     for _ in range(warmup):
         for run in candidates.values():

@@ -16,7 +16,7 @@ LIMIT = 1.05
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Seconds of two steps, for each of the two, on one rank."""
-    from core import device
+    from core.base import device
     from core.distributed import DistributedDataParallelConfig, wrap_model
     from core.models.gpt import GPTModel
     from core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -44,7 +44,7 @@ STEPS_A_TURN = {"cuda": 5, "cpu": 1}
 
 def measure(row: Row, preset: Preset, steps: int, matmul: float, folder: Path | None) -> Result:
     """Trains `steps` steps; with a folder profiles one more."""
-    from core import device
+    from core.base import device
 
     here = device.current_device()
     reset_peak(here)
@@ -159,7 +159,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     asked = parse(arguments)
-    from core import device
+    from core.base import device
 
     device.init_process_group()
     here = device.current_device()
@@ -202,7 +202,7 @@ def _compare(asked: argparse.Namespace, preset: Preset, report: Report, here: to
 
 def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, matmul: float) -> int:
     """Adds every row to the report; returns 1 if one does not fit into the memory."""
-    from core.errors import ConfigError
+    from core.base.errors import ConfigError
 
     status = 0
     for row in asked.rows:

@@ -4,7 +4,7 @@ Nothing is imported here until it is used. Take what you need from the sub-packa
 ``core.models.gpt``, ``core.optimizer``, ``core.parallel_state``), each of which needs torch and numpy alone.
 """
 
-from .megatron_names import absent_names
+from .base.megatron_names import absent_names
 
 __version__ = "0.1.0"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .errors import ConfigError, ParallelConfigError
-from .megatron_names import absent_names, checks_arguments
-from .ranges import check_positive
+from .base.errors import ConfigError, ParallelConfigError
+from .base.megatron_names import absent_names, checks_arguments
+from .base.ranges import check_positive
 
 _num_microbatches: int | None = None
 """Micro-batches of a step of this process; None until `init_num_microbatches_calculator` sets it.

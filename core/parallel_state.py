@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .megatron_names import absent_names
+from .base.megatron_names import absent_names
 from .process_groups import current
 from .process_groups.current import (
     data_parallel_kind,

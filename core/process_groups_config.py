@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from . import parallel_state
-from .errors import ParallelConfigError
+from .base.errors import ParallelConfigError
 
 Group = ProcessGroup | None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .base.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from . import parallel_state
+from .base.errors import ConfigError, ParallelConfigError
+from .base.megatron_names import absent_names, checks_arguments, refuse
 from .distributed.data_parallel_base import _BaseDataParallel
-from .errors import ConfigError, ParallelConfigError
-from .megatron_names import absent_names, checks_arguments, refuse
 from .process_groups_config import ProcessGroupCollection, check_same_groups
 from .transformer.context_parallel import own_chunks
 from .transformer.module import Float16Module

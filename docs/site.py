@@ -32,7 +32,7 @@ PUBLIC = (
     "core.adapters.oumi",
     "core.adapters.optimus",
     "core.adapters.ml",
-    "core.errors",
+    "core.base.errors",
 )
 """Packages whose names users import."""
 

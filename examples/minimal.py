@@ -9,16 +9,16 @@ from contextlib import nullcontext
 
 import torch
 
-import core.device
+import core.base.device
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_config import TransformerConfig
 
-core.device.init_process_group()  # one rank, or as many as a launcher started
+core.base.device.init_process_group()  # one rank, or as many as a launcher started
 parallel_state.initialize_model_parallel()
-device = core.device.current_device()
+device = core.base.device.current_device()
 
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
 gpt = GPTModel(config, None, vocab_size=256, max_sequence_length=32, share_embeddings_and_output_weights=True)

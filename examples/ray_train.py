@@ -14,7 +14,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-import core.device
+import core.base.device
 from core import dist_checkpointing as checkpoints
 from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -22,10 +22,10 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 def train(settings: dict[str, Any]) -> None:
     """What each worker runs."""
-    core.device.init_process_group()  # a no-op here; under torchrun or srun it joins the group
+    core.base.device.init_process_group()  # a no-op here; under torchrun or srun it joins the group
     torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.device.current_device())
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.base.device.current_device())
     group, units = torch.distributed.group.WORLD, [nn.TransformerEncoderLayer]
     model = wrap_model(model, None, FullyShardedDataParallelConfig(), process_group=group, sub_modules_to_wrap=units)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
@@ -36,7 +36,7 @@ def train(settings: dict[str, Any]) -> None:
         first = found["step"]
     for step in range(first, settings["steps"]):
         samples = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
-        batch = torch.randn(4, 8, 32, generator=samples).to(core.device.current_device())
+        batch = torch.randn(4, 8, 32, generator=samples).to(core.base.device.current_device())
         model.zero_grad_buffer()
         (loss := (model(batch) - batch.roll(1, 1)).square().mean()).backward()
         finalize_model_grads([model])

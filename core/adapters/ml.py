@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from .. import device
+from ..base import device
+from ..base.errors import ConfigError, warn_once
+from ..base.text import choices
 from ..distributed import _BaseDataParallel
-from ..errors import ConfigError, warn_once
-from ..text import choices
 from .bridge.meshes import data_parallel_mesh
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import CONTAINERS

@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from .. import device
-from .._torch_compat import fsdp_param_groups
+from ..base import device
+from ..base._torch_compat import fsdp_param_groups
+from ..base.dtypes import DTYPE_NAMES, as_dtype
+from ..base.errors import ConfigError, ParallelConfigError
+from ..base.text import choices
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.units import UnitChoice
-from ..dtypes import DTYPE_NAMES, as_dtype
-from ..errors import ConfigError, ParallelConfigError
-from ..text import choices
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 from .bridge.units import CONTAINERS
 

@@ -17,14 +17,14 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import device
+from ..base import device
+from ..base.dtypes import as_dtype
+from ..base.errors import ConfigError
+from ..base.text import choices
 from ..dist_checkpointing import model_state_dict as global_state_dict
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.units import UnitChoice
-from ..dtypes import as_dtype
-from ..errors import ConfigError
-from ..text import choices
 from .bridge.checkpoints import whole_state_dict
 from .bridge.meshes import data_parallel_mesh, fully_replicated
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer

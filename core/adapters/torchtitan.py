@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from .. import device
+from ..base import device
 from ..distributed.model.unfit_models import reject_wrapped
 from ..distributed.parameter_owner import own_parameters
 from ..distributed.plan.units import UnitChoice

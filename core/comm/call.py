@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch_compat import group_time_limit
+from ..base._torch_compat import group_time_limit
 from . import streams
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096

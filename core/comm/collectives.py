@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from .._torch_compat import all_gather_single, reduce_scatter_single
-from ..dtypes import LOW_PRECISION
-from ..errors import warn_once
-from ..host_memory import transient_memory
+from ..base._torch_compat import all_gather_single, reduce_scatter_single
+from ..base.dtypes import LOW_PRECISION
+from ..base.errors import warn_once
+from ..base.host_memory import transient_memory
 from . import gloo
 from .call import Collective, message_tag
 from .gloo import EXCHANGE_TAG, SumOrder, add_in_fp32, add_in_tree, store
@@ -65,12 +65,22 @@ def reduce_scatter_by_backend(
 
 
 def all_to_all_by_backend(
-    output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    *,
+    what: str,
+    sizes: tuple[list[int], list[int]] | tuple[None, None] = (None, None),
+    async_op: bool = False,
 ) -> dist.Work | None:
-    """Sends the `r`-th of equal parts of dim 0 to rank `r`. Else as :func:`all_reduce_by_backend`."""
+    """Sends the `r`-th part of dim 0 to rank `r`. Else as :func:`all_reduce_by_backend`.
+
+    Args:
+        sizes: lengths of the parts of `output` and of `input_`, by rank; by default all are equal.
+    """
     return _run(
         *("all-to-all", what, input_, group),
-        lambda: dist.all_to_all_single(output, input_, group=group, async_op=async_op),
+        lambda: dist.all_to_all_single(output, input_, sizes[0], sizes[1], group, async_op),
     )
 
 

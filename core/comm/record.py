@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import flight_recorder
-from ..errors import OutOfStepError
+from ..base._torch_compat import flight_recorder
+from ..base.errors import OutOfStepError
 from . import streams
 from .call import UNRECORDED, Collective, CollectiveRecord
 

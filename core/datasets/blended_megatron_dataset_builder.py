@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from .gpt_dataset import GPTDataset, MockGPTDataset, document_range
 from .gpt_dataset_config import SPLITS, GPTDatasetConfig
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..device import device_type
-from ..errors import ConfigError, DataError, ParallelConfigError
-from ..micro_batch_tree import MicroBatchTree
-from ..ranges import check_positive
+from ..base.device import device_type
+from ..base.errors import ConfigError, DataError, ParallelConfigError
+from ..base.micro_batch_tree import MicroBatchTree
+from ..base.ranges import check_positive
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:

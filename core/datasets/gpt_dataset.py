@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from .. import host_memory
-from ..errors import ConfigError, DataError
+from ..base import host_memory
+from ..base.errors import ConfigError, DataError
 from .gpt_dataset_config import SPLITS, GPTDatasetConfig, SplitName, parse_shares
 from .index_cache import default_directory, load_or_build
 from .indexed_dataset import IndexedDataset

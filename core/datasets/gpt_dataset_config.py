@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from ..errors import ConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_range
+from ..base.errors import ConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_range
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..files import DISK_FULL, read_json
+from ..base.errors import DataError
+from ..base.files import DISK_FULL, read_json
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
 

@@ -26,8 +26,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import DataError
-from ..megatron_names import absent_names
+from ..base.errors import DataError
+from ..base.megatron_names import absent_names
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, MissingExtraError, ShardstackError
-from ..files import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json, write_durably
+from ..base.errors import DataError, MissingExtraError, ShardstackError
+from ..base.files import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json, write_durably
 
 END_OF_DOCUMENT = "<|endoftext|>"
 

@@ -19,7 +19,7 @@ The last three can be raised in any code that runs the model. A wrapper's forwar
         finalize_model_grads([model])
         optimizer.step()
 
-Each error is one of `core.errors`, raised from the one that it explains. Ranks out of step are compared by their
+Each error is one of `core.base.errors`, raised from the one that it explains. Ranks out of step are compared by their
 records of collectives (`core.comm.record`), which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
 """
 
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..errors import ShardstackError
+from ..base.errors import ShardstackError
 from ..transformer.module import Float16Module
 from .misplaced_parameters import raise_misplaced
 from .out_of_memory import raise_out_of_memory

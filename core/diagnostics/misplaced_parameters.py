@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError, UnitError
-from ..local_parts import local_part
+from ..base.errors import CheckpointError, UnitError
+from ..base.local_parts import local_part
 
 _SAYS_MIXED = "mixed torch.Tensor and DTensor"
 _TORCH = str(Path(torch.__file__).parent)

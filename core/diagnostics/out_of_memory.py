@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import MemoryLimitError, ShardstackError
-from ..local_parts import local_part
-from ..text import readable_bytes
+from ..base.errors import MemoryLimitError, ShardstackError
+from ..base.local_parts import local_part
+from ..base.text import readable_bytes
 from .step_marks import known_optimizers
 
 PARAMETERS = "parameters"

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ..base.errors import OutOfStepError, ShardstackError
+from ..base.text import listed, rank_list, readable_bytes
 from ..comm.call import Collective, explain_failures_with
 from ..comm.record import (
     MOST_ASKING,
@@ -31,8 +33,6 @@ from ..comm.record import (
     positions,
     read_published,
 )
-from ..errors import OutOfStepError, ShardstackError
-from ..text import listed, rank_list, readable_bytes
 from .out_of_memory import is_out_of_memory
 
 _BACKEND_FAILED = re.compile(

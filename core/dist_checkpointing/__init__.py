@@ -1,6 +1,6 @@
 """Checkpoints and global views of sharded tensors. Knows tensors and meshes, never models."""
 
-from ..megatron_names import absent_names
+from ..base.megatron_names import absent_names
 from .async_save import AsyncSaver
 from .flat_range import FlatRange, flat_range_view
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..errors import CheckpointError, ShardstackError
-from ..text import rank_list
+from ..base.errors import CheckpointError, ShardstackError
+from ..base.text import rank_list
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import device
+from ..base import device
+from ..base.errors import CheckpointError
+from ..base.host_memory import host_pages
 from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
-from ..errors import CheckpointError
-from ..host_memory import host_pages
 from .agreement import Ranks
 from .format.folders import Retention
 from .format.writer import Key, Offer, RawWriter, held_pieces, offers

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ..base.errors import CheckpointError
+from ..base.local_parts import kept_range
 from ..comm.collectives import all_reduce_by_backend
-from ..errors import CheckpointError
-from ..local_parts import kept_range
 from .global_view import global_shape, global_view, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

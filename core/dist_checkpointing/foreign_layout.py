@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ..dtypes import dtype_name
-from ..errors import CheckpointError
-from ..text import listed
+from ..base.dtypes import dtype_name
+from ..base.errors import CheckpointError
+from ..base.text import listed
 from .agreement import Ranks
 from .flat_range import held_boxes
 from .format.index import CheckpointIndex, Piece

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..base.errors import CheckpointError
 from ..comm.collectives import exchange
-from ..errors import CheckpointError
 from .agreement import Ranks
 from .flat_range import Box, held_boxes
 from .format.writer import is_of_first_rank

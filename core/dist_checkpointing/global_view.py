@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .. import parallel_state
-from ..errors import ParallelConfigError
-from ..local_parts import local_part
+from ..base.errors import ParallelConfigError
+from ..base.local_parts import local_part
 
 _TP_AXIS = "tp"
 _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}

@@ -22,9 +22,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ..dtypes import dtype_name
-from ..errors import CheckpointError, MissingExtraError
-from ..text import fold_numbered, numbered_name, readable_bytes
+from ..base.dtypes import dtype_name
+from ..base.errors import CheckpointError, MissingExtraError
+from ..base.text import fold_numbered, numbered_name, readable_bytes
 from .agreement import Ranks
 from .format.content_hash import joint_hash
 from .format.folders import existing_folder, latest_checkpoint

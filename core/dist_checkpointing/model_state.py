@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..device import current_device
-from ..dtypes import dtype_name
-from ..errors import CheckpointError
-from ..local_parts import kept_range
+from ..base.device import current_device
+from ..base.dtypes import dtype_name
+from ..base.errors import CheckpointError
+from ..base.local_parts import kept_range
 from .agreement import Ranks
 from .flat_range import FlatRange, whole_view
 from .format.writer import of_first_rank

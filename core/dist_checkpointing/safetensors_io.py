@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..dtypes import DTYPES
-from ..errors import CheckpointError, import_extra
-from ..files import JSON_BYTES, read_json, sync_folder, write_durably
+from ..base.dtypes import DTYPES
+from ..base.errors import CheckpointError, import_extra
+from ..base.files import JSON_BYTES, read_json, sync_folder, write_durably
 from .agreement import Ranks
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry

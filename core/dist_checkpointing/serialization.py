@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
-from ..dtypes import DTYPES, dtype_name
-from ..errors import CheckpointError
-from ..text import listed
+from ..base.dtypes import DTYPES, dtype_name
+from ..base.errors import CheckpointError
+from ..base.text import listed
 from .agreement import Ranks
 from .flat_range import FlatRange
 from .format import folders

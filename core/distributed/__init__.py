@@ -1,6 +1,6 @@
 """Data parallelism: one interface, several wrappers, and the numbers do not change between them."""
 
-from ..megatron_names import absent_names
+from ..base.megatron_names import absent_names
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
+from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.model_state import sharded_state_dict
-from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
 from ..transformer.moe.step import restart_step

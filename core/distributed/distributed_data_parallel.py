@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ..base.errors import ParallelConfigError, ShardstackError
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
-from ..errors import ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig

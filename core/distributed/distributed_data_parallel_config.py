@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import GradSyncError, ParallelConfigError, warn_once
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_choices, check_range
+from ..base.errors import GradSyncError, ParallelConfigError, warn_once
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
@@ -24,7 +24,7 @@ def shards_parameters(strategy: str) -> bool:
 @takes_megatron_fields
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig:
-    """Settings of a data-parallel wrapper; field names are Megatron-LM's.
+    """Settings of a data-parallel wrapper. Field names are Megatron-LM's.
 
     Megatron-LM's other fields are refused by name if they would change a number and do not have their defaults; the
     rest is ignored with a warning. A wrapper that does not support a field raises, or warns once if ignoring it

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import device, parallel_state
+from .. import parallel_state
+from ..base import device
+from ..base.errors import ConfigError, ParallelConfigError
 from ..comm.collectives import all_reduce, all_reduce_by_backend
-from ..errors import ConfigError, ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.moe.step import finish_step
 from .data_parallel_base import _BaseDataParallel, unwrap_model

@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..comm.lane import comm_lane
-from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine.between_steps import ParamPlacement, ShownGradients, shows_main_grad

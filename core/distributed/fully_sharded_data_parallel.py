@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.device import current_device
+from ..base.errors import WrapError
+from ..base.local_parts import keep_range, kept_range
+from ..base.pending_parameters import set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
-from ..device import current_device
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
 from ..dist_checkpointing.flat_range import FlatRange, whole_view
-from ..errors import WrapError
-from ..local_parts import keep_range, kept_range
-from ..pending_parameters import set_pending_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
-from ..dtypes import Dtype, as_dtype
-from ..errors import ParallelConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_choices, check_range
+from ..base.dtypes import Dtype, as_dtype
+from ..base.errors import ParallelConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ _CUTS = "auto, flat, rows, tensor, or block:N with N elements, as block:32"
 
 
 def parse_cut(value: str) -> ShardCut | None:
-    """Returns the cut that a setting names; None if there is none of this name."""
+    """Returns the cut that a setting names. None if there is none of this name."""
     kind, _, block = value.partition(":")
     if value in ("auto", "flat", "rows", "tensor"):
         return ShardCut(value)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from ..errors import ShardstackError
+from ..base.errors import ShardstackError
 
 
 class Phase(Enum):

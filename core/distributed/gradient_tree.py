@@ -1,4 +1,4 @@
-"""Adds up a rank's gradients of a step in the order of `core.micro_batch_tree`, under every wrapper.
+"""Adds up a rank's gradients of a step in the order of `core.base.micro_batch_tree`, under every wrapper.
 
 A wrapper accumulates gradients in place, as always. `GradientTree` counts the backwards of a step, and knows when a
 sum of micro-batches is complete. The owner of the gradients then moves the sum into its `PartialSums`, and the next
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .._torch_compat import NO_BACKWARD, current_backward
-from ..errors import ConfigError, ShardstackError
-from ..micro_batch_tree import MicroBatchTree
+from ..base._torch_compat import NO_BACKWARD, current_backward
+from ..base.errors import ConfigError, ShardstackError
+from ..base.micro_batch_tree import MicroBatchTree
 
 Begin = Callable[[int | None, bool], None]
 """Called when a backward begins, before its first gradient is stored. Arguments: `MicroBatchTree.additions` of its

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import device, parallel_state
-from .._torch_compat import num_groups_of_this_rank
+from .. import parallel_state
+from ..base import device
+from ..base._torch_compat import num_groups_of_this_rank
+from ..base.errors import ParallelConfigError
 from ..comm.collectives import all_reduce_by_backend
-from ..errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 
 Ranks = dist.ProcessGroup | DeviceMesh

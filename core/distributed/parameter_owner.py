@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..base.local_parts import local_part
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
-from ..local_parts import local_part
 from .plan import Plan
 from .unreadable_gradient import is_unreadable
 

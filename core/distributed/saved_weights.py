@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..local_parts import local_part
+from ..base.local_parts import local_part
 
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """How a tensor is packed when autograd saves it, and unpacked when it is read."""

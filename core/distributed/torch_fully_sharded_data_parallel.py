@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
-from .._torch_compat import NO_BACKWARD, current_backward
+from ..base._torch_compat import NO_BACKWARD, current_backward
+from ..base.errors import ParallelConfigError, ShardstackError
 from ..dist_checkpointing import load_model_state_dict
-from ..errors import ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection

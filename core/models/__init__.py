@@ -1,5 +1,5 @@
 """Models built from `core.transformer`."""
 
-from ..megatron_names import absent_names
+from ..base.megatron_names import absent_names
 
 __getattr__ = absent_names(__name__)

@@ -1,6 +1,6 @@
 """Optimizers that do not know, or show, how the model is sharded."""
 
-from ..megatron_names import absent_names
+from ..base.megatron_names import absent_names
 from ..optimizer_param_scheduler import OptimizerParamScheduler
 from .build import get_megatron_optimizer
 from .distrib_optimizer import DistributedOptimizer

@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.errors import ConfigError, OptimizerError
+from ..base.megatron_names import refuse
 from ..distributed import _BaseDataParallel
 from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
 from ..distributed.parameter_owner import owner_of
-from ..errors import ConfigError, OptimizerError
-from ..megatron_names import refuse
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
+from .muon import build_muon, choose_optimizers
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import ConfigOverrides, ParamCondition, build_param_groups, collect_main_params
@@ -80,8 +81,14 @@ def get_megatron_optimizer(
         params = collect_main_params(model_chunks)
         _check_whole(params)
     _check_precision(config, model_chunks, params)
-    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
-    rule = build_update_rule(config, groups, params[0].main.device.type)
+    choices = choose_optimizers(params, config, config_overrides) if config.optimizer == "muon" else {}
+    names = {p: choice.optimizer for p, choice in choices.items()} or None
+    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides, names)
+    rule: torch.optim.Optimizer
+    if choices:
+        rule = build_muon(config, params, choices, groups, tp_group)
+    else:
+        rule = build_update_rule(config, groups, params[0].main.device.type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
     statistics = GradientStatistics(params, tp_group, is_exact=is_exact)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..base.device import current_device
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import known_on_host
-from ..device import current_device
 from .exact_sums import (
     CHUNK_ELEMENTS,
     exponent_of_unit,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..base.errors import OptimizerError
 from ..dist_checkpointing.flat_range import flat_range_view
 from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
@@ -21,7 +22,6 @@ from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.parameter_owner import owner_of
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
-from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer
 from .param_groups import collect_main_params

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
+from ..base.dtypes import LOW_PRECISION
+from ..base.errors import OptimizerError
+from ..base.local_parts import local_part
 from ..comm.host_read import HostRead
 from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view
 from ..distributed.parameter_owner import read_gradient
-from ..dtypes import LOW_PRECISION
-from ..errors import OptimizerError
-from ..local_parts import local_part
 
 
 @dataclass(eq=False)

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import OptimizerError
 from ..comm.host_read import HostRead
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
 from ..distributed.parameter_owner import owner_of
-from ..errors import OptimizerError
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
+from .muon import Muon
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
 from .update_rules import skips_on_device, take_back_step
@@ -301,6 +302,10 @@ class MegatronOptimizer(OptimizerState):
         """Copies updated or loaded values into the model's parameters."""
         refresh_parameters(self._params)
         self._written_params.note_agreement()
+
+    def describe(self) -> str:
+        """Returns what updates each parameter, as text for a log; empty if all have one update rule."""
+        return self.optimizer.table if isinstance(self.optimizer, Muon) else ""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes every gradient zero or None.

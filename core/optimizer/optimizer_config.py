@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from ..errors import ConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import check_choices, check_range
+from ..base.errors import ConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import check_choices, check_range
+from .newton_schulz import COEFFICIENTS, PRESETS, CoefficientType, Precision, Preset, ScaleMode, recipe_of
 
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "muon")
 
 
 @takes_megatron_fields
@@ -21,7 +23,8 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adam"
-    """``"adam"``: AdamW, with decoupled weight decay (Loshchilov & Hutter, 2019). ``"sgd"``: SGD with momentum."""
+    """``"adam"``: AdamW, with decoupled weight decay (Loshchilov & Hutter, 2019). ``"sgd"``: SGD with momentum.
+    ``"muon"``: Muon for hidden matrices, and `muon_scalar_optimizer` for the rest."""
 
     lr: float | None = None
     """Learning rate, or the peak of the schedule. Must be set before an optimizer is built."""
@@ -43,6 +46,60 @@ class OptimizerConfig:
 
     sgd_momentum: float = 0.9
     """Momentum of SGD. With 0 there is no momentum buffer."""
+
+    muon_preset: Preset | None = None
+    """Published recipe of Muon: ``"moonlight"`` (Liu et al., 2025), ``"keller-jordan"``, ``"megatron"`` (the defaults
+    of Megatron-LM's config), or ``"torch"`` (of `torch.optim.Muon`). None: moonlight's, with the settings below in
+    place of its own."""
+
+    muon_momentum: float | None = None
+    """Momentum of Muon. None: the preset's, 0.95 in all of them."""
+
+    muon_nesterov: bool | None = None
+    """Add the gradient to its momentum once more. None: the preset's."""
+
+    muon_scale_mode: ScaleMode | None = None
+    """Factor of an orthogonal update: ``"spectral"``, the root of the larger side; ``"shape_scaling"``, the root of
+    rows / columns, at least 1; ``"unit_rms_norm"``, that root. None: the preset's."""
+
+    muon_extra_scale_factor: float | None = None
+    """Another factor of the update. None: the preset's, 0.2 in moonlight's, which gives it AdamW's usual size."""
+
+    muon_num_ns_steps: int | None = None
+    """Newton-Schulz iterations. None: the preset's, 5 in all of them."""
+
+    muon_coefficient_type: CoefficientType | None = None
+    """Coefficients of the iterations, by Megatron-LM's names. None: the preset's."""
+
+    muon_fp32_matmul_prec: Precision | None = None
+    """How the iterations multiply: ``"medium"`` in bf16, ``"high"`` in TF32 where a GPU has it, ``"highest"`` in fp32.
+    None: the preset's, ``"medium"`` in all of them."""
+
+    muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
+    """How Megatron-LM updates a matrix that tensor parallelism cuts. Here it is always updated whole, as in the first
+    two modes; ``"blockwise"``, whose update depends on the number of ranks, is refused."""
+
+    muon_split_qkv: bool = True
+    """Update a fused projection as three matrices: queries, keys and values."""
+
+    muon_split_qkv_per_head: bool = False
+    """Update each head's queries, keys and values as matrices of their own."""
+
+    muon_split_gate_up: bool | None = None
+    """Update a fused gate and up projection as two matrices. None: the preset's, two but in megatron's."""
+
+    muon_include: tuple[str, ...] = ()
+    """Update parameters whose names match these shell patterns by Muon, also where the rule does not."""
+
+    muon_exclude: tuple[str, ...] = ()
+    """Update parameters whose names match these shell patterns by `muon_scalar_optimizer`."""
+
+    muon_scalar_optimizer: Literal["adam", "sgd"] = "adam"
+    """Optimizer of what Muon does not update: embeddings, outputs, routers, vectors."""
+
+    muon_momentum_holder: Literal["shards", "owners"] = "shards"
+    """Who keeps the momentum of a matrix: the ranks that keep its elements, each its part; or the rank that updates
+    it, which saves memory where parameters are replicated."""
 
     clip_grad: float = 1.0
     """Largest global L2 norm of the gradient. 0 turns clipping off; the norm is measured and returned either way."""
@@ -81,7 +138,10 @@ class OptimizerConfig:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)
         share = "a number from 0 up to, not including, 1"
-        check_range(self, "adam_beta1", "adam_beta2", "sgd_momentum", least=0, below=1, takes=share)
+        momenta = ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
+        check_range(self, *momenta, least=0, below=1, takes=share)
+        if self.optimizer == "muon":
+            self._check_muon()
         check_range(self, "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale", over=0)
         check_range(self, "loss_scale_window", "hysteresis", least=1, takes="a positive integer")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
@@ -91,3 +151,18 @@ class OptimizerConfig:
                 f"min_loss_scale is {self.min_loss_scale}, above initial_loss_scale {self.initial_loss_scale}; "
                 "lower the one or raise the other"
             )
+
+    def _check_muon(self) -> None:
+        check_choices(self, True, muon_preset=tuple(PRESETS), muon_coefficient_type=tuple(COEFFICIENTS))
+        check_choices(self, True, muon_scale_mode=get_args(ScaleMode), muon_fp32_matmul_prec=get_args(Precision))
+        check_choices(self, muon_scalar_optimizer=("adam", "sgd"), muon_momentum_holder=("shards", "owners"))
+        check_range(self, "muon_num_ns_steps", least=1, takes="a positive integer")
+        check_range(self, "muon_extra_scale_factor", over=0)
+        if self.muon_tp_mode == "blockwise":
+            raise ConfigError(
+                "muon_tp_mode is blockwise, which changes the update with the tensor-parallel size; set duplicated, "
+                "as matrices are updated whole"
+            )
+        if self.muon_split_qkv_per_head and not self.muon_split_qkv:
+            raise ConfigError("muon_split_qkv_per_head splits fused projections, and muon_split_qkv is off; drop one")
+        recipe_of(self)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import CheckpointError
+from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import held_boxes
-from ..errors import CheckpointError
-from ..megatron_names import absent_method
+from ..dist_checkpointing.flat_range import held_boxes, whole
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
+from .muon import Muon
 from .optimizer_config import OptimizerConfig
-from .update_rules import ensure_state, get_step_count, set_step_count, state_names
+from .update_rules import SkippableRule, ensure_state, get_step_count, set_step_count, state_names
 
 
 def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +47,6 @@ class OptimizerState(ABC):
         self.optimizer = rule
         self.grad_scaler = grad_scaler
         self._params = params
-        self._state_names = state_names(config)
         # Detects writes to parameters in low precision by other code. Updates, loads and `reload_model_params` report
         # to it that masters and parameters agree.
         self._written_params = WrittenParams(params)
@@ -86,17 +86,20 @@ class OptimizerState(ABC):
     def state_tensors(self) -> dict[str, Tensor]:
         """Returns every tensor of the state under ``<kind>.<parameter name>`` for a checkpoint, creating missing ones.
 
-        Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is a tensor of the whole
-        model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage: load
-        into it, then call :meth:`load_state_scalars`. Masters include values that other code has written to parameters
-        in low precision since the last step, because a checkpoint stores the master in place of the parameter.
+        All ranks call it. Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is a
+        tensor of the whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this
+        rank's storage: load into it, then call :meth:`load_state_scalars`. Masters include values that other code has
+        written to parameters in low precision since the last step, because a checkpoint stores the master in place of
+        the parameter.
         """
         self.finish_step()
         self._written_params.refresh_masters()
+        self._share_state()
         tensors: dict[str, Tensor] = {}
         for p in self._params:
-            state = ensure_state(self.optimizer, p.main, self._state_names)
-            tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in self._state_names}
+            kinds = state_names(self.optimizer, self.config, p.main)
+            state = ensure_state(self.optimizer, p.main, kinds)
+            tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in kinds}
             if p.is_low_precision:
                 tensors[f"master.{p.name}"] = p.whole(p.main)
         return tensors
@@ -107,7 +110,8 @@ class OptimizerState(ABC):
         """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale."""
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
-        return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
+        notes = self.optimizer.state_notes() if isinstance(self.optimizer, SkippableRule) else {}
+        return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}) | notes
 
     @torch.no_grad()
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
@@ -125,6 +129,8 @@ class OptimizerState(ABC):
             )
         for p in self._params:
             set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
+        if isinstance(self.optimizer, SkippableRule):
+            self.optimizer.load_state_notes(scalars)
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         self._publish_parameters()
@@ -132,9 +138,10 @@ class OptimizerState(ABC):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state in torch's layout, with masters and loss scale. Only the same rank and cut can
-        load it."""
+        load it. All ranks call it."""
         self.finish_step()
         self._written_params.refresh_masters()
+        self._share_state()
         return {
             "cut": self._cut(),
             "optimizer": self.optimizer.state_dict(),
@@ -154,6 +161,7 @@ class OptimizerState(ABC):
         """
         self.finish_step()
         self._check_cut(state_dict.get("cut", {}))
+        self._share_state()
         masters = {p.name: p.main for p in self._params if p.is_low_precision}
         self.optimizer.load_state_dict(state_dict["optimizer"])
         for name, main in masters.items():
@@ -161,6 +169,10 @@ class OptimizerState(ABC):
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         self._publish_parameters()
+
+    def _share_state(self) -> None:
+        if isinstance(self.optimizer, SkippableRule):
+            self.optimizer.share_state()
 
     def _cut(self) -> dict[str, Any]:
         """Returns by parameter name the kind of the updated tensor, and the offsets and shapes of this rank's part."""
@@ -187,3 +199,45 @@ class OptimizerState(ABC):
             message = next(filter(None, Ranks(group).all_gather(message)), None)
         if message:
             raise CheckpointError(message)
+
+
+@torch.no_grad()
+def export_momentum(optimizer: OptimizerState) -> dict[str, Tensor]:
+    """Returns the whole momentum of each of Muon's parameters by name, as ``momentum_buffer`` of `torch.optim.Muon`.
+
+    All ranks call it.
+    """
+    rule, tensors = _muon_of(optimizer), optimizer.state_tensors()
+    names = [p.name for p in optimizer._params if rule.is_muons(p.main)]
+    factor = rule.mean_factor
+    return {name: whole(tensors[f"momentum_buffer.{name}"]) * factor for name in names}
+
+
+@torch.no_grad()
+def import_momentum(optimizer: OptimizerState, momenta: Mapping[str, Tensor]) -> None:
+    """Continues from the whole momentum of each of Muon's parameters, which :func:`export_momentum` describes.
+
+    All ranks call it, with equal tensors.
+
+    Raises:
+        CheckpointError: a parameter is missing, or has another shape.
+    """
+    rule, tensors = _muon_of(optimizer), optimizer.state_tensors()
+    for p in optimizer._params:
+        if not rule.is_muons(p.main):
+            continue
+        target, source = tensors[f"momentum_buffer.{p.name}"], momenta.get(p.name)
+        if source is None or source.shape != target.shape:
+            raise CheckpointError(
+                f"momentum of parameter {p.name} has to be of shape {list(target.shape)}, and is "
+                f"{'missing' if source is None else list(source.shape)}; give that of this model, by its names"
+            )
+        for offsets, piece in held_boxes(target):
+            box = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
+            piece.copy_(source[box] / rule.mean_factor)
+
+
+def _muon_of(optimizer: OptimizerState) -> Muon:
+    if not isinstance(optimizer.optimizer, Muon):
+        raise CheckpointError("momentum of torch.optim.Muon is for an optimizer of OptimizerConfig(optimizer='muon')")
+    return optimizer.optimizer

@@ -12,8 +12,8 @@ from typing import Any, TypedDict, TypeVar
 
 from torch import nn
 
+from ..base.errors import ConfigError
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import ConfigError
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 
@@ -29,6 +29,9 @@ class ParamGroupOverride(TypedDict, total=False):
 
     wd_mult: float
     """Factor of weight decay."""
+
+    optimizer: str
+    """``"muon"``, or `OptimizerConfig.muon_scalar_optimizer`, where the optimizer is Muon."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +114,19 @@ def override_of(overrides: ConfigOverrides, name: str, param: nn.Parameter) -> P
     return merged  # type: ignore[return-value]
 
 
-def check_overrides(overrides: ConfigOverrides) -> None:
+def check_overrides(overrides: ConfigOverrides, config: OptimizerConfig) -> None:
     """Checks that the overrides set only what parameter groups have.
 
     Raises:
         ConfigError: names a setting that they do not have.
     """
     for key, override in overrides.items():
-        unknown = sorted(override.keys() - ParamGroupOverride.__annotations__.keys())
+        settings = ParamGroupOverride.__annotations__.keys()
+        unknown = sorted(override.keys() - (settings if config.optimizer == "muon" else settings - {"optimizer"}))
         if unknown:
             raise ConfigError(
                 f"config_overrides sets {', '.join(unknown)} for {key}; groups of parameters have max_lr, min_lr and "
-                "wd_mult, and one optimizer, of OptimizerConfig"
+                "wd_mult, and with Muon optimizer"
             )
 
 
@@ -165,6 +169,7 @@ def build_param_groups(
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
     config_overrides: ConfigOverrides | None = None,
+    optimizer_of: Mapping[MainParam, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Splits the parameters by weight decay and learning rate, as Megatron-LM does, without empty groups.
 
@@ -172,6 +177,8 @@ def build_param_groups(
     dimension (norms). `scale_lr_cond` selects those whose learning rate is multiplied by `lr_mult`.
 
     With `config_overrides`, which exclude both conditions, parameters with equal overrides form a group.
+
+    With `optimizer_of` a group has parameters of one optimizer, and its name as ``optimizer``.
 
     A group carries its multipliers ``wd_mult`` and ``lr_mult``, ``max_lr`` and ``min_lr`` for the scheduler, and
     ``default_config``, whether no multiplier of its own makes it differ from the config.
@@ -188,9 +195,9 @@ def build_param_groups(
             "config_overrides and no_weight_decay_cond or scale_lr_cond are both given; put the conditions into "
             "overrides, by ParamKey(with_name_predicate=...)"
         )
-    check_overrides(config_overrides or {})
+    check_overrides(config_overrides or {}, config)
     has_no_decay = no_weight_decay_cond or _is_bias_or_vector
-    groups: dict[tuple[float | None, ...], dict[str, Any]] = {}
+    groups: dict[tuple[float | str | None, ...], dict[str, Any]] = {}
     for p in params:
         scale = lr_mult if scale_lr_cond is not None and scale_lr_cond(p.name, p.param) else 1.0
         if config_overrides is None:
@@ -199,8 +206,9 @@ def build_param_groups(
             override = override_of(config_overrides, p.name, p.param)
         wd, max_lr = override.get("wd_mult", 1.0), override.get("max_lr", config.lr)
         min_lr = override.get("min_lr", config.min_lr)
+        optimizer = optimizer_of[p] if optimizer_of is not None else None
         group = groups.setdefault(
-            (wd, scale, max_lr, min_lr),
+            (wd, scale, max_lr, min_lr, optimizer),
             {
                 "params": [],
                 "default_config": (wd, scale, max_lr, min_lr) == (1.0, 1.0, config.lr, config.min_lr),
@@ -210,6 +218,7 @@ def build_param_groups(
                 "weight_decay": config.weight_decay * wd,
                 "max_lr": max_lr,
                 "min_lr": min_lr,
+                **({} if optimizer is None else {"optimizer": optimizer}),
             },
         )
         group["params"].append(p.main)

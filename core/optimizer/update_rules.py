@@ -8,14 +8,14 @@ tensors are copied into one padded tensor, so that vector code computes every el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..apex_kernels import apex_module
+from ..base.apex_kernels import apex_module
 from .optimizer_config import OptimizerConfig
 
 Columns = list[list[Tensor]]
@@ -27,18 +27,35 @@ VECTOR_ELEMENTS = 16
 """At least the elements of a CPU's widest vector register, and what the kernels' threads split by (64 bytes)."""
 
 
-class _SkippableRule(torch.optim.Optimizer):
+class SkippableRule(torch.optim.Optimizer):
     """An update that the device can skip without the host: its kernels write nothing if `found_inf` is 1."""
 
     found_inf: Tensor | None = None
     """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer._update` sets
     it before `step` and clears it after."""
 
+    state_names: tuple[str, ...] = ()
+    """Names of the state tensors of each parameter."""
 
-class AdamW(_SkippableRule):
+    def state_names_of(self, param: Tensor) -> tuple[str, ...]:
+        """Returns the names of the state tensors of one parameter."""
+        return self.state_names
+
+    def share_state(self) -> None:
+        """Makes `state` have the tensors of this rank's parts. All ranks call it before it is read or loaded."""
+
+    def state_notes(self) -> dict[str, Any]:
+        """Returns what a checkpoint has to say about the tensors of the state."""
+        return {}
+
+    def load_state_notes(self, notes: Mapping[str, Any]) -> None:
+        """Converts loaded tensors of the state, of which a checkpoint says `notes`, to those of this rule."""
+
+
+class AdamW(SkippableRule):
     """AdamW with torch's semantics: decoupled weight decay, bias correction, a step count for each parameter."""
 
-    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
@@ -49,23 +66,33 @@ class AdamW(_SkippableRule):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
-            for count, params in _count_steps(self, group["params"]).items():
-                _update(partial(_adamw, group, count, self.found_inf), self, params, self.state_names)
+            update_by_adamw(self, group, self.state_names)
 
 
-class SGD(_SkippableRule):
+class SGD(SkippableRule):
     """SGD with torch's semantics: weight decay added to the gradient, momentum without dampening."""
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.state_names: tuple[str, ...] = ("momentum_buffer",) if momentum else ()
+        self.state_names = ("momentum_buffer",) if momentum else ()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
-            params = [p for batch in _count_steps(self, group["params"]).values() for p in batch]
-            _update(partial(_sgd, group, self.found_inf), self, params, self.state_names)
+            update_by_sgd(self, group, self.state_names)
+
+
+def update_by_adamw(rule: SkippableRule, group: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Updates every parameter of a group that has a gradient, by the group's settings."""
+    for count, params in count_steps(rule, group["params"]).items():
+        _update(partial(_adamw, group, count, rule.found_inf), rule, params, names)
+
+
+def update_by_sgd(rule: SkippableRule, group: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Updates every parameter of a group that has a gradient, by the group's settings."""
+    params = [p for batch in count_steps(rule, group["params"]).values() for p in batch]
+    _update(partial(_sgd, group, rule.found_inf), rule, params, names)
 
 
 def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
@@ -131,8 +158,10 @@ def build_update_rule(
     return rule
 
 
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Returns the names of the state tensors that the update keeps for each parameter."""
+def state_names(rule: torch.optim.Optimizer, config: OptimizerConfig, param: Tensor) -> tuple[str, ...]:
+    """Returns the names of the state tensors that the update keeps for a parameter."""
+    if isinstance(rule, SkippableRule):
+        return rule.state_names_of(param)
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
@@ -149,14 +178,14 @@ def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, .
 
 def get_step_count(rule: torch.optim.Optimizer, param: Tensor) -> int:
     """Returns how often `param` was updated. apex counts the steps of a whole group."""
-    if isinstance(rule, (AdamW, SGD)):
+    if isinstance(rule, SkippableRule):
         return int(rule.state[param].get("step", 0))
     return int(_group_of(rule, param).get("step", 0))
 
 
 def set_step_count(rule: torch.optim.Optimizer, param: Tensor, count: int) -> None:
     """Makes the next step of `param` its `count + 1`-th."""
-    if isinstance(rule, (AdamW, SGD)):
+    if isinstance(rule, SkippableRule):
         rule.state[param]["step"] = count
     else:
         _group_of(rule, param)["step"] = count
@@ -164,7 +193,7 @@ def set_step_count(rule: torch.optim.Optimizer, param: Tensor, count: int) -> No
 
 def skips_on_device(rule: torch.optim.Optimizer) -> bool:
     """Returns whether `found_inf` makes the rule skip. apex's kernels do not read it."""
-    return isinstance(rule, _SkippableRule)
+    return isinstance(rule, SkippableRule)
 
 
 def take_back_step(rule: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
@@ -177,7 +206,7 @@ def _group_of(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     return next(group for group in rule.param_groups if any(p is param for p in group["params"]))
 
 
-def _count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:
+def count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:
     """Counts a step for every parameter with a gradient, and sorts those with elements by their count."""
     batches: dict[int, list[Tensor]] = {}
     for p in params:
@@ -202,10 +231,15 @@ def _update(
         state = ensure_state(rule, p, names)
         batches.setdefault((p.device, p.dtype), []).append([p, p.grad, *(state[name] for name in names)])  # type: ignore[list-item]
     for (device, _), rows in batches.items():
-        _in_whole_vectors(kernel, rows, VECTOR_ELEMENTS if device.type == "cpu" else 1)
+        in_whole_vectors(kernel, rows, vector_elements(device))
 
 
-def _in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]], elements: int) -> None:
+def vector_elements(device: torch.device) -> int:
+    """Returns the number of elements whose multiples a kernel on `device` computes alike, wherever they are."""
+    return VECTOR_ELEMENTS if device.type == "cpu" else 1
+
+
+def in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]], elements: int) -> None:
     """Calls `kernel` on the columns of `rows`, with every length a multiple of `elements`.
 
     The remainders at the ends of tensors are packed into one padded row, and copied back afterwards.

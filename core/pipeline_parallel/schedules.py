@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .. import parallel_state
+from ..base.errors import ConfigError, ParallelConfigError
+from ..base.megatron_names import absent_names, checks_arguments, refuse
 from ..distributed import _BaseDataParallel
-from ..errors import ConfigError, ParallelConfigError
-from ..megatron_names import absent_names, checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection
 from ..utils import get_model_config
 

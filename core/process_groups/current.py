@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..errors import ParallelConfigError, ParallelStateError
+from ..base.errors import ParallelConfigError, ParallelStateError
 from .make_groups import ParallelGroups, RankGroup
 
 _groups: ParallelGroups | None = None

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .._torch_compat import forget_sharding_decisions
-from ..errors import ParallelConfigError, ParallelStateError
-from ..megatron_names import ignore, refuse
+from ..base._torch_compat import forget_sharding_decisions
+from ..base.errors import ParallelConfigError, ParallelStateError
+from ..base.megatron_names import ignore, refuse
 from . import current
 from .make_groups import ParallelSizes, make_parallel_groups
 
@@ -67,7 +67,7 @@ def initialize_model_parallel(
     """
     if not dist.is_initialized():
         raise ParallelStateError(
-            "torch.distributed is not initialised; call core.device.init_process_group() before "
+            "torch.distributed is not initialised; call core.base.device.init_process_group() before "
             "initialize_model_parallel()"
         )
     if current.groups_or_none() is not None:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..device import device_type, set_backend_defaults
-from ..errors import ParallelConfigError, ParallelStateError
-from ..ranges import check_positive
+from ..base.device import device_type, set_backend_defaults
+from ..base.errors import ParallelConfigError, ParallelStateError
+from ..base.ranges import check_positive
 from .rank_generator import parse_order, rank_groups
 
 # Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
@@ -195,7 +195,9 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
     """Makes every process group and mesh. All ranks call it with equal arguments."""
     world = dist.group.WORLD
     if world is None:
-        raise ParallelStateError("torch.distributed is not initialised; call core.device.init_process_group() first")
+        raise ParallelStateError(
+            "torch.distributed is not initialised; call core.base.device.init_process_group() first"
+        )
     set_backend_defaults()
     dense, expert = sizes.grids()
     kinds = {kind: rank_groups(dense, axes) for kind, axes in _DENSE_KINDS.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
-from ..errors import ParallelConfigError
+from ..base.errors import ParallelConfigError
 
 _TOKENS = ("tp", "pp", "dp", "ep", "cp")  # also the sequence in which an order's missing tokens are appended
 

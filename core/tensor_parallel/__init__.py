@@ -1,7 +1,7 @@
 """Splits matrices over tensor-parallel ranks: layers, mappings between regions, loss, random streams, initial
 values."""
 
-from ..megatron_names import absent_names
+from ..base.megatron_names import absent_names
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
 from .initialization import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from .groups import Group, group_rank, group_size, resolve_group
 from .partition import gather_first_dim
 from .vocab import check_ids

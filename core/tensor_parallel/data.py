@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import torch
 
+from ..base.device import current_device
+from ..base.errors import DataError
 from ..comm.collectives import broadcast_by_backend
-from ..device import current_device
-from ..errors import DataError
 from .groups import Group, group_rank, group_size, resolve_group
 
 Key = TypeVar("Key", bound=Hashable)

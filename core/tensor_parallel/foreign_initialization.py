@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import ConfigError
-from ..local_parts import keep_range, kept_range
+from ..base.errors import ConfigError
+from ..base.local_parts import keep_range, kept_range
 from .groups import resolve_group
 from .partition import copy_partition, copy_shard, whole_shape
 

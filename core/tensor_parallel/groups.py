@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..errors import ParallelConfigError
+from ..base.errors import ParallelConfigError
 from ..model_parallel_config import ModelParallelConfig
 
 Group = dist.ProcessGroup | None

@@ -22,13 +22,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError
-from ..local_parts import local_part
+from ..base.errors import ConfigError
+from ..base.local_parts import local_part
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ModuleToFill, init_weights_hook, reset
 from .groups import Group, resolve_group
@@ -38,6 +39,17 @@ Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and
 `torch.nn.init`. It draws from torch's default generator, which is seeded for the call and restored after it; or, if it
 has an argument ``generator``, from the generator passed as that."""
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """The rows of a weight that several matrices share: blocks of rows that repeat."""
+
+    blocks: tuple[tuple[str, int], ...]
+    """Name and number of consecutive rows of each block."""
+    head_rows: int = 0
+    """Rows of an attention head, of which each block has some; 0 where blocks have no heads."""
+
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 """Whether this context (thread or task) is inside `deferred_initialization`, which sets and resets it."""
@@ -128,6 +140,16 @@ class ParameterOwner(nn.Module):
         vars(clone).update(copy.deepcopy(vars(self), memo))
         clone.restore_parameter_marks()
         return clone
+
+
+def mark_parameter(module: nn.Module, name: str = "weight", **marks: Any) -> None:
+    """Sets attributes of a module's parameter, if it has one, to stay when torch replaces the parameter."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return
+    if isinstance(module, ParameterOwner) and name in module.parameter_marks:
+        module.parameter_marks[name].update(marks)
+    vars(parameter).update(marks)
 
 
 def draw_init_seed() -> int:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..errors import ConfigError, ParallelConfigError
-from ..megatron_names import checks_arguments
+from ..base.errors import ConfigError, ParallelConfigError
+from ..base.megatron_names import checks_arguments
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
 from .groups import Group, check_degree, group_size, per_rank

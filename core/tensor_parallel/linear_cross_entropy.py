@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import missing_compiler
+from ..base._torch_compat import missing_compiler
+from ..base.errors import warn_once
 from ..comm.collectives import all_reduce_by_backend
-from ..errors import warn_once
 from .cross_entropy import IGNORE_INDEX, gather_sums_over_vocabulary
 from .groups import Group, group_rank, group_size, resolve_group
 from .partition import gather_first_dim, reduce_scatter_first_dim

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.megatron_names import ignore, refuse
 from ..comm.collectives import all_reduce_by_backend
-from ..megatron_names import ignore, refuse
 from .groups import Group, group_size, resolve_group
 from .partition import gather_first_dim, rank_slice, reduce_scatter_first_dim
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..base.errors import ParallelConfigError
+from ..base.local_parts import fill_range, kept_range
 from ..comm.collectives import all_gather_by_backend, all_to_all_by_backend, reduce_scatter_by_backend
 from ..comm.gloo import exchanges_directly
-from ..errors import ParallelConfigError
-from ..local_parts import fill_range, kept_range
 from .groups import Group, group_rank, group_size
 
 

@@ -33,11 +33,12 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .. import device, parallel_state
-from ..device import device_type
+from .. import parallel_state
+from ..base import device
+from ..base.device import device_type
+from ..base.errors import ConfigError, ParallelStateError
+from ..base.megatron_names import checks_arguments, ignore
 from ..dist_checkpointing.format.content_hash import splitmix64
-from ..errors import ConfigError, ParallelStateError
-from ..megatron_names import checks_arguments, ignore
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..errors import ConfigError, DataError
+from ..base.errors import ConfigError, DataError
 from ..model_parallel_config import ModelParallelConfig
 from .groups import Group, check_degree, group_rank, group_size, per_rank
-from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
+from .initialization import Initializer, ParameterOwner, initialize_unless_deferred, mark_parameter
 from .mappings import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from .weight_gradients import embedding
 
@@ -92,6 +92,7 @@ class VocabParallelEmbedding(ParameterOwner):
         self.vocab_start_index = rows * group_rank(self.tp_group)
         self.vocab_end_index = self.vocab_start_index + rows
         self.add_parameter("weight", (rows, embedding_dim), init_method, config=config, partition_dim=0)
+        mark_parameter(self, is_embedding_or_output_parameter=True)
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .._torch_compat import accumulates_into_leaf
+from ..base._torch_compat import accumulates_into_leaf
 
 Lender = Callable[[], torch.Tensor | None]
 """Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored, or None."""

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import device
+from ..base import device
+from ..base.errors import CheckpointError, ShardstackError
+from ..base.files import brief
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.record import recorded
 from ..datasets.tokenizer import Tokenizer
@@ -39,8 +41,6 @@ from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import CheckpointError, ShardstackError
-from ..files import brief
 from ..tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
 from .config import PretrainConfig
 from .state import TrainingState, check_is_run, check_same_model, rank_layout, warn_of_another_order

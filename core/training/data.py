@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .. import device, parallel_state
+from .. import parallel_state
+from ..base import device
+from ..base.errors import ConfigError, DataError
+from ..base.micro_batch_tree import MicroBatchTree
 from ..comm import streams
 from ..datasets.data_samplers import build_pretraining_data_loader
 from ..datasets.gpt_dataset import GPTDataset, document_range
 from ..datasets.gpt_dataset_config import GPTDatasetConfig, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
 from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
-from ..errors import ConfigError, DataError
-from ..micro_batch_tree import MicroBatchTree
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
 from .launch.signals import ignore_stop_signals

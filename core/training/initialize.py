@@ -7,8 +7,9 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from .. import device, parallel_state
-from ..rendezvous import set_launcher_variables
+from .. import parallel_state
+from ..base import device
+from ..base.rendezvous import set_launcher_variables
 from ..tensor_parallel.random import seed_everything
 from .config import PretrainConfig, validate
 from .launch.entry import check_launcher, environment_rank, environment_threads, environment_world_size

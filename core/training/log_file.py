@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .. import device
-from ..errors import CheckpointError, import_extra
-from ..files import BoundsError, parse_json
+from ..base import device
+from ..base.errors import CheckpointError, import_extra
+from ..base.files import BoundsError, parse_json
 
 LOG_FILE = "log.jsonl"
 _CURVE = "The loss curve"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import ConfigError, OptimizerError, ShardstackError
+from ..base.errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
@@ -85,6 +85,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
+        log.message(state.optimizer.describe())
         profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
         reporter = _Reporter(state, log, writer, skipped)
         while state.iteration < last and not stop:

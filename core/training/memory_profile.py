@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .. import device
+from ..base import device
+from ..base.host_memory import transient_memory_seen_by_profilers
+from ..base.local_parts import local_part
 from ..distributed import _BaseDataParallel
-from ..host_memory import transient_memory_seen_by_profilers
-from ..local_parts import local_part
 from ..optimizer import MegatronOptimizer
 from .log_file import figure_class
 

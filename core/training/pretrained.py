@@ -7,26 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..base.errors import CheckpointError, ConfigError
+from ..base.files import brief
 from ..dist_checkpointing import load, load_metadata
 from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
+from ..dist_checkpointing.format.folders import existing_folder
+from ..dist_checkpointing.format.reader import read_index
 from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import CheckpointError
 from ..models.gpt import GPTModel
-from ..models.gpt.architecture import TRANSFORMER_FIELDS, base_state_dict, gpt_of
+from ..models.gpt.architecture import (
+    EXPERT_FIELDS,
+    TRANSFORMER_FIELDS,
+    architecture_of,
+    base_state_dict,
+    differing_fields,
+    gpt_of,
+    model_fields,
+)
 from ..models.gpt.hugging_face import load_hugging_face, read_hf_config
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
+from ..models.gpt.upcycling import dense_architecture, upcycled
 from ..transformer.lora import is_adapter
+from ..transformer.transformer_config import TransformerConfig
 from .checkpointing import find_checkpoint
 from .state import TrainingState, check_is_run
 
 NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
 
-def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) -> str:
+def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, upcycle: bool = False) -> str:
     """Starts a run from the weights in `folder`, in place. All ranks call it.
 
     The optimizer and LoRA adapters keep their new state.
@@ -34,6 +49,7 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) 
     Args:
         folder: a run's folder, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
         verify: compare tensors of a run with the hashes that were saved.
+        upcycle: the weights are of a dense model; copy its MLPs into the experts, whose routers keep their new state.
 
     Returns:
         A line that names the tensors compared with hashes, and the time it took.
@@ -48,9 +64,11 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) 
     targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(model).items()}
     line = NO_HASHES.format(folder)
     if is_hugging_face(folder):
-        load_hugging_face(model, folder, targets=targets)
+        load_hugging_face(model, folder, targets=targets, upcycle=upcycle)
     elif find_megatron(folder) is not None:
-        load_megatron(model, folder, targets=targets)
+        load_megatron(model, folder, targets=targets, upcycle=upcycle)
+    elif upcycle:
+        load_run_weights(targets, gpt_of(model), find_checkpoint(folder), upcycle=True)
     else:
         lines: list[str] = []
         checkpoint = find_checkpoint(folder)
@@ -67,11 +85,13 @@ def load_run_weights(
     *,
     verify: bool = True,
     report: Callable[[str], None] | None = None,
+    upcycle: bool = False,
 ) -> None:
     """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model.
 
     Args:
         verify, report: as in :func:`core.dist_checkpointing.load`.
+        upcycle: of its dense model, whose tensors are not compared with hashes.
     """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
@@ -80,15 +100,35 @@ def load_run_weights(
             f"{checkpoint} holds LoRA adapters; continue their run with --load, or merge them with convert.py and "
             "start from what that writes"
         )
-    theirs = metadata["config"]["model"]
-    ours = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
-    differing = [f"{name} {ours[name]!r} and {theirs[name]!r}" for name in ours if theirs.get(name) != ours[name]]
-    tensors = {f"model.{name}": tensor for name, tensor in targets.items()}
-    differing += sorted(tensors.keys() ^ set(metadata["model_tensors"]))
+    ours = dense_architecture(architecture_of(model)).transformer if upcycle else model_fields(model.config)
+    differing = differing_fields(ours, _fields_of_run(metadata, checkpoint))
+    stored = {name.removeprefix("model."): name for name in metadata["model_tensors"]}
+    if not upcycle:
+        differing += sorted(targets.keys() ^ stored.keys())
     if differing:
         raise CheckpointError(f"{checkpoint} is of another model: {', '.join(differing[:20])} (here and there)")
     with another_offered(checkpoint, Ranks()):
-        load(tensors, checkpoint, strict=False, verify=verify, cast=True, report=report)
+        if not upcycle:
+            tensors = {f"model.{name}": tensor for name, tensor in targets.items()}
+            load(tensors, checkpoint, strict=False, verify=verify, cast=True, report=report)
+            return
+        index = Ranks().on_all(lambda: read_index(existing_folder(checkpoint)))
+        rows = {name: index.tensors[name].shape[0] for name in stored.values() if name in index.tensors}
+        dense = [Recipe(name, (Run(source, rows.get(source, 0)),)) for name, source in stored.items()]
+        recipes, copies = upcycled(architecture_of(model), dense, targets)
+        load_foreign(copies, recipes, index, checkpoint, ignored=index.tensors.keys() - rows.keys())
+
+
+def _fields_of_run(metadata: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Returns `model_fields` of the model in a checkpoint."""
+    stored = metadata["config"]["model"]
+    names = [name for name in (*TRANSFORMER_FIELDS, *EXPERT_FIELDS) if name in stored]
+    try:
+        if stored["num_layers"] > len(metadata["model_tensors"]):
+            raise ValueError("more layers than tensors")
+        return model_fields(TransformerConfig(**{name: stored[name] for name in names}))
+    except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{checkpoint}: no model can have its settings ({brief(str(error))})") from None
 
 
 def is_hugging_face(folder: Path) -> bool:

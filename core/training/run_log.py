@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..base.errors import CheckpointError, import_extra
+from ..base.files import make_folders, write_durably
 from ..distributed import _BaseDataParallel
-from ..errors import CheckpointError, import_extra
-from ..files import make_folders, write_durably
 from .config import PretrainConfig
 from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
 from .train_step import StepResult

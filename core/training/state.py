@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import parallel_state
+from ..base.errors import CheckpointError
 from ..distributed import _BaseDataParallel
-from ..errors import CheckpointError
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.moe_config import OPTIONS_OF_FUNCTION

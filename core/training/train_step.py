@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from .. import device, parallel_state
+from .. import parallel_state
+from ..base import device
+from ..base.errors import ShardstackError
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
-from ..errors import ShardstackError
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
 from ..optimizer.optimizer import StepOutcome

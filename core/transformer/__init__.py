@@ -1,6 +1,6 @@
 """Pre-norm transformer layers with tensor and sequence parallelism, named as in Megatron-LM's local layer spec."""
 
-from ..megatron_names import absent_names
+from ..base.megatron_names import absent_names
 from .context_parallel import own_chunks, own_positions
 from .module import Float16Module, MegatronModule, materialize
 from .spec_utils import ModuleSpec, build_module

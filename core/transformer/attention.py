@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..megatron_names import checks_arguments
+from ..base.megatron_names import checks_arguments
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_rank, group_size, resolve_group
+from ..tensor_parallel.initialization import FusedRows, mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
 from ..tensor_parallel.random import recompute
@@ -113,6 +114,9 @@ class SelfAttention(MegatronModule):
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
+        queries = heads // groups * channels
+        fused = FusedRows((("q", queries), ("k", channels), ("v", channels)), head_rows=channels)
+        mark_parameter(self.linear_qkv, fused_rows=fused)
         # Each tensor-parallel rank norms its own heads with the whole weight.
         partial = ranks > 1
         self.q_layernorm, self.k_layernorm = (

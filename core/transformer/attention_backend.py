@@ -30,9 +30,9 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend
 
-from .._torch_compat import called_while_compiled
-from ..dtypes import LOW_PRECISION, dtype_name
-from ..errors import warn_once
+from ..base._torch_compat import called_while_compiled
+from ..base.dtypes import LOW_PRECISION, dtype_name
+from ..base.errors import warn_once
 
 _ALIGNED_CHANNELS = 8
 """CUDA's kernels take heads whose width is a multiple of this."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..errors import DataError
+from ..base.errors import DataError
 from ..tensor_parallel.groups import Group, group_size
 from ..tensor_parallel.partition import gather_first_dim, reduce_scatter_first_dim
 from .document_masks import chunk_places, chunks_of_rank

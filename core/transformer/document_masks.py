@@ -15,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ..base.device import current_device
+from ..base.errors import DataError
 from ..comm import streams
-from ..device import current_device
-from ..errors import DataError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from .. import parallel_state
-from ..dtypes import LOW_PRECISION
-from ..errors import ConfigError
-from ..megatron_names import checks_arguments, refuse
+from ..base.dtypes import LOW_PRECISION
+from ..base.errors import ConfigError
+from ..base.megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.initialization import (
@@ -30,6 +30,7 @@ from ..tensor_parallel.initialization import (
     ParameterOwner,
     deferred_initialization,
     initialize_parameters,
+    mark_parameter,
 )
 from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLinear
 from ..tensor_parallel.weight_gradients import linear
@@ -73,6 +74,8 @@ class Adapter(nn.Module):
                 gather_output=layer.gather_output,
                 tp_group=group,
             )
+            if fused := getattr(layer.weight, "fused_rows", None):
+                mark_parameter(self.linear_out, fused_rows=fused)
         else:
             self.linear_in = RowParallelLinear(
                 layer.input_size,

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConfigError
-from ..megatron_names import checks_arguments
+from ..base.errors import ConfigError
+from ..base.megatron_names import checks_arguments
 from ..tensor_parallel.groups import Group
+from ..tensor_parallel.initialization import FusedRows, mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from .module import MegatronModule
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig, activation_function
+
+GATE_AND_UP = FusedRows((("gate", 1), ("up", 1)))
+"""Rows of a gated MLP's first weight."""
 
 
 @dataclass
@@ -74,6 +78,8 @@ class MLP(MegatronModule):
             bias=config.add_bias_linear,
             tp_group=tp_group,
         )
+        if self.gated:
+            mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             inner,

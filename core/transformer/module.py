@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..device import current_device
+from ..base.device import current_device
+from ..base.dtypes import LOW_PRECISION
+from ..base.errors import ConfigError
 from ..dist_checkpointing.model_state import sharded_state_dict
-from ..dtypes import LOW_PRECISION
-from ..errors import ConfigError
 from ..tensor_parallel.allocation import allocate_meta_tensors
 from ..tensor_parallel.initialization import draw_init_seed, initialize_parameters
 from .transformer_config import TransformerConfig

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ..errors import ConfigError
-from ..megatron_names import ignore
+from ..base.errors import ConfigError
+from ..base.megatron_names import ignore
+from ..base.ranges import out_of_choices, out_of_range
 from ..model_parallel_config import ModelParallelConfig
-from ..ranges import out_of_choices, out_of_range
 
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]

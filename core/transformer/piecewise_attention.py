@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import group_of_name
+from ..base._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
 from .attention_backend import PartialAttention, attend, attend_backward, combine
 from .context_parallel import GatheringKeys, ScatteringGradients

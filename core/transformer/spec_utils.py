@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
+from ..base.errors import ConfigError
 
 Builder = Callable[..., Any]
 """A class, or a function that returns a module."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..errors import ConfigError
-from ..megatron_names import checks_arguments
+from ..base.errors import ConfigError
+from ..base.megatron_names import checks_arguments
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
 from .attention import Rotation, packing

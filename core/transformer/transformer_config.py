@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from ..errors import ConfigError, ParallelConfigError
-from ..megatron_names import takes_megatron_fields
-from ..ranges import out_of_choices, out_of_range
+from ..base.errors import ConfigError, ParallelConfigError
+from ..base.megatron_names import takes_megatron_fields
+from ..base.ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from .. import parallel_state
-from ..errors import ConfigError
-from ..megatron_names import checks_arguments, refuse
+from ..base.errors import ConfigError
+from ..base.megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
 from .attention import Rotation, SelfAttention, packing

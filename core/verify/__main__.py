@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import device
-from ..rendezvous import set_launcher_variables
+from ..base import device
+from ..base.rendezvous import set_launcher_variables
 from ..training.launch.entry import environment_threads, run_command
 from ..training.launch.ranks import run_ranks
 from .lockstep import WRAPPERS, Options, verify

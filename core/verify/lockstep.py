@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..base.errors import ConfigError, ShardstackError, WrapError
+from ..base.ranges import check_range
 from ..distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
 )
-from ..errors import ConfigError, ShardstackError, WrapError
 from ..optimizer import OptimizerConfig
-from ..ranges import check_range
 from .model_under_test import ModelUnderTest, SerialTraining, Training, WrappedTraining
 
 REPLICAS = "ddp"

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..adapters.bridge.units import CONTAINERS
+from ..base.device import current_device
+from ..base.errors import ConfigError
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
-from ..device import current_device
 from ..dist_checkpointing.flat_range import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import ConfigError
 from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 Loss = Callable[[nn.Module, int], torch.Tensor]

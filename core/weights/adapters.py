@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..base.errors import ConfigError
+from ..base.files import write_durably
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.safetensors_io import SINGLE_FILE, save_folder
 from ..distributed.data_parallel_base import unwrap_model
-from ..errors import ConfigError
-from ..files import write_durably
 from ..transformer.lora import Adapter
 from .stream import WeightStream
 

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import ConfigError
 from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, make_foreign
-from ..errors import ConfigError
 from ..models.gpt.architecture import architecture_of
 from ..models.gpt.gpt_model import GPTModel
 from ..models.gpt.hf_config import choose_layout

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base.errors import ConfigError, ShardstackError
 from ..comm.collectives import exchange
 from ..dist_checkpointing.gathering import Part, held_parts
-from ..errors import ConfigError, ShardstackError
 from .stream import WeightStream
 
 _INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

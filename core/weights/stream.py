@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..base.dtypes import dtype_name
+from ..base.errors import ConfigError, ShardstackError
+from ..base.text import choices, listed
 from ..dist_checkpointing import model_state_dict
 from ..dist_checkpointing.format.writer import is_of_first_rank
 from ..dist_checkpointing.gathering import BUCKET_BYTES, WholeTensors
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
-from ..dtypes import dtype_name
-from ..errors import ConfigError, ShardstackError
-from ..text import choices, listed
 from .names import Adapters, Names, Outgoing, outgoing
 
 _NUM_LISTED = 5

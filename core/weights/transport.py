@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
-from ..dtypes import DTYPES, dtype_name
-from ..errors import ShardstackError, WeightsError
-from ..text import rank_list
+from ..base.dtypes import DTYPES, dtype_name
+from ..base.errors import ShardstackError, WeightsError
+from ..base.text import rank_list
 from .patches import PatchStream, WeightPatch
 from .stream import ParamMeta, WeightStream
 

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from run_model import load_run_model, load_run_tokenizer
 
+from core.base.errors import CheckpointError, ConfigError
+from core.base.files import write_durably
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import checkpoint_directory, model_state_dict, save
-from core.errors import CheckpointError, ConfigError
-from core.files import write_durably
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
 from core.models.gpt.hf_config import Layout

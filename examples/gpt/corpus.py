@@ -32,6 +32,7 @@ from text_sources import (
     resolve_format,
 )
 
+from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
 from core.datasets.tokenizer import (
     END_OF_DOCUMENT,
@@ -42,7 +43,6 @@ from core.datasets.tokenizer import (
     tokenizer_path,
     tokenizers_library,
 )
-from core.errors import ConfigError, DataError, MissingExtraError
 
 if TYPE_CHECKING:
     from tqdm import tqdm

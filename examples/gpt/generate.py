@@ -12,7 +12,7 @@ from pathlib import Path
 from run_model import load_run_model, load_run_tokenizer
 from sampling import SamplingConfig, generate_tokens, stream_text
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.training.checkpointing import find_checkpoint
 from core.training.config.arguments import parse_call
 from core.training.launch.entry import run_command

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from corpus import prepare
 
-from core.errors import ConfigError, MissingExtraError
+from core.base.errors import ConfigError, MissingExtraError
 from core.training.config.arguments import parse_call
 from core.training.launch.entry import run_command
 

@@ -21,13 +21,14 @@ from run_folder import begin_or_continue, check_output_folders, name_run_folder,
 from sampling import SamplingConfig, generate_tokens, stream_text
 from text_sources import standard_library_sources
 
-from core import device, parallel_state
+from core import parallel_state
+from core.base import device
+from core.base.device import barrier, current_device
+from core.base.errors import ConfigError
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import Tokenizer
-from core.device import barrier, current_device
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
-from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint
@@ -41,6 +42,8 @@ from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
+from core.transformer.moe.moe_layer import MoELayer
+from core.transformer.moe.step import STATISTICS
 
 DEFAULTS = {
     # a model that two CPU cores train in minutes; flags change any of these
@@ -100,7 +103,8 @@ def pretrain(config: PretrainConfig) -> None:
     if config.checkpoint.load is not None:
         say(load_checkpoint(state, config, config.checkpoint.load, fall_back=environment_restart_count() > 0))
     elif config.checkpoint.pretrained_checkpoint is not None:
-        say(load_pretrained(state, config.checkpoint.pretrained_checkpoint, verify=verify))
+        folder, upcycle = config.checkpoint.pretrained_checkpoint, config.checkpoint.moe_use_upcycling
+        say(load_pretrained(state, folder, verify=verify, upcycle=upcycle))
 
     outcome = train(state, config, data)
     report(outcome, state, config, data)
@@ -189,10 +193,22 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     say(f"\nthe model wrote: {PROMPT}{text}\n")
     say(f"validation loss        {outcome.validation_loss:.4f} nats a token")
     say(f"add-one bigram model   {bigram:.4f} on the same tokens (the model: {change:+.1f} %)")
+    for line in tokens_of_experts(state, config):
+        say(line)
     say(f"checkpoint             {outcome.checkpoint}")
     say(f"loss curve, log        {folder}/loss.png, {folder}/log.jsonl")
     program = [short(sys.executable), short(str(Path(__file__).with_name("generate.py")))]
     say(f"more text              {shlex.join([*program, '--load', str(folder), '--prompt', PROMPT])}")
+
+
+def tokens_of_experts(state: TrainingState, config: PretrainConfig) -> Iterator[str]:
+    """Yields a line for each layer with experts: how many tokens each of them had in the last step."""
+    tokens = config.global_batch_size(dist.get_world_size()) * config.data.seq_length * config.model.moe_router_topk
+    for layer in unwrap_model(state.model).modules():
+        if isinstance(layer, MoELayer) and layer.step_statistics is not None:
+            loads = layer.step_statistics[len(STATISTICS) :]  # 1 is the mean
+            counts = (loads * tokens / len(loads)).round().long().tolist()
+            yield f"tokens of experts      {' '.join(map(str, counts))} in layer {layer.layer_number}"
 
 
 def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, num_tokens: int = 80) -> Iterator[str]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from core import device
+from core.base import device
+from core.base.errors import ConfigError
 from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
-from core.errors import ConfigError
 from core.training.checkpointing import find_checkpoint, is_checkpoint
 from core.training.config import PretrainConfig
 from core.training.launch.entry import RUN_STARTED, environment_restart_count

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import device, parallel_state
+from core import parallel_state
+from core.base import device
+from core.base.errors import DataError
+from core.base.ranges import check_range
 from core.datasets.tokenizer import Tokenizer
-from core.errors import DataError
-from core.ranges import check_range
 from core.transformer.context_parallel import own_chunks, own_positions
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.errors import ShardstackError
+from core.base.errors import ShardstackError
 from tests.compositions.failures import fail_in_backward
 from tests.compositions.wrapped import Wrapped
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.errors import ShardstackError
+from core.base.errors import ShardstackError
 from tests.compositions.between import train
 from tests.compositions.composition import Composition
 from tests.compositions.data import CUT, STEPS
@@ -20,7 +20,7 @@ from tests.unit._spawn import RankFailure, run_distributed
 
 @dataclass(frozen=True)
 class Refused:
-    """The message of an error of `core.errors`."""
+    """The message of an error of `core.base.errors`."""
 
     message: str
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import load
 from core.dist_checkpointing.format.reader import read_index
-from core.errors import CheckpointError
 from tests.drill.report import Report
 
 

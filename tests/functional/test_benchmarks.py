@@ -28,6 +28,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "held_memory": ("--ranks", "2"),
     "lightning_strategies": ("--steps", "2"),
     "meta_construction": ("--millions", "5", "--only", "gpt"),
+    "moe_against_dense": ("--minutes", "0.01", "--calibration", "2"),
     "parallel_layers": ("--width", "512", "--sequence", "64", *ONCE),
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
     "trainers": ("adapters",),

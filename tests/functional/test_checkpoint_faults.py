@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing.format import writer
 from core.dist_checkpointing.format.index import seal
-from core.errors import CheckpointError
 from tests.functional._program import REPOSITORY, TINY, load_program, program_environment, run_program
 from tests.functional.test_resume import content, log
 from tests.unit._spawn import run_distributed

@@ -255,5 +255,12 @@ def test_a_run_logs_the_balance_of_each_layer(corpus, tmp_path):
         assert sum(loads) == pytest.approx(4) and line["moe/load_max"] == max(loads)
         assert line["moe/balance_loss"] > 1.8 and 0 < line["moe/entropy"] < 1.4 and line["moe/dropped_share"] == 0
     assert [*(tmp_path / "tb").rglob("events.*")]
+    (line,) = (line for line in ended.out.splitlines() if line.startswith("tokens of experts"))
+    counts, where = line.removeprefix("tokens of experts").split(" in ")
+    shares = [int(count) / (2 * 32 * 2) for count in counts.split()]  # 2 samples of 32 tokens with 2 experts each
+    assert where == "layer 2"
+    assert [4 * share for share in shares] == pytest.approx(
+        [steps[-1][f"moe/layer_2/expert_{index}/load"] for index in range(4)]
+    )
     refused = run_program("pretrain_gpt", *TINY, *run, "--num-experts", "4", "--moe-router-topk", "5", folder=tmp_path)
     assert refused.status == 2 and "moe_router_topk 5 is above num_moe_experts 4" in refused.err

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from core.micro_batch_tree import MicroBatchTree
+from core.base.micro_batch_tree import MicroBatchTree
 from core.tensor_parallel.random import MicroBatchSeeds
 from core.training.log_file import LOG_FILE
 from tests.functional._program import TINY, load_program, run_program

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from core.errors import MissingExtraError
+from core.base.errors import MissingExtraError
 from tests.functional._program import LIMIT_S, REPOSITORY
 
 

@@ -2,10 +2,10 @@
 
     python -m tests.fuzz --minutes 10 --seed 1 --only tokenizer
 
-A reader may refuse a file, with an error of `core.errors` of one line, or read it. It may not crash, raise anything
-else, run what a file holds, start a process, or hold more memory than `MEMORY_BASE_BYTES + MEMORY_MULTIPLE` times the
-files' size (`core.files`). The first that does is shown with the smallest variant that hypothesis finds, and
-kept.
+A reader may refuse a file, with an error of `core.base.errors` of one line, or read it. It may not crash, raise
+anything else, run what a file holds, start a process, or hold more memory than `MEMORY_BASE_BYTES + MEMORY_MULTIPLE`
+times the files' size (`core.base.files`). The first that does is shown with the smallest variant that hypothesis
+finds, and kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from core.errors import ShardstackError
-from core.files import MEMORY_BASE_BYTES, MEMORY_MULTIPLE
+from core.base.errors import ShardstackError
+from core.base.files import MEMORY_BASE_BYTES, MEMORY_MULTIPLE
 from tests.fuzz.readers import READERS, Reader
 from tests.fuzz.variants import variants
 

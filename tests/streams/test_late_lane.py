@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from core.base.local_parts import local_part
 from core.comm.lane import comm_lane
 from core.distributed import finalize_model_grads
-from core.local_parts import local_part
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.compositions import runs
 from tests.compositions.check import as_test, check_all

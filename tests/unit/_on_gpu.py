@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import device, parallel_state
+from core import parallel_state
+from core.base import device
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ON_GPU = [pytest.mark.gpu, needs_gpu]

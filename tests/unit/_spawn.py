@@ -282,7 +282,7 @@ def _tear_down() -> None:
     if groups is not None:  # a destroyed group that is kept wakes up its thread a hundred times a second
         groups._twins.clear()
     if "torch.distributed.tensor" in sys.modules:
-        from core._torch_compat import forget_sharding_decisions
+        from core.base._torch_compat import forget_sharding_decisions
 
         forget_sharding_decisions()
     random_streams = sys.modules.get("core.tensor_parallel.random")

@@ -11,9 +11,9 @@ from torch import nn
 
 from core import num_microbatches_calculator as calculator
 from core import parallel_state, utils
+from core.base.errors import ConfigError, ParallelConfigError, ParallelStateError
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.enums import ModelType
-from core.errors import ConfigError, ParallelConfigError, ParallelStateError
 from core.pipeline_parallel import get_forward_backward_func
 from core.process_groups_config import ProcessGroupCollection, check_same_groups
 from core.transformer import Float16Module, MegatronModule, TransformerConfig

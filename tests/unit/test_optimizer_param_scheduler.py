@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from core.errors import CheckpointError, ConfigError
+from core.base.errors import CheckpointError, ConfigError
 from core.optimizer import OptimizerParamScheduler
 
 SETTINGS: dict[str, Any] = {

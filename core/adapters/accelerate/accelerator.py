@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
+from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.parameter_owner import owner_of
-from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of
 from .optimizer import PreparedOptimizer, prepare_optimizer

@@ -9,7 +9,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from ...errors import OptimizerError
+from ...base.errors import OptimizerError
 from ...optimizer import MegatronOptimizer
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
 

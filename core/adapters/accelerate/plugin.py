@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ... import device
+from ...base import device
+from ...base.errors import ConfigError
+from ...base.text import choices
 from ...distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -17,8 +19,6 @@ from ...distributed import (
 )
 from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.units import UnitChoice
-from ...errors import ConfigError
-from ...text import choices
 from ..bridge.meshes import data_parallel_mesh
 from ..bridge.translation import STRATEGIES, config_class, config_of, wrap_for_trainer
 from ..bridge.units import units_by_class

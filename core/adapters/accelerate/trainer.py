@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
-from ...errors import CheckpointError
 from ..bridge.checkpoints import load_trained, load_whole_state_dict, save_trained
 from ..bridge.trained import Trained
 from .accelerator import ShardstackAccelerator, checkpoint_folder, saved_tensors

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import parse_flag_from_env
 
+from ...base.errors import ConfigError
 from ...distributed import _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
-from ...errors import ConfigError
 from ..bridge.trained import mix_in
 from ..bridge.translation import check_version
 from .accelerator import ShardstackAccelerator

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
@@ -25,7 +26,6 @@ from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.gathering import gather_whole
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
-from ...errors import CheckpointError
 from .trained import TorchOptimizer, Trained
 
 _MODEL, _OPTIMIZER, _MASTER = "model.", "optimizer.", "master."

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ... import device, parallel_state
-from ...errors import ParallelConfigError
-from ...text import choices
+from ... import parallel_state
+from ...base import device
+from ...base.errors import ParallelConfigError
+from ...base.text import choices
 
 TENSOR_AXES = ("tensor_parallel", "tp")
 CONTEXT_AXES = ("context_parallel", "cp")

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.torch_version import TorchVersion
 
+from ...base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 from ...distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -31,7 +32,6 @@ from ...distributed.gradient_state import Phase
 from ...distributed.groups import Ranks, whole_group
 from ...distributed.plan.units import UnitChoice
 from ...distributed.torch_fully_sharded_data_parallel_config import config_class as class_for_strategy
-from ...errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from ...errors import WrapError
-from ...text import choices
+from ...base.errors import WrapError
+from ...base.text import choices
 
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """As classes of units they make every item of such a container a unit; `find_units` looks into nested ones."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
-from ...errors import CheckpointError
 from ...tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
 from ..bridge.checkpoints import decode, encode, load_trained, save_trained
 from ..bridge.trained import Trained

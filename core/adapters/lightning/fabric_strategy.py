@@ -13,10 +13,10 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
-from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
 from .checkpoint import load_folder, save_folder

@@ -15,15 +15,15 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import nn
 from torch.optim import Optimizer
 
-from ... import device
+from ...base import device
+from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
+from ...base.text import choices
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
 from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...distributed.plan.units import UnitChoice
-from ...errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
 from ...optimizer import OptimizerConfig, get_megatron_optimizer
-from ...text import choices
 from ..bridge.meshes import world_mesh
 from ..bridge.trained import TorchOptimizer, Trained, Updates, build_update, wrapper_of
 from ..bridge.translation import FSDP2, STRATEGIES, config_of

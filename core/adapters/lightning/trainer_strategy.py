@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...base.errors import ConfigError
 from ...distributed import _BaseDataParallel, finalize_model_grads
-from ...errors import ConfigError
 from ...optimizer import MegatronOptimizer
 from ..bridge.trained import Trained, mix_in
 from .checkpoint import load_folder, save_folder

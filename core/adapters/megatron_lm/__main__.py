@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 
 
 def main() -> None:

@@ -22,12 +22,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from ... import distributed
+from ...base.errors import ParallelConfigError, ShardstackError
+from ...base.text import choices
 from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.groups import Ranks
 from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.units import UnitChoice
-from ...errors import ParallelConfigError, ShardstackError
-from ...text import choices
 from ..bridge.translation import refused, translate
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (

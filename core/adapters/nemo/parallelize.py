@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from ..._torch_compat import forget_sharding_decisions
+from ...base._torch_compat import forget_sharding_decisions
+from ...base.dtypes import LOW_PRECISION
+from ...base.errors import ParallelConfigError, warn_once
+from ...base.text import choices
 from ...distributed import _BaseDataParallel
 from ...distributed.distributed_data_parallel_config import (
     SHARDING_STRATEGIES,
@@ -31,9 +34,6 @@ from ...distributed.distributed_data_parallel_config import (
 )
 from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.model.unfit_models import reject_wrapped
-from ...dtypes import LOW_PRECISION
-from ...errors import ParallelConfigError, warn_once
-from ...text import choices
 from ..bridge.meshes import mesh_axes
 from ..bridge.translation import FSDP2, config_of, honoured, ignored, wrap_for_trainer
 from ..bridge.units import CONTAINERS, check_classes_are_in, import_classes_from_paths

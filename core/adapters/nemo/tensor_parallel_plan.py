@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ...base.errors import ParallelConfigError, WrapError, warn_once
+from ...base.text import choices
 from ...distributed.model.initial_values import broadcast_tensors, parameter_attributes_kept
-from ...errors import ParallelConfigError, WrapError, warn_once
-from ...text import choices
 from ..bridge.meshes import TENSOR_AXES, MeshAxes, axis_sizes
 
 Plan = Mapping[str, ParallelStyle]

@@ -35,8 +35,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ...errors import CheckpointError
-from ...files import BoundsError, brief, make_folders, read_file, sync_folder, write_durably
+from ...base.errors import CheckpointError
+from ...base.files import BoundsError, brief, make_folders, read_file, sync_folder, write_durably
 from .index import INDEX_FILE, TORCH_INDEX_FILE
 
 LOCK_FILE = ".lock"

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from ...dtypes import DTYPES, dtype_name
-from ...errors import CheckpointError
-from ...files import BoundsError, brief, parse_json
+from ...base.dtypes import DTYPES, dtype_name
+from ...base.errors import CheckpointError
+from ...base.files import BoundsError, brief, parse_json
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]

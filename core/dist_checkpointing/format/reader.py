@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...files import JSON_BYTES, BoundsError, read_file
+from ...base.errors import CheckpointError
+from ...base.files import JSON_BYTES, BoundsError, read_file
 from ..flat_range import held_boxes
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 from .torch_files import read_tensor_archive, read_torch_index

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ...dtypes import DTYPES
-from ...errors import CheckpointError
-from ...files import PICKLE_BYTES, BoundsError, brief, check_pickle, read_file
+from ...base.dtypes import DTYPES
+from ...base.errors import CheckpointError
+from ...base.files import PICKLE_BYTES, BoundsError, brief, check_pickle, read_file
 from .index import CheckpointIndex, Piece, TensorEntry, as_sizes, expect, is_size
 
 _TORCH_RECORDS = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...text import listed, readable_bytes
+from ...base.errors import CheckpointError
+from ...base.text import listed, readable_bytes
 from ..agreement import Ranks
 from ..flat_range import held_boxes
 from .content_hash import MODULUS, box_hash

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...files import write_durably
+from ...base.errors import CheckpointError
+from ...base.files import write_durably
 from ..flat_range import held_boxes
 from . import folders
 from .content_hash import box_hash

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import WrapError
+from ...base.errors import WrapError
 from ..model.unfit_models import reject_changed
 from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .bucket_group import BucketGroup

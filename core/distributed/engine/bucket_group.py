@@ -9,9 +9,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ...base.errors import ShardstackError
 from ...comm import collectives, streams
 from ...comm.lane import CommLane, Handle
-from ...errors import ShardstackError
 from ..gradient_tree import GradientTree
 from ..plan import Plan
 from .buffer import Bucket

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...base.host_memory import ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
-from ...host_memory import ReusedMemory, transient_memory
 from ..plan import PieceKind, PiecePlan, Plan
 from .grad_slot import GradSlot
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
-from ...errors import UnitError, warn_once
 from ..plan import Plan
 from ..saved_weights import SavedWeights, in_use_message
 from .unit import Unit

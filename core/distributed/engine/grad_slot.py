@@ -9,8 +9,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from ..._torch_compat import NO_BACKWARD, current_backward
-from ...errors import ShardstackError
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import ShardstackError
 
 _ALLOCATION_ALIGNMENT = 64
 """Bytes, of every tensor that torch allocates on the CPU. `PARAM_ALIGNMENT` elements are aligned so too."""

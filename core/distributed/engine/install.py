@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_any, tree_map
 
+from ...base.host_memory import transient_memory
 from ...comm.collectives import Allocate
-from ...host_memory import transient_memory
 from ..groups import neighbour_groups
 from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan

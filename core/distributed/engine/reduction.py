@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from ...base.errors import ShardstackError
 from ...comm import collectives
-from ...errors import ShardstackError
 from ..gradient_tree import GradientTree, PartialSums
 from ..plan import GradientReduction, Plan
 from .buffer import Bucket

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..._torch_compat import NO_BACKWARD
+from ...base._torch_compat import NO_BACKWARD
+from ...base.errors import UnitError
+from ...base.host_memory import transient_memory
+from ...base.pending_parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
-from ...errors import UnitError
-from ...host_memory import transient_memory
-from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ...tensor_parallel.allocation import has_no_memory
 from ..plan import UnitPlan
 from ..saved_weights import SavedWeights

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.device import current_device
 from ...comm import collectives, gloo, streams
 from ...comm.record import recorded
-from ...device import current_device
 from ..groups import neighbour_groups
 from ..plan import Plan, UnitPlan
 from .torch_private import as_fsdp

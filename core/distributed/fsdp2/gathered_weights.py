@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch_compat import NO_BACKWARD, current_backward
-from ...errors import ShardstackError, UnitError, warn_once
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import ShardstackError, UnitError, warn_once
 from ..plan import UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
 from .torch_private import TorchState, as_fsdp, gathered_tensors_of, mark_gathered_parameter, name_of_parameter

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import ShardstackError, UnitError
 from ...comm import collectives, streams
-from ...errors import ShardstackError, UnitError
 from ..gradient_tree import GradientTree, PartialSums
 from ..plan import Plan, UnitPlan
 from .collectives import UnitReduceScatter

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
 from ..plan import Plan
 from .torch_private import as_fsdp
 

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..._torch_compat import reduce_parameters_without_gradient
+from ...base._torch_compat import reduce_parameters_without_gradient
+from ...base.errors import WrapError
 from ...diagnostics.step_marks import replaced_parameters_marked
-from ...errors import WrapError
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
 from ..plan import GradientReduction, Plan

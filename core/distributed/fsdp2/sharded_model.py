@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from ..._torch_compat import fsdp_param_groups
+from ...base._torch_compat import fsdp_param_groups
+from ...base.errors import UnitError, WrapError
+from ...base.local_parts import local_part
 from ...diagnostics.step_marks import mark_as_gathered
-from ...errors import UnitError, WrapError
-from ...local_parts import local_part
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ... import device, parallel_state
+from ... import parallel_state
+from ...base import device
+from ...base.dtypes import dtype_name
+from ...base.errors import ParallelConfigError, WrapError
+from ...base.text import listed, rank_list
 from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
-from ...dtypes import dtype_name
-from ...errors import ParallelConfigError, WrapError
-from ...text import listed, rank_list
 from ..plan import Plan
 from ..plan.pieces import is_expert_parameter
 
@@ -129,7 +130,7 @@ def reject_expert_parameters(module: nn.Module, config: Any) -> None:
 
 
 _sharded_here: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
-"""Modules that this library sharded. `note_sharded` adds them; freed modules drop out."""
+"""Modules that this library sharded. `note_sharded` adds them. Freed modules drop out."""
 _TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
 
 

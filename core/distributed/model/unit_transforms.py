@@ -22,8 +22,8 @@ from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..._torch_compat import NO_BACKWARD, compiler_cause, current_backward, missing_compiler
-from ...errors import ParallelConfigError, ShardstackError, WrapError
+from ...base._torch_compat import NO_BACKWARD, compiler_cause, current_backward, missing_compiler
+from ...base.errors import ParallelConfigError, ShardstackError, WrapError
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..plan.parts import UnitTransform
@@ -104,7 +104,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 def _operation(name: str) -> Any:
-    """Returns the operation that a name of `SAVED_OPERATIONS` means; None if this torch does not have it."""
+    """Returns the operation that a name of `SAVED_OPERATIONS` means. None if this torch does not have it."""
     library, _, own = name.rpartition("::")
     found = getattr(getattr(torch.ops, library or "aten"), own, None)
     return None if found is None else found.default

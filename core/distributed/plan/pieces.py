@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ... import device
-from ...errors import WrapError
-from ...local_parts import local_part
-from ...pending_parameters import can_be_pending
+from ...base import device
+from ...base.errors import WrapError
+from ...base.local_parts import local_part
+from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..torch_fully_sharded_data_parallel_config import Engine

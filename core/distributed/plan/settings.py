@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ... import device, parallel_state
+from ... import parallel_state
+from ...base import device
+from ...base.dtypes import LOW_PRECISION, as_dtype, dtype_name
+from ...base.errors import ParallelConfigError, warn_once
+from ...base.micro_batch_tree import odd_part
 from ...comm import streams
-from ...dtypes import LOW_PRECISION, as_dtype, dtype_name
-from ...errors import ParallelConfigError, warn_once
-from ...micro_batch_tree import odd_part
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
@@ -66,7 +67,7 @@ _NOT_OF_FSDP2: dict[str, tuple[tuple[Any, ...], str]] = {
 def whole_settings(
     ddp_config: DistributedDataParallelConfig, config: Any, module: nn.Module, caller: str, finish_in_backward: bool
 ) -> DistributedDataParallelConfig:
-    """Returns the settings of a wrapper that keeps whole parameters; raises on what it cannot honour."""
+    """Returns the settings of a wrapper that keeps whole parameters. Raises on what it cannot honour."""
     strategy = ddp_config.sharding_strategy
     if ddp_config.shards_parameters:
         raise ParallelConfigError(
@@ -95,7 +96,7 @@ def whole_settings(
 def sharded_settings(
     ddp_config: DistributedDataParallelConfig, groups: DataParallelGroups, caller: str
 ) -> FullyShardedDataParallelConfig:
-    """Returns the settings of units on flat buffers; raises on what they cannot honour, and warns about buckets."""
+    """Returns the settings of units on flat buffers. Raises on what they cannot honour, and warns about buckets."""
     if not ddp_config.shards_parameters:
         raise ParallelConfigError(
             f"{caller} shards parameters, gradients and optimizer state, and data_parallel_sharding_strategy is "
@@ -113,7 +114,7 @@ def sharded_settings(
 
 
 def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
-    """Returns the settings of FSDP2; raises or warns on what FSDP2 does not have."""
+    """Returns the settings of FSDP2. Raises or warns on what FSDP2 does not have."""
     if ddp_config.sharding_strategy in ("optim", "optim_grads"):
         raise ParallelConfigError(
             f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
@@ -244,7 +245,7 @@ def mixed_precision_policy(
 
 
 def compute_dtype(config: Any) -> torch.dtype:
-    """Returns the dtype that a model's config asks for; any object will do."""
+    """Returns the dtype that a model's config, which may be any object, asks for."""
     if getattr(config, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(config, "fp16", False) else torch.float32

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from ...micro_batch_tree import MicroBatchTree
+from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import shards_parameters
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine
@@ -49,15 +49,15 @@ class Plan:
     context_parallel_size: int = 1
 
     units: tuple[UnitPlan, ...]
-    """Children before parents; the last one is the model, with the parameters that are in no other unit."""
+    """Children before parents. The last one is the model, with the parameters that are in no other unit."""
     transforms: tuple[UnitTransform, ...] = ()
     """Recomputation and compilation of units, applied before parameters are sharded."""
     broadcast_buffers: bool | None = None
-    """Buffers are rank 0's after each reduction; None: where the model has running statistics."""
+    """Buffers are rank 0's after each reduction. None: where the model has running statistics."""
     sync_module_states: bool = False
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None = None
-    """Dtype that the model's buffers are cast to; None leaves them."""
+    """Dtype that the model's buffers are cast to. None leaves them."""
     forward_methods: tuple[str, ...] = ()
     """Names of methods that gather parameters as a forward does."""
 
@@ -173,14 +173,14 @@ class Plan:
 
     @property
     def tree(self) -> MicroBatchTree | None:
-        """Order in which a rank adds up its micro-batches' gradients; None unless `is_reproducible`."""
+        """Order in which a rank adds up its micro-batches' gradients. None unless `is_reproducible`."""
         if not self.is_reproducible:
             return None
         return MicroBatchTree(self.groups.whole.size() // self.context_parallel_size, self.reduces_every_micro_batch)
 
     @property
     def sum_order(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of a shard group, in groups that are added first; None if any order will do.
+        """The ranks of a shard group, in groups that are added first. None if any order will do.
 
         Parts of a sequence, which are neighbours, are added before micro-batches, or after them: so that ranks join
         the tree where micro-batches of one rank would.
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that shard a parameter, or its optimizer state; 1 if nothing is sharded."""
+        """Number of ranks that shard a parameter, or its optimizer state. It is 1 if nothing is sharded."""
         return 1 if self.is_replicated else self.groups.shard.size()
 
     @property
@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks with the same shard; with the same whole parameters if nothing is sharded."""
+        """Number of ranks with the same shard, or with the same whole parameters if nothing is sharded."""
         return self.groups.whole.size() // self.num_shards
 
     @property

@@ -7,7 +7,7 @@ page   formats the facts as HTML
 
 from __future__ import annotations
 
-from ...errors import ConfigError
+from ...base.errors import ConfigError
 from .facts import ModelFacts, model_facts
 from .page import as_html
 from .rows import as_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ... import tensor_parallel
-from ...errors import ConfigError
-from ...megatron_names import refuse
+from ...base.errors import ConfigError
+from ...base.megatron_names import refuse
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
 from ...tensor_parallel.groups import Group, resolve_group
 from ...tensor_parallel.layers import ColumnParallelLinear, Output

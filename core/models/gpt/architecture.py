@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing import model_state_dict
-from ...errors import CheckpointError
 from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
 from ...transformer.mlp import MLP
@@ -77,14 +77,9 @@ class Architecture:
 
     def differences(self, other: Architecture) -> list[str]:
         """Lists the differences to `other`, each as "field this and that", except sizes of tables."""
-        rotary = () if self.position_embedding_type == "rope" else ("rotary_percent", "rotary_base")
-        names = [name for name in TRANSFORMER_FIELDS if name not in rotary]
-        names += [name for name in EXPERT_FIELDS if name in self.transformer.keys() | other.transformer.keys()]
-        names = [name for name in names if name != "moe_router_dtype"]  # a precision
-        pairs = {name: (self.transformer.get(name), other.transformer.get(name)) for name in names}
-        if (self["num_moe_experts"] is None) != (other["num_moe_experts"] is None):
-            pairs = {name: pair for name, pair in pairs.items() if not name.startswith("moe_")}
-        differing = [f"{name} {ours!r} and {theirs!r}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+        differing = differing_fields(self.transformer, other.transformer)
+        if self.position_embedding_type != "rope":
+            differing = [difference for difference in differing if not difference.startswith("rotary_")]
         for name in ("tied", "position_embedding_type"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -141,6 +136,12 @@ def model_fields(config: TransformerConfig) -> dict[str, Any]:
     if config.moe_router_topk_scaling_factor == 1:
         fields["moe_router_topk_scaling_factor"] = None
     return fields
+
+
+def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Lists the fields in which two results of :func:`model_fields` differ, each as "field this and that"."""
+    names = [name for name in ours if name in theirs and name != "moe_router_dtype"]  # a precision
+    return [f"{name} {ours[name]!r} and {theirs[name]!r}" for name in names if ours[name] != theirs[name]]
 
 
 def _check_layers(model: GPTModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...megatron_names import absent_names, refuse
+from ...base.megatron_names import absent_names, refuse
 from ...tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ...transformer.attention import SelfAttention, SelfAttentionSubmodules
 from ...transformer.dot_product_attention import DotProductAttention

@@ -10,11 +10,16 @@ from typing import get_args
 import torch
 
 from ... import parallel_state
-from ...errors import ConfigError, DataError, ParallelConfigError
-from ...megatron_names import checks_arguments, refuse
+from ...base.errors import ConfigError, DataError, ParallelConfigError
+from ...base.megatron_names import checks_arguments, refuse
+from ...base.ranges import check_positive
 from ...process_groups_config import ProcessGroupCollection
-from ...ranges import check_positive
-from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
+from ...tensor_parallel.initialization import (
+    deferred_initialization,
+    draw_init_seed,
+    initialize_parameters,
+    mark_parameter,
+)
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
@@ -117,9 +122,7 @@ class GPTModel(LanguageModule):
         with deferred_initialization():
             self._make_layers(config, transformer_layer_spec)
         if share_embeddings_and_output_weights and self.embedding is not None:
-            table = self.embedding.word_embeddings
-            table.parameter_marks["weight"].update(shared_embedding=True)
-            table.restore_parameter_marks()
+            mark_parameter(self.embedding.word_embeddings, shared_embedding=True)
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
 
@@ -148,6 +151,7 @@ class GPTModel(LanguageModule):
                 bias=False,
                 skip_weight_param_allocation=self.share_embeddings_and_output_weights,
             )
+            mark_parameter(self.output_layer, is_embedding_or_output_parameter=True)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
         """Sets the hidden states of the next forward, `[s, b, h]` or a list of one, for a model without

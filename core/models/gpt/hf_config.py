@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ...errors import CheckpointError, ConfigError
-from ...files import brief
+from ...base.errors import CheckpointError, ConfigError
+from ...base.files import brief
 from ...transformer.transformer_config import TransformerConfig
 from .architecture import Architecture, model_fields
 from .hf_experts import expert_fields, expert_settings, inexpressible_experts

@@ -28,6 +28,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ...base.dtypes import dtype_name
+from ...base.errors import CheckpointError
+from ...base.files import BoundsError, read_json, write_durably
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
@@ -37,9 +40,6 @@ from ...dist_checkpointing.safetensors_io import (
     read_safetensors_index,
     save_folder,
 )
-from ...dtypes import dtype_name
-from ...errors import CheckpointError
-from ...files import BoundsError, read_json, write_durably
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_config import (
     Layout,
@@ -51,6 +51,7 @@ from .hf_config import (
     layout_of,
 )
 from .hf_experts import expert_recipes
+from .upcycling import dense_architecture, upcycled
 
 
 def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:
@@ -229,6 +230,7 @@ def load_hugging_face(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
+    upcycle: bool = False,
 ) -> None:
     """Fills a GPT in place from a folder of Hugging Face's, under any layout.
 
@@ -239,6 +241,7 @@ def load_hugging_face(
         model: a `GPTModel`, or a wrapper of one.
         targets: tensors of the whole model to fill instead of the model's own, by name: an optimizer's masters.
         process_group: the ranks that call together; each reads by itself.
+        upcycle: the folder is of a dense model; fill every expert with a copy of the layer's MLP (`upcycling.py`).
 
     Raises:
         CheckpointError: on all ranks, before anything is written: it is another model, or files are damaged.
@@ -247,6 +250,9 @@ def load_hugging_face(
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     config = ranks.on_all(lambda: read_hf_config(folder))
     layout, theirs, ours = layout_of(config), architecture_from_hf(config), architecture_of(gpt)
+    whole = ours
+    if upcycle:
+        ours = dense_architecture(whole)
     if differing := ours.differences(theirs):
         raise CheckpointError(
             f"{folder} is of another model: {', '.join(differing)} (here and there); build the model that it describes"
@@ -260,9 +266,12 @@ def load_hugging_face(
     prefix = "transformer." if layout == "gpt2" else "model."
     if not any(name.startswith(prefix) for name in index.tensors):
         prefix = ""  # saved without its head
+    recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or base_state_dict(gpt)
+    if upcycle:
+        recipes, targets = upcycled(whole, recipes, targets)
     load_foreign(
-        targets if targets is not None else base_state_dict(gpt),
-        hf_recipes(layout, theirs, prefix=prefix),
+        targets,
+        recipes,
         index,
         folder,
         ignored=names_without_meaning(layout, theirs, prefix, index.tensors),

@@ -2,8 +2,8 @@
 
 Such a checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list) and files
 of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of shape
-`[layers, rows, columns]`, or numbered. Experts are likewise stacked (``mlp.experts.experts.linear_fc1.weight``, of
-shape `[layers, experts, rows, columns]`), or each has tensors of its own. Queries, keys and values are fused as here,
+`[layers, rows, columns]`, or numbered. Experts are likewise stacked, ``mlp.experts.experts.linear_fc1.weight`` of
+shape `[layers, experts, rows, columns]`, or each has tensors of its own. Queries, keys and values are fused as here,
 group by group; gate and up are two blocks. The norms before attention and MLP have the names of Transformer Engine's
 fused layers, or their own.
 
@@ -22,12 +22,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ...base.errors import CheckpointError
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
-from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
+from .upcycling import dense_architecture, upcycled
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -57,6 +58,7 @@ def load_megatron(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
+    upcycle: bool = False,
 ) -> None:
     """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments are those of `load_hugging_face`.
 
@@ -70,10 +72,13 @@ def load_megatron(
         raise CheckpointError(f"{folder} holds no torch_dist checkpoint of Megatron-LM's")
     index = ranks.on_all(lambda: read_index(checkpoint))
     prefix = _prefix(index, checkpoint)
-    recipes = [*_recipes(architecture_of(gpt), index, prefix)]
+    ours, targets = architecture_of(gpt), targets or base_state_dict(gpt)
+    recipes = [*_recipes(dense_architecture(ours) if upcycle else ours, index, prefix)]
+    if upcycle:
+        recipes, targets = upcycled(ours, recipes, targets)
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
     load_foreign(
-        targets if targets is not None else base_state_dict(gpt),
+        targets,
         recipes,
         index,
         checkpoint,

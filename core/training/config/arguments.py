@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import torch
 
-from ...errors import ConfigError, import_extra
+from ...base.errors import ConfigError, import_extra
 from ..launch.entry import environment_rank
 from .build import (
     ALTERNATIVES,

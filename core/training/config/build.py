@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from ...base.errors import ConfigError, ParallelConfigError
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
-from ...errors import ConfigError, ParallelConfigError
 from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
@@ -124,6 +124,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "muon_split_qkv": "--muon-no-split-qkv",
     "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
 }
 """Fields that are on by default, with the flag that turns each off."""

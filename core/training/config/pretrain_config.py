@@ -14,15 +14,15 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from ...base.dtypes import DTYPES
+from ...base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ...base.files import brief
+from ...base.micro_batch_tree import rank_counts
 from ...datasets.data_samplers import num_microbatches
 from ...distributed import (
     DistributedDataParallelConfig,
 )
 from ...distributed.torch_fully_sharded_data_parallel_config import Engine, config_class, engine_of
-from ...dtypes import DTYPES
-from ...errors import ConfigError, ParallelConfigError, ShardstackError
-from ...files import brief
-from ...micro_batch_tree import rank_counts
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...base.errors import ConfigError
+from ...base.ranges import check_range
 from ...dist_checkpointing import Retention
-from ...errors import ConfigError
-from ...ranges import check_range
 from ...transformer.lora import LoRATarget
 
 
@@ -195,6 +195,10 @@ class CheckpointConfig:
     """Start with these weights and a new optimizer, unless a run is continued: a run's folder or checkpoint, a model
     of Hugging Face's (config.json and safetensors), or a torch_dist checkpoint of Megatron-LM's."""
 
+    moe_use_upcycling: bool = False
+    """Start every expert as a copy of the layer's MLP in `pretrained_checkpoint`, a dense model (Komatsuzaki et al.,
+    2022). Routers start anew."""
+
     save_interval: int | None = None
     """Iterations between checkpoints. None: one at the end."""
 
@@ -215,6 +219,10 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "save_interval", "keep_last", "keep_every", least=1)
+        if self.moe_use_upcycling and self.pretrained_checkpoint is None:
+            raise ConfigError(
+                "moe_use_upcycling is set without pretrained_checkpoint; give that the dense model, or drop it"
+            )
         if self.keep_every is not None and self.keep_last is None:
             raise ConfigError(
                 f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ... import parallel_state
-from ...device import barrier
-from ...errors import ConfigError, MemoryLimitError, OutOfStepError, ShardstackError
-from ...rendezvous import set_launcher_variables
+from ...base.device import barrier
+from ...base.errors import ConfigError, MemoryLimitError, OutOfStepError, ShardstackError
+from ...base.rendezvous import set_launcher_variables
 
 CRASH_STATUS = 1
 USER_ERROR_STATUS = 2

@@ -10,7 +10,7 @@ shared_experts   experts that take every token
 step             ends a step: biases and statistics
 """
 
-from ...megatron_names import absent_names
+from ...base.megatron_names import absent_names
 from .experts import GroupedMLP
 from .load_balancing import add_auxiliary_losses
 from .moe_layer import MoELayer

@@ -14,7 +14,9 @@ from ...tensor_parallel.initialization import (
     ParameterOwner,
     call_initializer,
     initialize_unless_deferred,
+    mark_parameter,
 )
+from ..mlp import GATE_AND_UP
 from ..module import MegatronModule
 from ..transformer_config import TransformerConfig, activation_function, init_zeros
 from .permutation import Permutation
@@ -102,6 +104,8 @@ class GroupedMLP(MegatronModule):
             partition_dim=1,
             tp_group=tp_group,
         )
+        if self.gated:
+            mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = GroupedLinear(
             inner,
             width,

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import parallel_state
+from ...base.errors import ParallelStateError
 from ...comm.collectives import all_reduce_by_backend
-from ...errors import ParallelStateError
 from ...tensor_parallel.groups import Group, group_size
 
 

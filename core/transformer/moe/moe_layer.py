@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...megatron_names import refuse
+from ...base.megatron_names import refuse
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
 from ...tensor_parallel.groups import Group, group_size, resolve_group
 from ...tensor_parallel.mappings import (

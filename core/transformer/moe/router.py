@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...tensor_parallel.groups import Group, group_size
-from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, get_rng_tracker
 from ..transformer_config import TransformerConfig, init_zeros
 from . import load_balancing
@@ -53,6 +53,7 @@ class TopKRouter(ParameterOwner):
         is_partial = group_size(self.tp_group) > 1
         shape = (experts, config.hidden_size)
         self.add_parameter("weight", shape, config.init_method, config=config, sequence_parallel=is_partial)
+        mark_parameter(self, use_muon=False)
         self.register_parameter("bias", None)
         if config.add_bias_linear:
             self.add_parameter("bias", (experts,), init_zeros, config=config, sequence_parallel=is_partial)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...tensor_parallel.groups import Group
-from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ...tensor_parallel.weight_gradients import linear
 from ..mlp import MLP
 from ..transformer_config import TransformerConfig
@@ -27,6 +27,7 @@ class SharedExpertMLP(MLP, ParameterOwner):
                 config=config,
                 sequence_parallel=config.sequence_parallel,
             )
+            mark_parameter(self, "gate_weight", use_muon=False)
         initialize_unless_deferred(self, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

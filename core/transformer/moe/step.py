@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ...base.errors import warn_once
 from ...comm.collectives import all_reduce_by_backend
-from ...errors import warn_once
 from ...tensor_parallel.groups import Group, group_size
 from .load_balancing import modules_of, take_pending
 from .moe_layer import MoELayer

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
+from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
 from tests.functional._program import run_program
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters import _megatron

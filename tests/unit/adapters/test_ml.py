@@ -15,8 +15,8 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from core.adapters import ml
 from core.adapters.bridge.translation import Replicas
+from core.base.errors import ConfigError, warn_once
 from core.distributed import TorchFullyShardedDataParallel
-from core.errors import ConfigError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, Task, batch
 from tests.unit.distributed._toys import full

@@ -21,7 +21,7 @@ from core.adapters.optimus import (
     MixedPrecisionConfig,
     OffloadConfig,
 )
-from core.errors import ConfigError, ParallelConfigError, warn_once
+from core.base.errors import ConfigError, ParallelConfigError, warn_once
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from core.adapters import oumi
 from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
+from core.base.errors import ConfigError, warn_once
 from core.dist_checkpointing import load_model_state_dict
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
-from core.errors import ConfigError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from core.errors import ParallelConfigError, WrapError
+from core.base.errors import ParallelConfigError, WrapError
 from tests.functional._program import REPOSITORY, programs_in
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters import _megatron, _titan

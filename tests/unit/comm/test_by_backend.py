@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.errors import OutOfStepError
 from core.comm.collectives import (
     all_gather_by_backend,
     all_reduce_by_backend,
@@ -19,18 +20,17 @@ from core.comm.collectives import (
     reduce_scatter_by_backend,
 )
 from core.comm.record import record_of
-from core.errors import OutOfStepError
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 
 CORE = Path(__file__).parents[3] / "core"
 UNNAMED = {
     "comm/": "records them",
-    "_torch_compat.py": "says what they are called in this version of torch",
+    "base/_torch_compat.py": "says what they are called in this version of torch",
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
     "verify/lockstep.py": "gathers objects after training",
     "process_groups/make_groups.py": "makes the groups",
-    "device.py": "has the barrier",
+    "base/device.py": "has the barrier",
 }
 """Files that may call torch's collectives without a name, and why."""
 

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 import core.diagnostics  # noqa: F401  # which explains
-from core import device
+from core.base import device
+from core.base.errors import OutOfStepError
 from core.comm import host_read, streams
 from core.comm.call import NUM_CALLS_KEPT
 from core.comm.collectives import all_reduce_by_backend
 from core.comm.host_read import HostRead
 from core.comm.record import record_of
-from core.errors import OutOfStepError
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import JOB_LIMIT_S, reach, run_distributed, wait_for

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.device import current_device
+from core.base.errors import warn_once
+from core.base.host_memory import transient_memory
 from core.comm import collectives
 from core.comm.record import record_of
-from core.device import current_device
-from core.errors import warn_once
-from core.host_memory import transient_memory
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import run_distributed

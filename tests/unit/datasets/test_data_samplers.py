@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.base.errors import ConfigError, DataError, ParallelConfigError
 from core.datasets.data_samplers import PretrainingSampler, build_pretraining_data_loader, num_microbatches
 from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from core.errors import ConfigError, DataError, ParallelConfigError
 from tests.unit.datasets._corpus import random_documents, write_corpus
 
 

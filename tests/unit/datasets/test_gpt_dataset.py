@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from core.base.errors import ConfigError, DataError
 from core.datasets.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, document_range
-from core.errors import ConfigError, DataError
 from tests.unit.datasets._corpus import random_documents, write_corpus
 
 

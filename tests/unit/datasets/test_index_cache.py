@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core.base.errors import DataError
 from core.datasets import index_cache
 from core.datasets.index_cache import Arrays, load_or_build
-from core.errors import DataError
 
 
 def _arrays() -> Arrays:

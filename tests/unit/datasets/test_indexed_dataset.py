@@ -11,8 +11,8 @@ import pytest
 import torch
 from corpus_writer import IndexedDatasetBuilder
 
+from core.base.errors import DataError
 from core.datasets.indexed_dataset import DType, IndexedDataset
-from core.errors import DataError
 from tests.unit.datasets._corpus import write_corpus
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}

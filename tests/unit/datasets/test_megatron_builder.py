@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from core.base.errors import ConfigError
 from core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockCorpus, MockGPTDataset
 from core.datasets.utils import compile_helpers
-from core.errors import ConfigError
 from core.tokenizers import MegatronTokenizer
 from tests.unit.datasets._corpus import write_corpus
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from corpus import train_bpe
 
+from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.tokenizer import build_byte_tokenizer, load_tokenizer, tokenizer_path
-from core.errors import ConfigError, DataError, MissingExtraError
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

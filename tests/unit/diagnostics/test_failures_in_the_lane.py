@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.errors import OutOfStepError
 from core.comm import collectives
 from core.comm.lane import comm_lane
 from core.comm.record import record_of
 from core.distributed import finalize_model_grads
-from core.errors import OutOfStepError
 from tests.unit._lane import called_before_waiting
 from tests.unit._spawn import JOB_LIMIT_S, give_up_soon, reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn import functional as F
 
+from core.base.errors import CheckpointError, UnitError
 from core.diagnostics import failures_explained
 from core.dist_checkpointing import load_model_state_dict
-from core.errors import CheckpointError, UnitError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, batches, build, full, loss_of, toy
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import MemoryLimitError
 from core.diagnostics import failures_explained
 from core.diagnostics.out_of_memory import (
     CATEGORIES,
@@ -29,7 +30,6 @@ from core.diagnostics.out_of_memory import (
 )
 from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import plan_model
-from core.errors import MemoryLimitError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import OutOfStepError
 from core.comm import record
 from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import is_failure_of_backend
 from core.distributed import finalize_model_grads
-from core.errors import OutOfStepError
 from core.tensor_parallel.column_linear import column_parallel_linear
 from core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world

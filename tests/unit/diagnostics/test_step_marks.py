@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from core.base.errors import OptimizerError
 from core.diagnostics.step_marks import (
     StepMark,
     known_optimizers,
@@ -21,7 +22,6 @@ from core.diagnostics.step_marks import (
     set_mark,
 )
 from core.distributed import finalize_model_grads
-from core.errors import OptimizerError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import device
+from core.base import device
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import AsyncSaver, Retention, async_save, latest_checkpoint, load, model_state_dict, save
 from core.dist_checkpointing.async_save import HostStaging
 from core.dist_checkpointing.format import writer
-from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
 

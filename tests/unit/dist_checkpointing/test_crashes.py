@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save, verify
 from core.dist_checkpointing.format import folders
-from core.errors import CheckpointError
 
 _WRITES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import flat_range_view
 from core.dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
 from core.dist_checkpointing.safetensors_io import read_safetensors_index, write_safetensors
-from core.errors import CheckpointError
 
 pytest.importorskip("safetensors")
 

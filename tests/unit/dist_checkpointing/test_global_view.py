@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError
 from core.dist_checkpointing import global_shape, global_view, local_slices, local_tensor
-from core.errors import ParallelConfigError
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import mark, tp_piece

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from core import parallel_state
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_model_state_dict, local_slices, local_tensor, model_state_dict
-from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, toy, whole
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.base.errors import CheckpointError, MissingExtraError
 from core.dist_checkpointing.foreign_layout import BoxReader
 from core.dist_checkpointing.safetensors_io import (
     begin_new_folder,
@@ -20,7 +21,6 @@ from core.dist_checkpointing.safetensors_io import (
     read_safetensors_index,
     write_safetensors,
 )
-from core.errors import CheckpointError, MissingExtraError
 
 library = pytest.importorskip("safetensors.torch")
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from core import parallel_state
+from core.base.dtypes import DTYPES
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import (
     checkpoint_directory,
     latest_checkpoint,
@@ -23,8 +25,6 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing.format import writer
-from core.dtypes import DTYPES
-from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, toy, whole
 

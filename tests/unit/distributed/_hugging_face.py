@@ -17,6 +17,8 @@ _CLASSES = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from core.base.local_parts import kept_range
 from core.comm import gloo
 from core.dist_checkpointing.flat_range import FlatRange, whole_view
 from core.distributed import (
@@ -30,7 +31,6 @@ from core.distributed import (
 )
 from core.distributed.engine.unit import POISONS
 from core.distributed.flat_data_parallel import _FlatDataParallel
-from core.local_parts import kept_range
 
 BUFFERED = {
     "ddp": {},

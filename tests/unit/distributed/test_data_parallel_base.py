@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import ParallelConfigError, ShardstackError, WrapError
 from core.distributed import finalize_model_grads
-from core.errors import ParallelConfigError, ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same

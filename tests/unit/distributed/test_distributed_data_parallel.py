@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.engine.bucket_group import BucketGroup
-from core.errors import ShardstackError
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import RankFailure, run_distributed
 from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients

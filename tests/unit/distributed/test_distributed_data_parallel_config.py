@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from core.base.errors import GradSyncError, ParallelConfigError, warn_once
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import GradSyncError, ParallelConfigError, warn_once
 
 
 @pytest.mark.parametrize("config_class", [DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig])

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError, WrapError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from core.errors import ParallelConfigError, WrapError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import parallel_state
+from core.base.errors import ConfigError, ParallelConfigError
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,7 +20,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.errors import ConfigError, ParallelConfigError
 from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import DistributedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from core.process_groups_config import ProcessGroupCollection

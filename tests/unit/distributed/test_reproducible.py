@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.base.errors import ConfigError, ParallelConfigError, ShardstackError
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,7 +24,6 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
-from core.errors import ConfigError, ParallelConfigError, ShardstackError
 from core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed

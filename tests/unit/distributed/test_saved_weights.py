@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.base.errors import WrapError, warn_once
 from core.distributed import finalize_model_grads
 from core.distributed.engine.unit import POISONS
-from core.errors import WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, full, gradients

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError, WrapError
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.errors import ParallelConfigError, WrapError
 from tests.functional._runs import build_gpt, micro_batches
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import CheckpointError
+from core.base.errors import CheckpointError
 from core.models.gpt.architecture import model_fields
 from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
 from core.training.config.arguments import parse_arguments

@@ -9,9 +9,9 @@ import corpus
 import pytest
 from corpus import prepare
 
+from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import Tokenizer, build_byte_tokenizer, load_tokenizer, tokenizer_path
-from core.errors import ConfigError, DataError, MissingExtraError
 
 DOCUMENTS = ["one", "two\nlines é", "", "three <|endoftext|> three", "four " * 2000]
 

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core import device, parallel_state
+from core import parallel_state
+from core.base import device
+from core.base.errors import ConfigError
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.errors import ConfigError
 from tests.functional._program import load_program
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.base.errors import ConfigError, DataError
 from core.datasets.tokenizer import build_byte_tokenizer
-from core.errors import ConfigError, DataError
 from examples.gpt.sampling import SamplingConfig, draw, generate_tokens, stream_text
 from tests.unit._spawn import run_distributed
 

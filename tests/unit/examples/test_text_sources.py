@@ -14,7 +14,7 @@ from text_sources import (
     standard_library_sources,
 )
 
-from core.errors import DataError, MissingExtraError
+from core.base.errors import DataError, MissingExtraError
 
 
 def _documents(path: Path, split_on: str = "file", json_key: str = "text") -> list[str]:

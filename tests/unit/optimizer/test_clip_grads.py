@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from core import parallel_state
+from core.base.errors import OptimizerError
 from core.distributed import finalize_model_grads, wrap_model
-from core.errors import OptimizerError
 from core.optimizer.clip_grads import (
     GradientStatistics,
     _sum_on_device,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.base.errors import ConfigError, OptimizerError
 from core.dist_checkpointing import FlatRange
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -19,7 +20,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.errors import ConfigError, OptimizerError
 from core.optimizer import DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.optimizer.distrib_optimizer import MainRange
 from tests.unit._spawn import run_distributed

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.errors import OptimizerError
+from core.base.errors import OptimizerError
 from core.optimizer.main_params import MainParam, refresh_masters, refresh_parameters, take_gradients
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from core.errors import ConfigError, OptimizerError
+from core.base.errors import ConfigError, OptimizerError
 from core.optimizer import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.optimizer._model import Model, batch, local, optimizer_config

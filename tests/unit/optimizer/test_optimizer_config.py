@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.optimizer import OptimizerConfig
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from core.base.errors import CheckpointError
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
     wrap_model,
 )
-from core.errors import CheckpointError
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.optimizer._model import Model, batch, local, optimizer_config

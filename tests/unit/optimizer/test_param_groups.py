@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.optimizer import (
     OptimizerConfig,
     ParamKey,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.errors import ConfigError, warn_once
+from core.base.errors import ConfigError, warn_once
 from core.optimizer import OptimizerConfig
 from core.optimizer.update_rules import (
     SGD,

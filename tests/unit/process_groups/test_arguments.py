@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from core import parallel_state as ps
-from core.errors import ParallelConfigError, warn_once
+from core.base.errors import ParallelConfigError, warn_once
 from tests.unit._ranks import fake_world
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from core import parallel_state as ps
-from core.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError
 from tests.unit._quick import quick
 from tests.unit._ranks import fake_world
 from tests.unit.process_groups._oracle import (

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from core import parallel_state as ps
-from core.errors import ParallelConfigError, ParallelStateError
+from core.base.errors import ParallelConfigError, ParallelStateError
 from tests.unit._ranks import fake_world
 from tests.unit.process_groups._oracle import FIRST_RANKS, SIZES_AND_RANKS
 
@@ -54,7 +54,7 @@ def test_before_initialisation_a_rank_is_alone() -> None:
 
 
 def test_torch_distributed_comes_first() -> None:
-    with pytest.raises(ParallelStateError, match=r"call core\.device\.init_process_group\(\)"):
+    with pytest.raises(ParallelStateError, match=r"call core\.base\.device\.init_process_group\(\)"):
         ps.initialize_model_parallel()
 
 

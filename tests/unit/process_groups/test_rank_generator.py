@@ -4,7 +4,7 @@ from itertools import combinations, permutations
 
 import pytest
 
-from core.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError
 from core.process_groups.rank_generator import RankGenerator
 from tests.unit._ranks import Factorisation
 

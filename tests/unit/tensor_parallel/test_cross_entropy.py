@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from core.errors import ConfigError, DataError
+from core.base.errors import ConfigError, DataError
 from core.tensor_parallel import cross_entropy, vocab_parallel_cross_entropy
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import all_gather, own

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.tensor_parallel.allocation import allocate_meta_tensors
 from core.tensor_parallel.initialization import initialize_parameters
 from tests.unit._spawn import run_distributed

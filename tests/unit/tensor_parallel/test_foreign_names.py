@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.errors import DataError, ParallelConfigError, warn_once
+from core.base.errors import DataError, ParallelConfigError, warn_once
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import (
     ColumnParallelLinear,

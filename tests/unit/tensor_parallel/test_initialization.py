@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core import parallel_state
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import (
     ColumnParallelLinear,

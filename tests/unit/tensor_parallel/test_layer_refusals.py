@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.errors import DataError, ParallelConfigError
+from core.base.errors import DataError, ParallelConfigError
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import H, V, config, integers

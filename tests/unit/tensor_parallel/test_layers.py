@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from core import parallel_state
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.errors import DataError
+from core.base.errors import DataError
 from core.tensor_parallel import vocab_parallel_cross_entropy
 from core.tensor_parallel.column_linear import column_parallel_linear
 from core.tensor_parallel.linear_cross_entropy import linear_cross_entropy

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core import parallel_state
-from core.errors import ConfigError, ParallelStateError, warn_once
+from core.base.errors import ConfigError, ParallelStateError, warn_once
 from core.tensor_parallel import (
     checkpoint,
     get_cuda_rng_tracker,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from core.errors import ConfigError, DataError
+from core.base.errors import ConfigError, DataError
 from core.tensor_parallel import pad_vocab_size
 from core.tensor_parallel.vocab import check_ids
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from core import device
+from core.base import device
 from core.comm import gloo, host_read
 from core.optimizer import clip_grads, exact_sums
 from core.tensor_parallel import cross_entropy, linear_cross_entropy, vocab

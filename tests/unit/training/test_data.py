@@ -14,8 +14,8 @@ import torch
 from corpus import prepare
 
 from core import parallel_state
+from core.base.errors import ConfigError, DataError
 from core.datasets.tokenizer import tokenizer_path
-from core.errors import ConfigError, DataError
 from core.training.data import DeviceBatches, load_data, training_batches, validation_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config

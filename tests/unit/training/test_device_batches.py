@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from core import device
-from core.errors import DataError
+from core.base import device
+from core.base.errors import DataError
 from core.training import data as device_batches
 from core.training.data import BATCHES_AHEAD, Batch, DeviceBatches, SideStream
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu

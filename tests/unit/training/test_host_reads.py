@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from core import parallel_state
+from core.base.device import current_device
+from core.base.errors import OptimizerError
 from core.comm.record import record_of
-from core.device import current_device
 from core.distributed import wrap_model
-from core.errors import OptimizerError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.tensor_parallel import model_parallel_manual_seed

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.errors import ParallelConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
 from core.training.config.arguments import parse_arguments

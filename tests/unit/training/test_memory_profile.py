@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from core.base.device import current_device
+from core.base.errors import ConfigError
 from core.comm import lane
-from core.device import current_device
 from core.distributed import finalize_model_grads
-from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.training import memory_profile
 from core.training.loop import train

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import model_state_dict
 from core.distributed import wrap_model
-from core.errors import CheckpointError
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import architecture_of
 from core.models.gpt.hugging_face import save_hugging_face
@@ -94,6 +94,30 @@ def test_every_wrapper_starts_from_either(tmp_path: Path):
     save_hugging_face(model, tmp_path / "hf")
     save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "ours")
     assert run_distributed(_starts, 2, [tmp_path / "hf", tmp_path / "ours"]) == [[], []]
+
+
+def _upcycled_starts(folders: list[Path]) -> list[str]:
+    """Returns what is wrong on this rank with a model with experts that starts from a dense one."""
+    dense, problems = build("qwen3", vocab_size=64).state_dict(), []
+    for wrapper, tp, folder in itertools.product(("zero1", "fsdp2"), (1, 2), folders):
+        changes = {"num_moe_experts": 3, "moe_layer_freq": "[0,1]", "tensor_model_parallel_size": tp}
+        state, gpt = _state(wrapper, **changes)
+        fresh = _whole(model_state_dict(gpt))["decoder.layers.1.mlp.router.weight"].clone()
+        load_pretrained(state, folder, upcycle=True)
+        masters = {name.removeprefix("master."): t for name, t in _whole(state.optimizer.state_tensors()).items()}
+        for name, tensor in _whole(model_state_dict(gpt)).items():
+            source = dense.get(name.replace(".experts", ""), fresh)
+            copies = source.expand(3, *source.shape) if ".experts" in name else source
+            if not torch.equal(tensor, copies.to(tensor.dtype)) or not torch.equal(masters.get(name, copies), copies):
+                problems.append(f"{wrapper}, tp {tp}, {folder.name}: {name}")
+    return problems
+
+
+def test_experts_start_as_copies_of_a_dense_run(tmp_path: Path):
+    model = build("qwen3", vocab_size=64)
+    save_hugging_face(model, tmp_path / "hf")
+    save_weights(model, build_config(settings_of(architecture_of(model))), tmp_path / "ours")
+    assert run_distributed(_upcycled_starts, 2, [tmp_path / "hf", tmp_path / "ours"]) == [[], []]
 
 
 def _refused(folder: Path, how: str) -> str:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from core.errors import CheckpointError
+from core.base.errors import CheckpointError
 from core.training.log_file import Stopwatch, read_log
 from core.training.run_log import RunLog
 from core.training.train_step import StepResult

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from core.errors import OptimizerError
+from core.base.errors import OptimizerError
 from core.training.loop import LIMIT, SkippedSteps
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.errors import CheckpointError
+from core.base.errors import CheckpointError
 from core.training.state import MODEL_FIELDS, build_scheduler, check_is_run, warn_of_another_order
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit.training._configs import small_config

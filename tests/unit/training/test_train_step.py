@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.base.errors import MemoryLimitError
 from core.distributed import wrap_model
-from core.errors import MemoryLimitError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.state import build_scheduler

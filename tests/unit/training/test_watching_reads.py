@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.device import current_device
+from core.base.device import current_device
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.piecewise_attention import attend_in_pieces
 from tests.unit.training._reads import watched

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.profiler import profile
 
-from core.errors import ConfigError, warn_once
+from core.base.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig, attention_backend, dot_product_attention
 from core.transformer.attention_backend import pick_backend, warn_of_slow_pieces
 from core.transformer.document_masks import PackedDocuments

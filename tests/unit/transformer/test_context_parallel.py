@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
-from core.errors import ConfigError, DataError
+from core.base.errors import ConfigError, DataError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.transformer import TransformerConfig, attention_backend, piecewise_attention
 from core.transformer.context_parallel import gather_sequence, own_chunks, own_positions

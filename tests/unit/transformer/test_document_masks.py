@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from core.errors import DataError
+from core.base.errors import DataError
 from core.transformer.document_masks import (
     PackedDocuments,
     QueryPiece,

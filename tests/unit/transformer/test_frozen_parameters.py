@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.transformer.lora import freeze_parameters
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.tensor_parallel.partition import copy_partition, whole_shape

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.errors import ConfigError, warn_once
+from core.base.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig
 
 

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.transformer import TransformerConfig
 from core.transformer.norms import LayerNorm, RMSNorm, build_norm
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core.errors import ConfigError, ParallelConfigError, warn_once
+from core.base.errors import ConfigError, ParallelConfigError, warn_once
 from core.model_parallel_config import ModelParallelConfig
 from core.models.gpt import GPTModel
 from core.transformer import TransformerBlock, TransformerConfig, TransformerLayer

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.errors import ConfigError, WrapError
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, _BaseDataParallel
 from core.distributed.data_parallel_base import unwrap_model
-from core.errors import ConfigError, WrapError
 from core.optimizer.distrib_optimizer import DistributedOptimizer
 from core.verify import FirstDifference, Options, Verdict, load_model_under_test, verify
 from core.verify.lockstep import WRAPPERS, names_of_wrappers

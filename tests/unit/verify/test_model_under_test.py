@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.verify import load_model_under_test
 from core.verify.model_under_test import scalar_loss
 

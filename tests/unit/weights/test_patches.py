@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.errors import ConfigError, ShardstackError
+from core.base.errors import ConfigError, ShardstackError
 from core.weights import PatchStream, WeightStream
 from tests.unit._spawn import run_distributed
 from tests.unit.weights._models import BUCKET, CONFIGS, gpt, optimizer_of, start, train, wrapped

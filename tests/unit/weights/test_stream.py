@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.base.errors import ConfigError, ShardstackError
 from core.comm import record
 from core.dist_checkpointing.gathering import WholeTensors, held_parts
-from core.errors import ConfigError, ShardstackError
 from core.transformer.lora import merge_lora
 from core.weights import WeightStream
 from core.weights.stream import flattened

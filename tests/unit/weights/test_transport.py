@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.errors import WeightsError
+from core.base.errors import WeightsError
 from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, transport
 from tests.unit._spawn import run_distributed
 from tests.unit.weights._models import BUCKET, gpt, optimizer_of, start, train, wrapped

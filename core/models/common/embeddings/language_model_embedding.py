@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....errors import DataError
-from ....megatron_names import checks_arguments, refuse
+from ....base.errors import DataError
+from ....base.megatron_names import checks_arguments, refuse
 from ....process_groups_config import ProcessGroupCollection, check_same_groups
 from ....tensor_parallel.groups import Group
-from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ....tensor_parallel.layers import VocabParallelEmbedding
 from ....tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from ....transformer.module import MegatronModule
@@ -31,6 +31,7 @@ class PositionEmbedding(ParameterOwner):
         super().__init__()
         shape = (max_sequence_length, config.hidden_size)
         self.add_parameter("weight", shape, config.embedding_init_method, config=config)
+        mark_parameter(self, is_embedding_or_output_parameter=True)
         initialize_unless_deferred(self, config)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:

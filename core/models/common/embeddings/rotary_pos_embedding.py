@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ....errors import ConfigError
-from ....megatron_names import checks_arguments
+from ....base.errors import ConfigError
+from ....base.megatron_names import checks_arguments
 from ....transformer.attention import Rotation, apply_rotary_pos_emb
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]

@@ -162,7 +162,7 @@ def test_the_users_own_optimizer_and_scheduler_act():
 
 
 def _foreign() -> None:
-    from core.errors import OptimizerError
+    from core.base.errors import OptimizerError
 
     with fresh_accelerate():
         loop = Loop("no_shard", torch.optim.Adagrad)
@@ -253,7 +253,7 @@ def test_hooks_and_the_ways_to_save_a_model_work(tmp_path):
 def _two_backwards(strategy: str) -> list[str]:
     """Returns for backwards without and with `no_sync` around the first what came of it."""
     from core.adapters.bridge.checkpoints import whole_state_dict
-    from core.errors import ShardstackError
+    from core.base.errors import ShardstackError
 
     found: list[Any] = []
     for uses_no_sync in (True, False):
@@ -284,7 +284,7 @@ def test_two_backwards_of_a_step_count_both_or_raise(strategy):
 
 
 def _loaded_without(folder: str) -> None:
-    from core.errors import CheckpointError
+    from core.base.errors import CheckpointError
 
     with fresh_accelerate():
         loop = Loop(None)

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from core.errors import ConfigError, ShardstackError
+from core.base.errors import ConfigError, ShardstackError
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, tiny, trainer_of
 
@@ -149,7 +149,7 @@ def test_what_has_no_counterpart_is_said_in_one_line(tmp_path):
 
 
 def _resumed_by_others(folder: str) -> None:
-    from core.errors import CheckpointError
+    from core.base.errors import CheckpointError
 
     def trainer(strategy: str | None, where: str, optimizer: Any = torch.optim.AdamW) -> Any:
         model, saves = tiny("llama"), {"save_strategy": "steps", "save_steps": 2}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import CheckpointError
+from core.base.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import (
     STRATEGIES,

@@ -16,9 +16,9 @@ from torch import nn
 from core.adapters.bridge.checkpoints import decode, encode, load_trained, save_trained
 from core.adapters.bridge.trained import Trained, build_update
 from core.adapters.bridge.translation import config_of
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_metadata, save
 from core.distributed import wrap_model
-from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 
 VALUES: list[Any] = [

@@ -5,7 +5,7 @@ from torch import nn
 
 from core.adapters.bridge.units import check_classes_are_in
 from core.adapters.nemo import import_classes_from_paths
-from core.errors import WrapError
+from core.base.errors import WrapError
 
 
 def test_paths_and_classes_give_classes():

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from core.adapters.bridge.meshes import axis_sizes, mesh_axes
-from core.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError
 from tests.unit._ranks import fake_world
 
 CASES = [

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from core import parallel_state
 from core.adapters.bridge.meshes import data_parallel_mesh, fully_replicated
-from core.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError
 from tests.unit._ranks import fake_world
 
 

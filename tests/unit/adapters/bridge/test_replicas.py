@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core.adapters.bridge.translation import Replicas
+from core.base.errors import ParallelConfigError, ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.errors import ParallelConfigError, ShardstackError
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch

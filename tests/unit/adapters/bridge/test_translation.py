@@ -13,8 +13,8 @@ import pytest
 
 from core.adapters.bridge import translation
 from core.adapters.bridge.translation import config_of, honoured, ignored, refused, translate
+from core.base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 
 ROOT = Path(__file__).resolve().parents[4]
 

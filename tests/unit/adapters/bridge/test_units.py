@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from core.adapters.bridge.units import units_by_class, units_by_size
-from core.errors import WrapError
+from core.base.errors import WrapError
 from tests.unit.adapters._adapters import Net
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.adapters.nemo import fsdp2_strategy_parallelize
-from core.errors import ShardstackError
+from core.base.errors import ShardstackError
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer
-from core.errors import CheckpointError, ConfigError, OptimizerError
+from core.base.errors import CheckpointError, ConfigError, OptimizerError
 from core.optimizer import OptimizerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed

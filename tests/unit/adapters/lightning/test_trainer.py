@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer, ShardstackStrategy
+from core.base.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.optimizer import OptimizerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from core import parallel_state
 from core.adapters.nemo import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
-from core.errors import ParallelConfigError, WrapError, warn_once
+from core.base.errors import ParallelConfigError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (

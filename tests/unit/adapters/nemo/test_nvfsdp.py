@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from core.adapters.nemo import get_hf_tp_shard_plan, nvfsdp_strategy_parallelize
+from core.base.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from core.distributed import (
     DistributedDataParallel,
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
-from core.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (
     assert_close,

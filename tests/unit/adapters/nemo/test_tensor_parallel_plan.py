@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from core.adapters.nemo import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from core.adapters.nemo.tensor_parallel_plan import apply_plan
-from core.errors import ParallelConfigError, WrapError
+from core.base.errors import ParallelConfigError, WrapError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import hugging_face_model
 from tests.unit.distributed._toys import toy

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save
 from core.dist_checkpointing.format import folders, writer
 from core.dist_checkpointing.format.folders import LOCK_FILE, acquire_folder, release_folder
-from core.errors import CheckpointError
 
 
 def _save(folder, value: float = 1.0, keep: Retention | None = None) -> None:

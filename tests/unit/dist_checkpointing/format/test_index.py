@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import load, load_metadata, save
 from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.format.reader import read_index
-from core.errors import CheckpointError
 
 
 class _Bomb:

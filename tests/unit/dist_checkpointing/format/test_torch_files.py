@@ -9,9 +9,9 @@ import zipfile
 import pytest
 import torch
 
+from core.base.dtypes import DTYPES
+from core.base.errors import CheckpointError
 from core.dist_checkpointing.format.torch_files import read_tensor_archive
-from core.dtypes import DTYPES
-from core.errors import CheckpointError
 
 
 def archive_of(value: object) -> bytes:

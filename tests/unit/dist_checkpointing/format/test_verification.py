@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import global_view, load, local_tensor, model_state_dict, save, verify
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format import reader
 from core.dist_checkpointing.format.index import Box
 from core.dist_checkpointing.format.reader import read_index
 from core.dist_checkpointing.format.verification import damage, differing_tensors
-from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import ParallelConfigError, UnitError, WrapError, warn_once
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
 from core.distributed.engine.unit import POISONS
 from core.distributed.report.facts import model_facts
-from core.errors import ParallelConfigError, UnitError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import ShardstackError
 from core.distributed.engine.grad_slot import Content, GradSlot
-from core.errors import ShardstackError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, gradients
 

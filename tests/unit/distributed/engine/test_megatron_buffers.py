@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError, ShardstackError
 from core.comm.lane import _ThreadLane
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
-from core.errors import ParallelConfigError, ShardstackError
 from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.base.errors import OptimizerError, ShardstackError, WrapError
 from core.comm import collectives
 from core.distributed import finalize_model_grads
 from core.distributed.engine import unit
 from core.distributed.engine.between_steps import ParamPlacement
 from core.distributed.engine.buffer import ParamAndGradBuffer
-from core.errors import OptimizerError, ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
 from core.optimizer.optimizer import MegatronOptimizer

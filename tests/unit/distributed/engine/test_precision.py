@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from core.base.errors import ParallelConfigError
 from core.distributed import finalize_model_grads
-from core.errors import ParallelConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from core.base.errors import ShardstackError, UnitError
 from core.distributed import TorchFullyShardedDataParallel
-from core.errors import ShardstackError, UnitError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Toy, Twice, batches, build, loss_of, toy
 

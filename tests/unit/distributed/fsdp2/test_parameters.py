@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.errors import UnitError
 from core.distributed import finalize_model_grads
-from core.errors import UnitError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, full, loss_of, toy
 

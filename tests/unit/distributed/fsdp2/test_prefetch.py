@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from core._torch_compat import fsdp_param_groups
+from core.base._torch_compat import fsdp_param_groups
 from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import (

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core._torch_compat import fsdp_param_groups
+from core.base._torch_compat import fsdp_param_groups
+from core.base.errors import ParallelConfigError, warn_once
 from core.comm import collectives
 from core.dist_checkpointing.flat_range import held_boxes
 from core.distributed import (
@@ -24,7 +25,6 @@ from core.distributed import (
     finalize_model_grads,
 )
 from core.distributed.fsdp2.shard_model import fsdp_modules
-from core.errors import ParallelConfigError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
 from tests.functional._runs import build_gpt

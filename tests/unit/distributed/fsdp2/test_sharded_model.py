@@ -17,10 +17,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor
 
+from core.base.errors import WrapError, warn_once
 from core.comm.record import record_of
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.fsdp2.torch_private import communication_of
-from core.errors import WrapError, warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, batches, build, full, gradients, loss_of, oracle, toy
 

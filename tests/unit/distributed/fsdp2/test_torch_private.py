@@ -20,7 +20,7 @@ PRIVATE = re.compile(
 """`_fsdp_collectives` has the classes that `set_custom_all_gather` and `set_custom_reduce_scatter`, which are public,
 replace."""
 
-ALLOWED = {"_torch_compat.py", "adapters/optimus.py", "distributed/fsdp2/shard_model.py"}
+ALLOWED = {"base/_torch_compat.py", "adapters/optimus.py", "distributed/fsdp2/shard_model.py"}
 """Differences between versions; what a model's own ``fully_shard`` has asked for, on a copy without values; and
 asynchronous gathers on the CPU, a setting that is public in all but its name."""
 

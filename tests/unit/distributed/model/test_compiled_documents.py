@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from core import parallel_state
-from core.device import current_device
+from core.base.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.transformer import dot_product_attention, own_chunks
 from core.transformer.document_masks import PackedDocuments

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
-from core import _torch_compat
-from core.device import current_device
+from core.base import _torch_compat
+from core.base.device import current_device
+from core.base.errors import ParallelConfigError
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.model import unit_transforms
-from core.errors import ParallelConfigError
 from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config, micro_batches
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick

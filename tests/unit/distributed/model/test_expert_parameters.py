@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import ParallelConfigError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
-from core.errors import ParallelConfigError
 from tests.unit._spawn import run_distributed
 
 SETTINGS = {

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import ConfigError
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.model.initial_values import start_equal
-from core.errors import ConfigError
 from core.tensor_parallel import initialization
 from core.tensor_parallel.foreign_initialization import ModuleToFill, reset
 from tests.unit._spawn import run_distributed

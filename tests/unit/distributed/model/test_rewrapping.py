@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from core.errors import WrapError
+from core.base.errors import WrapError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.errors import WrapError
+from core.base.errors import WrapError
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, Block, build, toy

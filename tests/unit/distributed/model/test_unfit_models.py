@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from core.base.errors import WrapError
 from core.distributed.model.unfit_models import reject_unfit
-from core.errors import WrapError
 
 
 class _OnAGPU(torch.Tensor):

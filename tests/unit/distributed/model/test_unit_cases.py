@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from core.base.errors import WrapError
 from core.distributed import finalize_model_grads
-from core.errors import WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
 from core.distributed.model.unit_transforms import transform_units
 from core.distributed.plan.units import find_units, plan_transforms
-from core.errors import ParallelConfigError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from tests.functional._runs import build_gpt, micro_batches
 from tests.unit._rounding import assert_same_sums

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from core.base.errors import ParallelConfigError
 from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.distributed.fully_sharded_data_parallel_config import ShardCut, parse_cut
 from core.distributed.plan.layout import PARAM_ALIGNMENT, BucketLayout, lay_out_unit
-from core.errors import ParallelConfigError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy
 

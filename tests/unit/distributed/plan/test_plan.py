@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import core
-from core._torch_compat import fsdp_param_groups
+from core.base._torch_compat import fsdp_param_groups
 from core.dist_checkpointing import local_tensor
 from core.distributed import (
     DistributedDataParallelConfig,

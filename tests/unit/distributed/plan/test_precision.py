@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.model.initial_values import cast_buffers
 from core.distributed.plan.settings import mixed_precision_policy
-from core.errors import ParallelConfigError
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 

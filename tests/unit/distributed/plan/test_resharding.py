@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from core.base.errors import ParallelConfigError
 from core.distributed import FullyShardedDataParallelConfig
 from core.distributed.plan.settings import check_reshard
-from core.errors import ParallelConfigError
 
 
 def test_overrides_are_name_patterns_and_the_last_match_counts():

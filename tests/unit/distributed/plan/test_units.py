@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from core.base.errors import WrapError
 from core.distributed.model.initial_values import parameter_attributes_kept
 from core.distributed.plan.units import find_units
-from core.errors import WrapError
 
 
 class Leaf(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core import parallel_state
-from core.errors import ConfigError, DataError, ParallelConfigError
+from core.base.errors import ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from core.transformer.mlp import MLP

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from core import parallel_state
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import model_state_dict
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
-from core.errors import CheckpointError
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import architecture_of
 from core.models.gpt.hf_config import Layout, architecture_from_hf, choose_layout, hf_config

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
+from core.base.errors import ConfigError
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -24,7 +25,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer import TransformerConfig

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from core import parallel_state
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import model_state_dict
 from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
-from core.errors import CheckpointError
 from core.models.gpt import GPTModel
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
 from tests.unit._spawn import run_distributed

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.errors import CheckpointError, ConfigError, DataError, ParallelConfigError
+from core.base.errors import CheckpointError, ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel, get_gpt_layer_local_spec
 from core.models.gpt.architecture import architecture_of
 from core.models.gpt.hf_config import choose_layout

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from core.base.errors import ConfigError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import ConfigError
 from core.training.config import PretrainConfig, section_types
 from core.training.config.arguments import flag_documentation, parse_arguments, parse_call
 from core.training.config.build import build_config

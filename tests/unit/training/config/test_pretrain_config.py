@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.errors import ConfigError, ParallelConfigError
+from core.base.errors import ConfigError, ParallelConfigError
 from core.training.config import PretrainConfig, validate
 from tests.unit.training._configs import small_config
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from core.base.errors import ConfigError
 from core.dist_checkpointing import Retention
-from core.errors import ConfigError
 from core.training.config.sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
 

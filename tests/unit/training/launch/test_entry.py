@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ConfigError, MemoryLimitError
+from core.base.errors import ConfigError, MemoryLimitError
 from core.training.launch.entry import one_line, run_command
 
 

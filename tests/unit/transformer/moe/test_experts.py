@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.tensor_parallel.initialization import initialize_parameters
 from core.transformer.lora import add_lora
 from core.transformer.moe import experts as module

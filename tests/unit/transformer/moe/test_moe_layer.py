@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.errors import ConfigError, ParallelConfigError
+from core.base.errors import ConfigError, ParallelConfigError
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.tensor_parallel.random import recompute
 from core.transformer import TransformerBlock, TransformerLayer, build_module

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from core.base.errors import CheckpointError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.errors import CheckpointError
 from core.transformer import materialize
 from core.transformer.moe import MoELayer
 from tests.unit.transformer.moe._layers import config_of, layer_of

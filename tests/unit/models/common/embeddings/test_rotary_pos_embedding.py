@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.errors import ConfigError
+from core.base.errors import ConfigError
 from core.models.common.embeddings import RotaryEmbedding, apply_rotary_pos_emb
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Faults of `core.micro_batch_tree`."""
+"""Faults of `core.base.micro_batch_tree`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from tests.mutation.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "sums of a global batch wait for its end, and are added there",
-        "core.micro_batch_tree.MicroBatchTree.additions",
+        "core.base.micro_batch_tree.MicroBatchTree.additions",
         r"return \(~.*",
         "return 0",
-        ("tests/unit/test_micro_batch_tree.py",),
+        ("tests/unit/base/test_micro_batch_tree.py",),
     ),
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ConfigError
-from core.rendezvous import first_host, set_launcher_variables
+from core.base.errors import ConfigError
+from core.base.rendezvous import first_host, set_launcher_variables
 
 TASK = {
     "SLURM_JOB_ID": "123456",
@@ -87,8 +87,8 @@ def test_odd_variables_are_named(change, message):
 
 
 SCRIPT = """
-import torch, core.device
-core.device.init_process_group()
+import torch, core.base.device
+core.base.device.init_process_group()
 total = torch.tensor(torch.distributed.get_rank() + 1.0)
 torch.distributed.all_reduce(total)
 print(int(total), torch.distributed.get_world_size())
@@ -99,7 +99,7 @@ torch.distributed.destroy_process_group()
 def test_two_tasks_meet_with_slurms_variables_alone() -> None:
     unwanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     clean = {name: value for name, value in os.environ.items() if name not in unwanted}
-    clean |= {"PYTHONPATH": str(Path(__file__).parents[2]), "SHARDSTACK_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    clean |= {"PYTHONPATH": str(Path(__file__).parents[3]), "SHARDSTACK_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost"}
     tasks = [
         subprocess.Popen(

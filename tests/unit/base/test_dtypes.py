@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.dtypes import as_dtype
-from core.errors import ParallelConfigError
+from core.base.dtypes import as_dtype
+from core.base.errors import ParallelConfigError
 
 
 def test_dtypes_have_their_short_and_their_long_names():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.text import choices, rank_list, readable_bytes
+from core.base.text import choices, rank_list, readable_bytes
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core import device
-from core.errors import ConfigError
+from core.base import device
+from core.base.errors import ConfigError
 from tests.unit._ranks import fake_world
 
 

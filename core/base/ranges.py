@@ -50,10 +50,15 @@ def out_of_choices(settings: object, optional: bool = False, /, **choices: Seque
 
 
 def check_choices(
-    settings: object, /, *, error: type[ShardstackError] = ConfigError, **choices: Sequence[str]
+    settings: object,
+    optional: bool = False,
+    /,
+    *,
+    error: type[ShardstackError] = ConfigError,
+    **choices: Sequence[str],
 ) -> None:
-    """Raises `error` for the first named attribute of `settings` that is none of its choices."""
-    for problem in out_of_choices(settings, **choices):
+    """Raises `error` for the first named attribute of `settings` that is none of its choices. `optional` adds None."""
+    for problem in out_of_choices(settings, optional, **choices):
         raise error(problem)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from core.files import MAX_DEPTH, BoundsError, brief, check_pickle, parse_json, read_file, read_json
+from core.base.files import MAX_DEPTH, BoundsError, brief, check_pickle, parse_json, read_file, read_json
 
 
 def anything(_module: str, _name: str) -> bool:

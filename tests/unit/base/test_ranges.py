@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from core.errors import ConfigError, ParallelConfigError
-from core.ranges import check_range, out_of_choices, out_of_range
+from core.base.errors import ConfigError, ParallelConfigError
+from core.base.ranges import check_range, out_of_choices, out_of_range
 
 
 @pytest.mark.parametrize(

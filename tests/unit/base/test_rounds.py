@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from core.errors import ParallelStateError
-from core.rendezvous import store_of_round
+from core.base.errors import ParallelStateError
+from core.base.rendezvous import store_of_round
 
 LIMIT = timedelta(seconds=600)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.micro_batch_tree import MicroBatchTree, odd_part, rank_counts
+from core.base.micro_batch_tree import MicroBatchTree, odd_part, rank_counts
 
 Node = tuple | int
 """A sum: the two sums that were added; or the index of a micro-batch."""

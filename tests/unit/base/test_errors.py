@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from core import errors
+from core.base import errors
 
 TREE = {
     "ShardstackError": (Exception,),
@@ -19,6 +19,7 @@ TREE = {
     "OutOfStepError": (errors.ShardstackError, RuntimeError),
     "MemoryLimitError": (errors.ShardstackError, RuntimeError),
     "CheckpointError": (errors.ShardstackError, RuntimeError),
+    "WeightsError": (errors.ShardstackError, RuntimeError),
     "MissingExtraError": (errors.ShardstackError, ImportError),
 }
 

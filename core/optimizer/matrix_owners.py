@@ -1,0 +1,296 @@
+"""Brings each matrix of a sharded model whole to one rank, its owner, and sends the result to the ranks that hold it.
+
+Ranks say at the start which boxes of each parameter they hold, as a checkpoint would store them. Nothing else is known
+of wrappers, so that every cut takes the same path: rows, runs of elements, tensor-parallel and expert-parallel parts,
+replicas. Matrices are exchanged in buckets by all-to-all, two for each: to the owners, and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..base.errors import OptimizerError
+from ..comm.collectives import all_to_all_by_backend
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.flat_range import held_boxes
+from .matrices import Matrix
+from .newton_schulz import cost
+
+BUCKET_ELEMENTS = 2**23
+"""Elements of a bucket for each rank. A bucket has whole parameters, at least one."""
+
+Box = tuple[int, int, int, int]
+"""First row, end row, first column and end column of a part of a parameter's `[rows, columns]`."""
+
+
+def boxes_of(whole: Tensor) -> list[Box]:
+    """Returns the boxes of a whole-model tensor that this rank holds, in the order of its memory."""
+    boxes: list[Box] = []
+    for offsets, piece in held_boxes(whole):
+        if not piece.numel():
+            continue
+        *outer, first, column = (0, *offsets) if len(offsets) == 2 else offsets
+        num_rows, num_columns = piece.shape[-2:]
+        for batch in range(math.prod(piece.shape[:-2])):
+            start = (sum(outer) + batch) * whole.shape[-2] + first
+            boxes.append((start, start + num_rows, column, column + num_columns))
+    return boxes
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The part of a matrix that is in a box."""
+
+    matrix: int
+    box: Box
+    first: int
+    end: int
+    """The matrix's rows ``[first, end)`` are in the box."""
+    starts: dict[int, int]
+    """By rank that holds the box: its first element in the rank's memory of the parameter."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.first, self.box[3] - self.box[2]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def source(self, owner: int) -> int:
+        """Returns the rank that sends the part to the owner: itself, or the nearest of the holders."""
+        return min(self.starts, key=lambda rank: (abs(rank - owner), rank))
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The parts that this rank sends and receives in one all-to-all, by the other rank."""
+
+    sends: list[list[_Part]]
+    receives: list[list[_Part]]
+    crosses_ranks: bool
+    """Whether any rank sends something to another one."""
+
+
+class Arrival:
+    """Parts on their way to this rank."""
+
+    def __init__(self, work: dist.Work | None, received: Tensor, sent: Tensor, parts: Sequence[_Part]) -> None:
+        # The exchange, or None if it is over; the memory that it fills, and that it reads until `wait`. Fixed.
+        self._work, self._received, self._sent, self._parts = work, received, sent, parts
+
+    def wait(self) -> Iterator[tuple[_Part, Tensor]]:
+        """Waits for the exchange, and yields each part with its `[rows, columns]`."""
+        if self._work is not None:
+            self._work.wait()
+        values = self._received.split([part.numel for part in self._parts])
+        for part, flat in zip(self._parts, values, strict=True):
+            yield part, flat.view(part.shape)
+
+
+class MatrixOwners:
+    """The owner of each matrix, and the exchanges between owners and the ranks that hold its parts.
+
+    Args:
+        matrices: all matrices, equal on every rank.
+        wholes: whole-model view of each parameter, as `MainParam.whole` returns it.
+        names: names of the parameters.
+        group: ranks that hold parts; None is this rank alone. All of them make an instance together.
+        device: device of the exchanged tensors.
+
+    Attributes:
+        owners: rank in the group of each matrix's owner.
+        buckets: indices of the parameters of each bucket, the largest first.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        wholes: Sequence[Tensor],
+        names: Sequence[str],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._matrices, self._group, self.device = matrices, group, device
+        ranks = Ranks(group, alone=group is None)
+        self.rank, self.num_ranks = ranks.rank, ranks.size
+        starts = _starts_by_box(ranks.all_gather([boxes_of(whole) for whole in wholes]))
+        self._parts = [_parts_of(index, matrix, starts[matrix.param]) for index, matrix in enumerate(matrices)]
+        for matrix, parts in zip(matrices, self._parts, strict=True):
+            if sum(part.numel for part in parts) != math.prod(matrix.shape):
+                raise OptimizerError(
+                    f"the ranks that share parameter {names[matrix.param]} hold parts that do not make up its matrix "
+                    f"{matrix.split} of shape {list(matrix.shape)}; wrap the model so that each element is on one "
+                    "rank and its replicas"
+                )
+        costs = [cost(matrix.shape) for matrix in matrices]
+        self.owners = assign_owners(costs, [_whole_holders(parts) for parts in self._parts], self.num_ranks)
+        of_param: list[list[int]] = [[] for _ in wholes]
+        for index, matrix in enumerate(matrices):
+            of_param[matrix.param].append(index)
+        self.buckets = _make_buckets(of_param, costs, [whole.numel() for whole in wholes], self.num_ranks)
+        # Of each bucket: the routes to the owners and back. Fixed.
+        self._routes = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
+
+    def owned(self, bucket: int) -> Iterator[int]:
+        """Yields the indices of the matrices of a bucket that this rank owns."""
+        params = set(self.buckets[bucket])
+        return (i for i, m in enumerate(self._matrices) if m.param in params and self.owners[i] == self.rank)
+
+    def start_bringing(self, bucket: int, memory: Callable[[int], Tensor], dtype: torch.dtype) -> Arrival:
+        """Starts to bring a bucket's matrices, in `dtype`, to their owners.
+
+        Args:
+            memory: returns this rank's elements of a parameter, given its index.
+        """
+
+        def read(part: _Part) -> Tensor:
+            elements, rows = self._at(part, memory)
+            return elements[rows]
+
+        return self._start(self._routes[bucket][0], read, dtype, "matrices to their owners")
+
+    def take(self, arrival: Arrival) -> dict[int, Tensor]:
+        """Returns the matrices that this rank owns, by index, when they have arrived."""
+        taken: dict[int, Tensor] = {}
+        for part, values in arrival.wait():
+            if part.matrix not in taken:
+                taken[part.matrix] = values.new_empty(self._matrices[part.matrix].shape)
+            taken[part.matrix][part.first : part.end, part.box[2] : part.box[3]] = values
+        return taken
+
+    def start_returning(self, bucket: int, matrices: dict[int, Tensor], dtype: torch.dtype) -> Arrival:
+        """Starts to send a bucket's matrices, in `dtype`, from their owners to all ranks that hold parts."""
+
+        def read(part: _Part) -> Tensor:
+            return matrices[part.matrix][part.first : part.end, part.box[2] : part.box[3]]
+
+        return self._start(self._routes[bucket][1], read, dtype, "matrices from their owners")
+
+    def put(self, arrival: Arrival, memory: Callable[[int], Tensor], factors: Sequence[float] | None = None) -> None:
+        """Writes what has arrived into this rank's elements of the parameters.
+
+        Args:
+            memory: as of `start_bringing`.
+            factors: factor of each matrix, in the dtype of the memory; None for 1.
+        """
+        for part, values in arrival.wait():
+            elements, rows = self._at(part, memory)
+            values = values.to(elements.device, elements.dtype)
+            factor = 1.0 if factors is None else factors[part.matrix]
+            elements[rows] = values if factor == 1.0 else values * factor
+
+    def sent_elements(self) -> int:
+        """Returns the number of elements that this rank sends to others in a step."""
+        routes = [route for pair in self._routes for route in pair]
+        return sum(
+            part.numel for route in routes for to, parts in enumerate(route.sends) if to != self.rank for part in parts
+        )
+
+    def _at(self, part: _Part, memory: Callable[[int], Tensor]) -> tuple[Tensor, slice | Tensor]:
+        """Returns the box in this rank's memory, `[rows, columns]`, and which of its rows are the part's."""
+        matrix = self._matrices[part.matrix]
+        top, bottom, left, right = part.box
+        shape, start = (bottom - top, right - left), part.starts[self.rank]
+        elements = memory(matrix.param)[start : start + math.prod(shape)].view(shape)
+        rows = matrix.rows[part.first : part.end] - top
+        first, last = int(rows[0]), int(rows[-1])
+        return elements, slice(first, last + 1) if last - first == len(rows) - 1 else rows.to(elements.device)
+
+    def _start(self, route: _Route, read: Callable[[_Part], Tensor], dtype: torch.dtype, what: str) -> Arrival:
+        parts = [part for parts in route.receives for part in parts]
+        values = [read(part).reshape(-1).to(self.device, dtype) for to_rank in route.sends for part in to_rank]
+        sent = torch.cat(values) if values else torch.empty(0, dtype=dtype, device=self.device)
+        if self._group is None or not route.crosses_ranks:
+            return Arrival(None, sent, sent, parts)
+        received = sent.new_empty(sum(part.numel for part in parts))
+        sizes = [[sum(part.numel for part in parts) for parts in side] for side in (route.receives, route.sends)]
+        work = all_to_all_by_backend(received, sent, self._group, what=what, sizes=(sizes[0], sizes[1]), async_op=True)
+        return Arrival(work, received, sent, parts)
+
+    def _make_routes(self, indices: Sequence[int]) -> tuple[_Route, _Route]:
+        parts = [part for index in indices for part in self._parts[index]]
+        brought = [(part, part.source(self.owners[part.matrix]), self.owners[part.matrix]) for part in parts]
+        returned = [(part, self.owners[part.matrix], holder) for part in parts for holder in part.starts]
+        return self._route(brought), self._route(returned)
+
+    def _route(self, transfers: Sequence[tuple[_Part, int, int]]) -> _Route:
+        """Sorts transfers, each with its source and target, into those of this rank."""
+        route = _Route(
+            [[] for _ in range(self.num_ranks)],
+            [[] for _ in range(self.num_ranks)],
+            any(source != target for _, source, target in transfers),
+        )
+        for part, source, target in transfers:
+            if source == self.rank:
+                route.sends[target].append(part)
+            if target == self.rank:
+                route.receives[source].append(part)
+        return route
+
+
+def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Returns the owner of each matrix: the largest first, each to the rank that has least (Graham, 1969).
+
+    A rank that holds a whole matrix owns it while it has less than its share, as nothing is sent to it then. If every
+    matrix is whole on some rank, none is sent to another one.
+
+    Args:
+        holders: ranks that hold each matrix whole.
+    """
+    load, owners = [0] * num_ranks, [0] * len(costs)
+    share, stay = sum(costs) / num_ranks, all(holders)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        near = [rank for rank in holders[index] if stay or load[rank] + costs[index] <= share]
+        owners[index] = min(near or range(num_ranks), key=load.__getitem__)
+        load[owners[index]] += costs[index]
+    return owners
+
+
+def _starts_by_box(held: Sequence[Sequence[Sequence[Box]]]) -> list[dict[Box, dict[int, int]]]:
+    """Returns for each parameter its boxes; for each box, by rank that holds it, its place in the rank's memory.
+
+    Args:
+        held: boxes by rank and parameter, in the order of the rank's memory.
+    """
+    starts: list[dict[Box, dict[int, int]]] = [{} for _ in held[0]]
+    for rank, of_rank in enumerate(held):
+        for of_param, boxes in zip(starts, of_rank, strict=True):
+            start = 0
+            for box in boxes:
+                of_param.setdefault(box, {})[rank] = start
+                start += (box[1] - box[0]) * (box[3] - box[2])
+    return starts
+
+
+def _parts_of(index: int, matrix: Matrix, starts: dict[Box, dict[int, int]]) -> list[_Part]:
+    rows = [torch.tensor([box[end] for box in starts], dtype=torch.int64) for end in (0, 1)]
+    firsts, ends = (torch.searchsorted(matrix.rows.contiguous(), bounds).tolist() for bounds in rows)
+    spans = zip(starts.items(), firsts, ends, strict=True)
+    return [_Part(index, box, first, end, ranks) for (box, ranks), first, end in spans if first < end]
+
+
+def _whole_holders(parts: Sequence[_Part]) -> list[int]:
+    """Returns the ranks that hold all parts of a matrix."""
+    return sorted(set.intersection(*(set(part.starts) for part in parts)))
+
+
+def _make_buckets(
+    of_param: Sequence[Sequence[int]], costs: Sequence[int], numels: Sequence[int], num_ranks: int
+) -> list[list[int]]:
+    order = sorted(range(len(numels)), key=lambda param: -sum(costs[index] for index in of_param[param]))
+    buckets: list[list[int]] = []
+    filled = 0
+    for param in order:
+        if not buckets or filled + numels[param] > BUCKET_ELEMENTS * num_ranks:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(param)
+        filled += numels[param]
+    return buckets
