@@ -13,8 +13,8 @@ from typing import Literal
 from ..fully_sharded_data_parallel_config import ShardCut
 
 Cut = Literal["whole", "flat", "rows", "tensor", "block"]
-"""How a parameter is divided: not at all (``whole``), between any elements, by its first dimension as DTensors are, not at
-all but held by one rank (``tensor``), or between blocks of elements."""
+"""How a parameter is divided: not at all (``whole``), between any elements, by its first dimension as DTensors are,
+not at all but held by one rank (``tensor``), or between blocks of elements."""
 
 PARAM_ALIGNMENT = 64
 """Elements. Where buckets are cut, and where a layer computes its gradient in the buffer, a parameter starts at a

@@ -66,7 +66,7 @@ class PieceKind:
     grad_dtype: torch.dtype
     """Dtype in which gradients are accumulated and reduced."""
     shard_grad_dtype: torch.dtype
-    """Dtype of the reduced gradient that a rank keeps. It may be wider than `grad_dtype` if whole gradients are freed."""
+    """Dtype of the reduced gradient that a rank keeps. May be wider than `grad_dtype` if whole gradients are freed."""
     device: torch.device
     num_param_shards: int = 1
     """Number of ranks that share each parameter, 1 where every rank keeps whole ones."""
