@@ -26,7 +26,6 @@ import core.training.config.arguments
 import core.training.initialize
 import core.training.launch.entry
 import core.training.loop
-import core.training.pretrained
 import core.verify
 
 # The documentation of flags, which is read from source code, and the fonts of a picture.

@@ -252,6 +252,13 @@ def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None
     return what if isinstance(what, Collective) else recorded(kind, what, payload, group)
 
 
+def _added(addends: Sequence[Tensor], fp32_accumulation: bool, order: SumOrder | None) -> Tensor:
+    """Adds one tensor of each rank, all of them scratch: in fp32 one after the other, or in a tree."""
+    if fp32_accumulation and addends[0].dtype in LOW_PRECISION:
+        return add_in_fp32(addends, torch.empty_like(addends[0], dtype=torch.float32))
+    return add_in_tree(addends, None, order)
+
+
 def _add_on_every_rank(
     tensor: Tensor,
     group: ProcessGroup,
@@ -263,10 +270,7 @@ def _add_on_every_rank(
     """All-reduces a few elements: gathers them and adds them on every rank."""
     addends = tensor.new_empty(group.size() * len(tensor))
     _all_gather(addends, tensor, group)
-    if fp32_accumulation and tensor.dtype in LOW_PRECISION:
-        total = add_in_fp32(addends.chunk(group.size()), torch.empty_like(tensor, dtype=torch.float32))
-    else:
-        total = add_in_tree(addends.chunk(group.size()), None, order)
+    total = _added(addends.chunk(group.size()), fp32_accumulation, order)
     store(tensor, total, scale / group.size() if op == ReduceOp.AVG else scale, accumulate=False)
 
 
@@ -292,11 +296,7 @@ def _reduce_scatter(
     elif in_fp32 or order is not None:
         received = torch.empty_like(input_)
         dist.all_to_all_single(received, input_, group=group)
-        addends = received.chunk(size)
-        if in_fp32:
-            total = add_in_fp32(addends, received.new_empty(len(output), dtype=torch.float32))
-        else:
-            total = add_in_tree(addends, None, order)
+        total = _added(received.chunk(size), fp32_accumulation, order)
         store(output, total, scale / size if op == ReduceOp.AVG else scale, accumulate)
     else:
         target = torch.empty_like(output) if accumulate else output

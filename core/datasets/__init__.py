@@ -1,7 +1,7 @@
 """From a corpus to batches: samples packed in a shuffled order, assigned to ranks.
 
     indexed_dataset   a memory-mapped corpus: Megatron-LM's ``.bin``/``.idx``
-    tokenizer         byte-level, or any Hugging Face ``tokenizer.json``
+    tokenizer         any Hugging Face ``tokenizer.json``
     sample_index      computes which tokens make sample i; index_cache stores the result on disk
     gpt_dataset       returns samples of a split as tensors; gpt_dataset_config has its settings
     data_samplers     assigns samples to steps, micro-batches and ranks

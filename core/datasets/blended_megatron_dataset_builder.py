@@ -41,7 +41,7 @@ class BlendedMegatronDatasetBuilder:
             raise ConfigError(f"sizes is {list(sizes)}; it takes one for each of {', '.join(SPLITS)}")
 
     def build(self) -> list[GPTDataset | None]:
-        """Returns three datasets; None for a split without documents."""
+        """Returns three datasets, with None for a split without documents."""
         if not self.is_built_on_rank():
             return [None] * len(SPLITS)
         path = None if self.config.blend is None else self.config.blend[0][0]

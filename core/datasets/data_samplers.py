@@ -52,6 +52,9 @@ class PretrainingSampler(Sampler[list[int]]):
 
     Drops the last samples, on all ranks, if they are fewer than `global_batch_size`.
 
+    Args:
+        tree: says which micro-batches of a step are this rank's; None is Megatron-LM's order.
+
     Raises:
         ParallelConfigError: sizes do not divide, or the rank is outside of the group.
         DataError: fewer samples are left than one step takes.
@@ -108,16 +111,7 @@ class PretrainingSampler(Sampler[list[int]]):
 
 
 def build_pretraining_data_loader(
-    dataset: Dataset[Any],
-    consumed_samples: int,
-    *,
-    micro_batch_size: int,
-    global_batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    num_workers: int = 0,
-    seed: int = 0,
-    tree: MicroBatchTree | None = None,
+    dataset: Dataset[Any], consumed_samples: int, *, num_workers: int = 0, seed: int = 0, **sampling: Any
 ) -> DataLoader[Any]:
     """Builds a loader of this rank's micro-batches, each a dict of tensors `[b, s]` for a `GPTDataset`.
 
@@ -127,22 +121,14 @@ def build_pretraining_data_loader(
         num_workers: processes that read ahead; 0 reads in this process.
         seed: seed of the loader's own generator. Without one, every new iterator would draw from torch's default
             generator, and a resumed run would differ from the uninterrupted one.
-        tree: says which micro-batches of a step are this rank's; None is Megatron-LM's order.
+        sampling: sizes, rank and tree, as for `PretrainingSampler`.
     """
     if num_workers < 0:
         raise ConfigError(f"num_workers is {num_workers}; it takes 0 or more")
-    sampler = PretrainingSampler(
-        len(dataset),  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
-        consumed_samples,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        tree=tree,
-    )
+    total_samples = len(dataset)  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
     return DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=PretrainingSampler(total_samples, consumed_samples, **sampling),
         num_workers=num_workers,
         pin_memory=device_type() == "cuda",
         generator=torch.Generator().manual_seed(seed),

@@ -167,7 +167,7 @@ class MockCorpus:
         return len(self.sequence_lengths)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
-        """Returns `length` tokens of document `idx` from token `offset` on; up to its end if `length` is None."""
+        """Returns `length` tokens of document `idx` from token `offset` on, or up to its end if `length` is None."""
         total = int(self.sequence_lengths[idx])
         stop = total if length is None else offset + length
         tokens = np.arange(offset + 1, stop + 1) % (self._vocab_size - 1)
@@ -177,7 +177,7 @@ class MockCorpus:
 
 
 class MockGPTDataset(GPTDataset):
-    """A `GPTDataset` of a `MockCorpus`, for trying a loop out; its three splits are equally large.
+    """A `GPTDataset` of a `MockCorpus`, for trying a loop out. Its three splits are equally large.
 
     Has Megatron-LM's samples, in the same order, if the vocabulary has at least 4,097 tokens and ends with the end of
     document.
@@ -191,7 +191,7 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> MockCorpus:  # type: ignore[override]
-        """Returns the corpus; Megatron-LM's name. There is no path."""
+        """Returns the corpus, which has no path. The name is Megatron-LM's."""
         return MockCorpus(config)
 
     def _load_indices(self, first: int, last: int) -> dict[str, NDArray[Any]]:

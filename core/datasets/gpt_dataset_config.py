@@ -29,7 +29,7 @@ class Vocabulary(Protocol):
 @takes_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """Settings of a dataset; field names are Megatron-LM's where it has them.
+    """Settings of a dataset. Fields have Megatron-LM's names where it has them.
 
     Raises:
         ConfigError: a value is out of range, an option needs `eod` and it is None, or `eod` and `vocab_size` are not

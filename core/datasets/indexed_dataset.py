@@ -193,26 +193,17 @@ class IndexedDataset:
         if len(index.lengths) == 0 or int(index.pointers[-1]) + int(index.lengths[-1]) == 0:
             raise DataError(f"{self.idx_path}: the corpus is empty (no token); prepare it again from non-empty text")
         index.check_tokens(self.bin_path)
-        self._index = index
+        self.dtype = index.dtype
+        """Dtype of the tokens on disk."""
+        self.sequence_lengths = index.lengths
+        """Tokens in each sequence, `[num_sequences]`."""
+        self.document_indices = index.document_indices
+        """`[num_documents + 1]`: document d is sequences `[indices[d], indices[d + 1])`."""
+        self._pointers = index.pointers
         self._bytes = np.memmap(self.bin_path, dtype=np.uint8, mode="r")
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return type(self), (self.prefix,)  # a loader's worker opens the files again
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the tokens on disk."""
-        return self._index.dtype
-
-    @property
-    def sequence_lengths(self) -> NDArray[np.int32]:
-        """Tokens in each sequence, `[num_sequences]`."""
-        return self._index.lengths
-
-    @property
-    def document_indices(self) -> NDArray[np.int64]:
-        """`[num_documents + 1]`: document d is sequences `[indices[d], indices[d + 1])`."""
-        return self._index.document_indices
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike[str]) -> bool:
@@ -220,7 +211,7 @@ class IndexedDataset:
         return get_idx_path(path_prefix).is_file() and get_bin_path(path_prefix).is_file()
 
     def __len__(self) -> int:
-        return len(self._index.lengths)
+        return len(self.sequence_lengths)
 
     @overload
     def __getitem__(self, idx: int) -> NDArray[Any]: ...
@@ -240,12 +231,12 @@ class IndexedDataset:
         """
         if not -len(self) <= idx < len(self):
             raise IndexError(f"sequence {idx} of a corpus of {len(self)} sequences")
-        total = int(self._index.lengths[idx])
+        total = int(self.sequence_lengths[idx])
         if length is None:
             length = total - offset
         if offset < 0 or length < 0 or offset + length > total:
             raise DataError(f"tokens [{offset}, {offset + length}) of sequence {idx}, which has {total} tokens")
-        start = int(self._index.pointers[idx]) + offset * self.dtype.itemsize
+        start = int(self._pointers[idx]) + offset * self.dtype.itemsize
         try:
             return np.frombuffer(self._bytes, self.dtype, length, start) if length else np.empty(0, self.dtype)
         except ValueError:

@@ -8,7 +8,6 @@ token is, as in Hugging Face's folders, the ``eos_token`` of a ``tokenizer_confi
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -64,7 +63,6 @@ class Tokenizer:
                 f"special tokens as eod_token: {', '.join(special[:20]) or 'it has none'}"
             )
         self.eod: int = ids[self.eod_token]
-        self._is_bytes = backend.to_str() == _byte_backend().to_str()
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Returns the token ids `[n]` of a text, without special tokens.
@@ -72,13 +70,7 @@ class Tokenizer:
         Raises:
             DataError: the text has half of a surrogate pair, which is no character.
         """
-        try:
-            content = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            surrogate = f"{text[error.start]!r} at character {error.start}"
-            raise DataError(f"the text holds an unpaired surrogate, {surrogate}; remove it") from None
-        if self._is_bytes:
-            return np.frombuffer(content, np.uint8).astype(np.int32)  # a hundred times as fast as through the library
+        utf8(text)
         with _failures_as_errors("the tokenizer cannot encode a text"):
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
@@ -102,14 +94,22 @@ class Tokenizer:
             write_durably(target, content)
 
 
+def utf8(text: str) -> bytes:
+    """Returns a text in UTF-8.
+
+    Raises:
+        DataError: the text has half of a surrogate pair, which is no character.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        surrogate = f"{text[error.start]!r} at character {error.start}"
+        raise DataError(f"the text holds an unpaired surrogate, {surrogate}; remove it") from None
+
+
 def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
     """Returns the path of a corpus's tokenizer."""
     return Path(f"{os.fspath(prefix)}.tokenizer.json")
-
-
-def build_byte_tokenizer() -> Tokenizer:
-    """Builds a tokenizer whose id b is byte b, 0 to 255, and id 256 ends a document: every text round-trips."""
-    return Tokenizer(_byte_backend(), END_OF_DOCUMENT)
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
@@ -170,24 +170,6 @@ def _configured_end(path: Path) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-@functools.cache
-def _byte_symbols() -> list[str]:
-    """Maps each byte to the printable character of byte-level tokenizers (Radford et al., GPT-2)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte if byte in printable else 0x100 + others.index(byte)) for byte in range(256)]
-
-
-def _byte_backend() -> Any:
-    library = tokenizers_library()
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    backend = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = library.decoders.ByteLevel()
-    backend.add_special_tokens([END_OF_DOCUMENT])
-    return backend
 
 
 def tokenizers_library() -> Any:

@@ -11,7 +11,8 @@ import linecache
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
     """
     if not isinstance(error, RuntimeError) or _SAYS_MIXED not in str(error):
         return
-    name = _parameter_in(_frames(error.__traceback__), root)
+    name = _parameter_in(list(walk_tb(error.__traceback__)), root)
     what = f"parameter {name}" if name else "a sharded parameter"
     unit = f"its unit, {_unit_of(name, root)}," if name else "its unit"
     raise UnitError(
@@ -107,7 +108,7 @@ def _place(error: BaseException) -> str:
     """Formats the place in the caller's code that failed."""
     own = [
         (frame, line)
-        for frame, line in _frames(error.__traceback__)
+        for frame, line in walk_tb(error.__traceback__)
         if not frame.f_code.co_filename.startswith((_TORCH, _OWN, "<"))
     ]
     if not own:
@@ -116,14 +117,6 @@ def _place(error: BaseException) -> str:
     path = frame.f_code.co_filename
     code = linecache.getline(path, line).strip()
     return f" ({path}:{line}, in {frame.f_code.co_name}" + (f": {code})" if code else ")")
-
-
-def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    frames = []
-    while traceback is not None:
-        frames.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return frames
 
 
 def reject_plain_state_dicts(root: nn.Module) -> None:

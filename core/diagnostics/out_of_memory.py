@@ -121,7 +121,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
-    requested = asked_bytes(str(error))
+    requested = requested_bytes(str(error))
     table = memory_by_category(wrapper, device_type)
     settings = sorted(savings(wrapper, table, requested, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
     what = f"could not allocate {readable_bytes(requested)} more" if requested else "could not allocate more"
@@ -136,13 +136,13 @@ def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
     return "\n".join(lines)
 
 
-def asked_bytes(message: str) -> int:
+def requested_bytes(message: str) -> int:
     """Reads the bytes that the failed allocation asked for from the allocator's message, or 0 if it has none."""
     match = _ASKED.search(message)
     return int(float(match[1]) * _POWERS[match[2].lower()]) if match else 0
 
 
-def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -> Iterator[tuple[str, int]]:
+def savings(wrapper: Any, table: dict[str, int], requested: int, device_type: str) -> Iterator[tuple[str, int]]:
     """Yields settings that the model does not use yet, with an estimate of the bytes that each would save this rank.
 
     Sharding over `n` ranks keeps ``1 / n`` of a tensor on each rank. Freeing gathered parameters keeps two units at a
@@ -166,32 +166,23 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     ahead = is_fully_sharded and plan.gathers_ahead
     by_micro_batch = not plan.reduces_every_micro_batch
 
-    def advice(text: str, name: str) -> str:
-        return f"{text} ({asked_by.get(name)})"
-
-    candidates: list[tuple[bool, str, float]] = [
-        (True, "half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
-        (
-            not recomputes,
-            advice("recomputation of activations", "recomputes"),
-            table[REST] * (1 - 1 / _num_layers(wrapper.module)),
-        ),
-        (in_fp32, "computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2),
-        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", spared * kept_whole),
-        (
-            stay_gathered,
-            advice("freeing gathered parameters after forward", "is_freed"),
-            table[GATHERED] * max(0.0, 1 - 2 / num_units),
-        ),
-        (
-            by_micro_batch,
-            advice("reducing each micro-batch", "reduces_every_micro_batch"),
-            spared * table[WHOLE_GRADIENTS],
-        ),
-        (ahead, advice("no unit gathered ahead", "gathers_ahead"), table[PARAMETERS] * num_ranks / num_units),
-        (can_offload, advice("shards on the host", "cpu_offload"), shards),
+    activations, whole_gradients = table[REST] * (1 - 1 / _num_layers(wrapper.module)), table[WHOLE_GRADIENTS]
+    in_use, freed = table[REST] + requested, table[GATHERED] * max(0.0, 1 - 2 / num_units)
+    one_unit = table[PARAMETERS] * num_ranks / num_units
+    # Whether each applies, what it is, the field of the plan that another setting asks for, and the bytes.
+    candidates: list[tuple[bool, str, str, float]] = [
+        (True, "half the micro-batch, with twice as many micro-batches", "", in_use / 2),
+        (not recomputes, "recomputation of activations", "recomputes", activations),
+        (in_fp32, "computation in bf16 (config.bf16=True)", "", (table[GATHERED] + in_use) / 2),
+        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared * kept_whole),
+        (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed),
+        (by_micro_batch, "reducing each micro-batch", "reduces_every_micro_batch", spared * whole_gradients),
+        (ahead, "no unit gathered ahead", "gathers_ahead", one_unit),
+        (can_offload, "shards on the host", "cpu_offload", shards),
     ]
-    yield from ((setting, int(size)) for applies, setting, size in candidates if applies and size >= 1)
+    for applies, setting, field, size in candidates:
+        if applies and size >= 1:
+            yield setting + (f" ({asked_by.get(field)})" if field else ""), int(size)
 
 
 def _num_layers(module: nn.Module) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -107,11 +106,6 @@ class Ranks:
         if message:
             raise CheckpointError(f"{doing}{message}") from error
         return result
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fills `tensor` in place on all ranks with the first rank's."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=self._first_global_rank(), group=self.group)
 
     def _first_global_rank(self) -> int:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)

@@ -56,7 +56,11 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
             f"a tensor of shape {tuple(local.shape)} cannot be viewed like a parameter whose piece on this rank has "
             f"shape {tuple(held.shape)}; give the tensor that belongs to this piece"
         )
-    _refuse_pipeline()
+    if (stages := parallel_state.get_pipeline_model_parallel_world_size()) > 1:
+        raise ParallelConfigError(
+            f"global views know no pipeline stages, and pipeline_model_parallel_size is {stages}: parameters of "
+            "different stages can carry one name; use pipeline_model_parallel_size=1"
+        )
     mesh, placements, shape = _layout(param, local.device.type)
     if mesh is None:
         return value
@@ -143,15 +147,6 @@ def _partition_dim(param: torch.Tensor) -> int:
     return dim
 
 
-def _refuse_pipeline() -> None:
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if stages > 1:
-        raise ParallelConfigError(
-            f"global views know no pipeline stages, and pipeline_model_parallel_size is {stages}: parameters of "
-            "different stages can carry one name; use pipeline_model_parallel_size=1"
-        )
-
-
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
 
@@ -195,22 +190,17 @@ def _build_mesh(
     tp_group: ProcessGroup | None, inner: DeviceMesh | None, groups: list[ProcessGroup], device_type: str
 ) -> DeviceMesh:
     names: tuple[str, ...] = ()
+    ranks = None if inner is None else inner.mesh.to(torch.int)
     if inner is not None:
         names = tuple(inner.mesh_dim_names or _INNER_AXES.get(inner.ndim) or (f"dp_{i}" for i in range(inner.ndim)))
-    if tp_group is None:
-        if inner is None:
-            raise ParallelConfigError("a mesh needs a tensor-parallel group or a data-parallel mesh")
-        ranks = inner.mesh
-    else:
+    if tp_group is not None:
         names = (_TP_AXIS, *names)
         tp_ranks = torch.tensor(torch.distributed.get_process_group_ranks(tp_group), dtype=torch.int)
-        if inner is None:
-            ranks = tp_ranks
-        else:
+        if inner is not None and ranks is not None:
             # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so that
             # this rank's tp column and data-parallel plane give the whole mesh without communication.
             offsets = tp_ranks - torch.distributed.get_rank()
-            ranks = offsets.view(-1, *([1] * inner.ndim)) + inner.mesh.to(torch.int)
+            ranks = offsets.view(-1, *([1] * inner.ndim)) + ranks
             if len(ranks.unique()) != ranks.numel():
                 raise ParallelConfigError(
                     f"tensor-parallel ranks {tp_ranks.tolist()} and data-parallel ranks {inner.mesh.tolist()} do not "

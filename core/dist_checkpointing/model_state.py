@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.local_parts import kept_range
@@ -73,10 +71,9 @@ def sharded_state_dict(
 
 def load_model_state_dict(
     module: nn.Module,
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any],
     strict: bool = True,
     *,
-    broadcast_from_rank0: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> _IncompatibleKeys:
     """Copies a state dict into a module's own storage, under any layout.
@@ -93,8 +90,6 @@ def load_model_state_dict(
 
     Args:
         strict: names must match exactly. If False, the names in common are loaded; there must be at least one.
-        broadcast_from_rank0: the group's first rank has the whole (plain) dict, and sends one tensor at a time. Other
-            ranks may pass None; their dicts are not read.
 
     Returns:
         torch's named tuple ``(missing_keys, unexpected_keys)``; both empty if strict.
@@ -102,39 +97,19 @@ def load_model_state_dict(
     Raises:
         CheckpointError: names all problems together, on all ranks if collective, before anything is written.
     """
-    is_first_without = broadcast_from_rank0 and state_dict is None and Ranks(process_group).is_first
-    if state_dict is None and not broadcast_from_rank0:
-        raise CheckpointError(
-            "load_model_state_dict was given None for a state dict; give one, or broadcast_from_rank0=True, where the "
-            "group's first rank alone gives it"
-        )
-    state_dict = state_dict or {}
     targets = _targets(module)
-    collective = broadcast_from_rank0 or any(isinstance(value, DTensor) for value in state_dict.values())
-    ranks = Ranks(process_group, alone=not collective)
-    if broadcast_from_rank0:
-        offered = ranks.from_first(lambda: _offered_by_first(None if is_first_without else state_dict))
-    else:
-        offered = _describe(state_dict)
-    chosen = [(target, next((name for name in names if name in offered), None)) for names, target in targets]
+    ranks = Ranks(process_group, alone=not any(isinstance(value, DTensor) for value in state_dict.values()))
     known = {name for names, _ in targets for name in names}
     keys = _IncompatibleKeys(
-        missing_keys=[
-            name for (names, _), (_, source) in zip(targets, chosen, strict=True) for name in names if source is None
-        ],
-        unexpected_keys=[name for name in offered if name not in known],
+        missing_keys=[name for names, _ in targets if state_dict.keys().isdisjoint(names) for name in names],
+        unexpected_keys=[name for name in state_dict if name not in known],
     )
-    to_compare: Mapping[str, Any] = state_dict if not broadcast_from_rank0 or ranks.is_first else {}
-    ranks.on_all(lambda: _check(targets, offered, to_compare, keys, strict))
+    ranks.on_all(lambda: _check(targets, state_dict, keys, strict))
     with torch.no_grad():
-        for target, source in chosen:
-            if source is None:
-                continue
-            if broadcast_from_rank0:
-                value = _received(state_dict.get(source), offered[source], ranks)
-            else:
-                value = state_dict[source]
-            _copy(value, target)
+        for names, target in targets:
+            name = next((name for name in names if name in state_dict), None)
+            if name is not None:
+                _copy(state_dict[name], target)
     return keys
 
 
@@ -152,63 +127,35 @@ def _targets(module: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     return list(by_identity.values())
 
 
-@dataclass(frozen=True)
-class _Offer:
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    """None: not a tensor that can be loaded; `shape` is then empty and `kind` says what it is."""
-    kind: str = "tensor"
-
-
-def _offered_by_first(state_dict: Mapping[str, Any] | None) -> dict[str, _Offer]:
-    if state_dict is None:  # raised inside the collective, so that all ranks raise it
-        raise CheckpointError("broadcast_from_rank0 is set and the group's first rank was given None for a state dict")
-    return _describe(state_dict, plain_only=True)
-
-
-def _describe(state_dict: Mapping[str, Any], plain_only: bool = False) -> dict[str, _Offer]:
-    offered = {}
-    for name, value in state_dict.items():
-        if not isinstance(value, torch.Tensor) or (plain_only and isinstance(value, DTensor)):
-            offered[name] = _Offer((), None, type(value).__name__)
-        else:
-            offered[name] = _Offer(tuple(value.shape), value.dtype)
-    return offered
-
-
 def _check(
-    targets: list[tuple[list[str], torch.Tensor]],
-    offered: dict[str, _Offer],
-    values: Mapping[str, Any],
-    keys: _IncompatibleKeys,
-    strict: bool,
+    targets: list[tuple[list[str], torch.Tensor]], values: Mapping[str, Any], keys: _IncompatibleKeys, strict: bool
 ) -> None:
     problems = []
     if strict:
         problems += [f"missing: {name}" for name in keys.missing_keys]
         problems += [f"unexpected: {name}" for name in keys.unexpected_keys]
-    if not strict and targets and not any(name in offered for names, _ in targets for name in names):
-        problems.append(f"no name in common: the module has {len(targets)} tensors, the state dict {len(offered)}")
+    if not strict and targets and not any(name in values for names, _ in targets for name in names):
+        problems.append(f"no name in common: the module has {len(targets)} tensors, the state dict {len(values)}")
     for names, target in targets:
-        present = [name for name in names if name in offered]
-        problems += [p for name in present if (p := _mismatch(name, offered[name], values.get(name), target))]
+        present = [name for name in names if name in values]
+        problems += [problem for name in present if (problem := _mismatch(name, values[name], target))]
         if target.is_meta and present:
             problems.append(f"{present[0]} is on the meta device in the module: materialise it first")
-        if any(not _same(values.get(present[0]), values.get(other)) for other in present[1:]):
+        if any(not _same(values[present[0]], values[other]) for other in present[1:]):
             problems.append(f"{' and '.join(present)} are one tensor in the module and differ in the state dict")
     if problems:
         raise CheckpointError(f"the state dict does not fit the module, and nothing was loaded: {'; '.join(problems)}")
 
 
-def _mismatch(name: str, offer: _Offer, value: Any, target: torch.Tensor) -> str | None:
-    if offer.dtype is None:
-        return f"{name} is a {offer.kind} where a tensor is needed"
-    if offer.dtype != target.dtype and not (offer.dtype.is_floating_point and target.dtype.is_floating_point):
-        return f"{name} is {dtype_name(offer.dtype)} where the module has {dtype_name(target.dtype)}"
+def _mismatch(name: str, value: Any, target: torch.Tensor) -> str | None:
+    if not isinstance(value, torch.Tensor):
+        return f"{name} is a {type(value).__name__} where a tensor is needed"
+    if value.dtype != target.dtype and not (value.dtype.is_floating_point and target.dtype.is_floating_point):
+        return f"{name} is {dtype_name(value.dtype)} where the module has {dtype_name(target.dtype)}"
     whole = tuple(global_shape(target))
-    if offer.shape == whole or _has_same_layout(value, target):
+    if tuple(value.shape) == whole or _has_same_layout(value, target):
         return None
-    return f"{name} has shape {list(offer.shape)} where the whole model's tensor has {list(whole)}"
+    return f"{name} has shape {list(value.shape)} where the whole model's tensor has {list(whole)}"
 
 
 def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
@@ -224,21 +171,12 @@ def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return True  # given twice, or not held by this rank; other types were reported before
+        return True  # given twice; other types were reported before
     return one.shape == other.shape and torch.equal(_held(one), _held(other))
 
 
 def _held(value: torch.Tensor) -> torch.Tensor:
     return value.held if isinstance(value, FlatRange) else local_tensor(value)
-
-
-def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.Tensor:
-    if ranks.is_first and value is not None:
-        whole = value.detach().to(current_device()).contiguous()
-    else:
-        whole = torch.empty(offer.shape, dtype=offer.dtype, device=current_device())
-    ranks.broadcast(whole)
-    return whole
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:

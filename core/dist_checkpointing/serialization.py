@@ -155,9 +155,9 @@ def load(
         (problems + absent if strict else problems, stored - state.keys(), len(absent) == len(state))
     )
     if strict:
-        unasked = set.intersection(*(names for _, names, _ in answers))
-        unasked = {name for name in unasked if optional is None or not name.startswith(optional)}
-        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
+        unclaimed = set.intersection(*(names for _, names, _ in answers))
+        unclaimed = {name for name in unclaimed if optional is None or not name.startswith(optional)}
+        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unclaimed)]
     else:
         problems = []
     problems = list(dict.fromkeys([problem for of_rank, _, _ in answers for problem in of_rank] + problems))

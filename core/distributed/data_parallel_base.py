@@ -13,21 +13,34 @@ from torch import nn
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.model_state import sharded_state_dict
+from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
+from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.module import Float16Module
 from ..transformer.moe.step import restart_step
+from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import GradientState, Phase
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
 from .model.gradient_checks import GradientChecks
-from .model.initial_values import broadcast_buffers, has_running_statistics
-from .model.unfit_models import reject_expert_parameters, reject_unfit, reject_wrapped
+from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
+from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
+from .model.unit_transforms import transform_units
 from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
 from .report import describe, model_facts
 from .torch_fully_sharded_data_parallel_config import Engine
+
+DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
+    TransformerLayer,
+    LanguageModelEmbedding,
+    RotaryEmbedding,
+    ColumnParallelLinear,
+)
+"""What Megatron-LM's FSDP2 wrapper wraps; only outermost matches count, so that a layer's own linears stay in it."""
 
 
 class _BaseDataParallel(nn.Module, ABC):
@@ -69,6 +82,8 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
+        reject_different_models(plan)
+        transform_units(plan.transforms)
         self.config = config
         self.module = module
         self.ddp_config = ddp_config
@@ -98,7 +113,7 @@ class _BaseDataParallel(nn.Module, ABC):
         model: nn.Module,
         config: Any,
         ddp_config: DistributedDataParallelConfig,
-        unit_classes: Iterable[UnitChoice],
+        unit_classes: Iterable[UnitChoice] | None,
         ranks: Ranks | None,
         pg_collection: ProcessGroupCollection | None,
         **options: Any,
@@ -108,6 +123,7 @@ class _BaseDataParallel(nn.Module, ABC):
         Args:
             module: as given to the constructor.
             model: what is planned: `module`, or the model inside it.
+            unit_classes: None means `DEFAULT_UNIT_CLASSES`.
             options: as of `plan_model`.
 
         Raises:
@@ -119,8 +135,9 @@ class _BaseDataParallel(nn.Module, ABC):
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(cls.__name__, instances, ranks, pg_collection)
         reject_unfit(module)
+        classes = DEFAULT_UNIT_CLASSES if unit_classes is None else unit_classes
         return plan_model(
-            model, config, ddp_config, groups, unit_classes, engine=cls.engine, caller=cls.__name__, **options
+            model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options
         )
 
     @property
@@ -207,6 +224,8 @@ class _BaseDataParallel(nn.Module, ABC):
         if self._tree is not None:
             self._tree.check_complete()
         self._finish_grad_sync(force_all_reduce)
+        if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
+            self._scale_gradients(self._tree.factor)
         self._share_buffers()
         self.gradient_state.note_reduced()
         self._step += 1
@@ -240,8 +259,17 @@ class _BaseDataParallel(nn.Module, ABC):
             )
         self._scale_gradients(scaling_factor)
 
-    @abstractmethod
-    def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None: ...
+    def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        self.settle_parameters()
+        gradients = self._reduced_gradients()
+        if gradients and isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
+        if gradients:
+            torch._foreach_mul_(gradients, scaling_factor)
+
+    def _reduced_gradients(self) -> list[torch.Tensor]:
+        """Returns the tensors of this rank's reduced gradients."""
+        return [g for p in self.module.parameters() if (g := self.local_gradient(p)) is not None]
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None; also recovers from a step that an exception ended."""
@@ -315,9 +343,17 @@ class _BaseDataParallel(nn.Module, ABC):
     def note_step(self) -> None:
         """Drops gathered parameters; called after an optimizer has written its parameters."""
 
-    @abstractmethod
     def broadcast_params(self) -> None:
-        """Broadcasts data-parallel rank 0's parameters and buffers to all replicas."""
+        """Broadcasts data-parallel rank 0's parameters and buffers to all replicas.
+
+        A shard is sent to its replicas across optimizer instances. Within an instance it exists once, and is not sent:
+        replicas that started different were made equal before they were cut (``sync_module_states``).
+        """
+        self.settle_parameters()
+        broadcast_tensors(self.module.buffers(), self.process_group)
+        replicas = self.plan.groups.replicate if self.plan.shards_parameters else self.process_group
+        if replicas is not None:
+            broadcast_tensors(self.held_tensors()["parameters"], replicas)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

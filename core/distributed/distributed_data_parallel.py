@@ -17,13 +17,10 @@ from .engine.buffer import ParamAndGradBuffer
 from .engine.install import build_units, wait_before_forwards
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
-from .model.initial_values import broadcast_tensors, start_equal
-from .model.unfit_models import reject_different_models
-from .model.unit_transforms import transform_units
+from .model.initial_values import start_equal
 from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
-from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 from .torch_fully_sharded_data_parallel_config import Engine
 
 
@@ -85,10 +82,9 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         finish_in_backward: bool = False,
     ) -> None:
         model = unwrap_model(module)
-        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
         options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
         plan = self._make_plan(
-            module, model, config, ddp_config, unit_classes, process_group, pg_collection, **options
+            module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, **options
         )
         if full_param_layout is not None and full_param_layout != plan.layout:
             raise ParallelConfigError(
@@ -96,8 +92,6 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
         super().__init__(config, module, ddp_config, plan)
-        reject_different_models(module, plan)
-        transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         named = dict(model.named_parameters())
@@ -163,7 +157,3 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         self._pre_hooks.clear()
         if param_sync:
             self.finish_param_sync()
-
-    def broadcast_params(self) -> None:
-        self.finish_param_sync()
-        broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)

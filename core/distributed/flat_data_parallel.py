@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
+from ..base.local_parts import kept_range
 from ..comm.lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -92,7 +93,8 @@ class _FlatDataParallel(_BaseDataParallel):
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
         update."""
-        return param.detach().view(-1)[start:end]
+        values, first = kept_range(param) or (param.detach().view(-1), 0)
+        return values[start - first : end - first] if start < end else values[:0]
 
     def publish_update(self) -> None:
         """All-gathers the updated shards, where ranks update shards; every rank calls it."""
@@ -199,9 +201,9 @@ class _FlatDataParallel(_BaseDataParallel):
     def _name_of(self, param: nn.Parameter) -> str:
         return self._group_of[param].bucket.slot_of(param).name
 
-    def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        for group in self._bucket_groups:
-            group.bucket.scale_gradients(scaling_factor)
+    def _reduced_gradients(self) -> list[Tensor]:
+        buckets = [group.bucket for group in self._bucket_groups]
+        return [tensor for bucket in buckets for tensor in (bucket.local_grad_shard, *bucket.accumulators)]
 
     def _drop_gradients(self) -> None:
         self._schedule.give_up()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..base.device import current_device
 from ..base.errors import WrapError
-from ..base.local_parts import keep_range, kept_range
+from ..base.local_parts import keep_range
 from ..base.pending_parameters import set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
@@ -28,12 +28,9 @@ from .engine.install import build_units, install_call_hooks
 from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
-from .model.initial_values import InitialValues, broadcast_tensors, cast_buffers
-from .model.unfit_models import reject_different_models
-from .model.unit_transforms import transform_units
+from .model.initial_values import InitialValues, cast_buffers
 from .plan import Plan
 from .plan.units import UnitChoice
-from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 from .torch_fully_sharded_data_parallel_config import Engine
 
 
@@ -90,11 +87,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         model = unwrap_model(module)
-        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        plan = self._make_plan(module, model, config, ddp_config, unit_classes, process_group, pg_collection)
+        plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
-        reject_different_models(model, plan)
-        transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start = InitialValues(module, self.process_group, from_first_rank=plan.sync_module_states)
             start.equalize()
@@ -130,13 +124,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
-
-    def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
-        kept = kept_range(param)
-        if kept is None:
-            return super().elements_of(param, start, end)
-        values, first = kept
-        return values[start - first : end - first] if start < end else values[:0]
 
     def settle_parameters(self) -> None:
         self._gathering.settle()
@@ -191,11 +178,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 keep_range(param, (shard, start))
 
     def broadcast_params(self) -> None:
-        """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances."""
-        self._gathering.forget()
-        broadcast_tensors(self.module.buffers(), self.process_group)
-        if self.inter_instance_group is not None:
-            broadcast_tensors(self._shards, self.inter_instance_group)
+        super().broadcast_params()
         self._gathering.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -11,32 +11,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
-from ..base.errors import ParallelConfigError, ShardstackError
+from ..base.errors import ParallelConfigError
 from ..dist_checkpointing import load_model_state_dict
-from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
-from ..tensor_parallel.layers import ColumnParallelLinear
-from ..transformer.transformer_layer import TransformerLayer
 from .data_parallel_base import _BaseDataParallel, reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .fsdp2.gathered_weights import reject_graph_of_gradients
 from .fsdp2.gradient_sums import GradientSums
 from .fsdp2.sharded_model import ShardedModel
 from .gradient_state import Phase
 from .groups import Ranks
-from .model.initial_values import broadcast_tensors, parameter_attributes_kept
+from .model.initial_values import parameter_attributes_kept
 from .model.unfit_models import reject_changed
 from .parameter_owner import local_gradient
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel_config import Engine
-
-DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
-    TransformerLayer,
-    LanguageModelEmbedding,
-    RotaryEmbedding,
-    ColumnParallelLinear,
-)
-"""What Megatron-LM's FSDP2 wrapper wraps; only outermost matches count, so that a layer's own linears stay in it."""
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
@@ -90,14 +79,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         mp_policy: MixedPrecisionPolicy | None = None,
         initializes: bool = True,
     ) -> None:
-        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
         plan = self._make_plan(
-            module, module, config, ddp_config, unit_classes, process_group, pg_collection, mp_policy=mp_policy
+            module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
         super().__init__(config, module, ddp_config, plan)
         self.sharded = ShardedModel(module, plan, initializes=initializes)
         self.units = plan.units[:-1]
-        self._replicas = plan.groups.replicate
         # Sums of a step's gradients, with ``reproducible_across_ranks``; else None. Backwards fill it, the last one of
         # a step empties it, and `zero_grad_buffer` clears it.
         self._sums: GradientSums | None = None
@@ -154,12 +141,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
-        if torch.is_grad_enabled():
-            raise ShardstackError(
-                "a backward with create_graph=True reached a model under FSDP2, which frees parameters during "
-                "backward, so that no second backward could go through it; use DistributedDataParallel for losses "
-                "that contain gradients"
-            )
+        reject_graph_of_gradients("a model")
         self.sharded.state.keep_changes()
         self.note_backward()
         if self._tree is not None:
@@ -196,22 +178,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded.state.reduce_unsharded_gradients()
         self.sharded.reshard()
         self._shows_gradients = True
-        if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
-            self._scale_gradients(self._tree.factor)
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
         named = ((name, local_gradient(p)) for name, p in unwrap_model(self).named_parameters())
         gradients = ((name, gradient) for name, gradient in named if gradient is not None)
         self._gradient_checks.check(gradients, self._step, are_reduced=True)
-
-    def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        self.sharded.reshard()
-        gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
-        if gradients and isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
-        if gradients:
-            torch._foreach_mul_(gradients, scaling_factor)
 
     def _zero_gradients(self) -> None:
         self.sharded.recover()
@@ -229,17 +201,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def settle_parameters(self) -> None:
         self.sharded.reshard()
-
-    def broadcast_params(self) -> None:
-        """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances.
-
-        Within an instance a shard exists once, and is not sent: replicas that started different were made
-        equal before they were cut (``sync_module_states``).
-        """
-        self.sharded.reshard()
-        broadcast_tensors(self.module.buffers(), self.process_group)
-        if self._replicas is not None:
-            broadcast_tensors(self.module.parameters(), self._replicas)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copies into the module's parameters and buffers; every rank calls it.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.apex_kernels import apex_module
+from ..base.errors import apex_module
 from .optimizer_config import OptimizerConfig
 
 Columns = list[list[Tensor]]

@@ -6,7 +6,6 @@
     train_step          one optimizer step, and one validation
     state               everything that changes with a step; checks what a checkpoint says about its run
     checkpointing       saves and loads the state of a run
-    pretrained          weights only
     loop                the steps of a run, with StopRequest (launch.signals)
     run_log, log_file   write the log of a run
     memory_profile      measures memory over one step by category, and draws it

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -271,9 +270,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for the last checkpoint. After an error that all ranks raise, for a limited time. After a crash,
         does not wait."""
         if self._saver is None or (error is not None and not isinstance(error, ShardstackError)):

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from .. import parallel_state
 from ..base import device
@@ -83,25 +81,16 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
     )
 
 
-def training_batches(
-    data: RunData, config: PretrainConfig, consumed_samples: int, tree: MicroBatchTree | None = None
+def open_batches(
+    dataset: GPTDataset, config: PretrainConfig, consumed_samples: int = 0, tree: MicroBatchTree | None = None
 ) -> DeviceBatches:
-    """Opens this rank's micro-batches after the first `consumed_samples` samples of the run.
+    """Opens this rank's micro-batches after the first `consumed_samples` samples of a dataset.
+
+    A validation opens the same samples each time, so that losses are comparable.
 
     Args:
         tree: of the wrapper's plan; says which micro-batches of a step are this rank's.
     """
-    return DeviceBatches(iter(_loader(data.train, config, consumed_samples, tree)))
-
-
-def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> DeviceBatches:
-    """Opens this rank's micro-batches of a validation: the same samples each time, so that losses are comparable."""
-    return DeviceBatches(iter(_loader(dataset, config, 0)))
-
-
-def _loader(
-    dataset: GPTDataset, config: PretrainConfig, consumed_samples: int, tree: MicroBatchTree | None = None
-) -> DataLoader[Batch]:
     data_parallel_size = parallel_state.get_data_parallel_world_size()
     loader = build_pretraining_data_loader(
         dataset,
@@ -115,7 +104,7 @@ def _loader(
         tree=tree,
     )
     loader.worker_init_fn = ignore_stop_signals
-    return loader
+    return DeviceBatches(iter(loader))
 
 
 def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
@@ -265,7 +254,5 @@ class DeviceBatches(Iterator[Batch]):
     def __enter__(self) -> DeviceBatches:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()

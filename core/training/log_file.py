@@ -103,10 +103,10 @@ class OptionalFiles:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._waiting: dict[Path, Callable[[], None]] = {}
+        self._waiting: dict[Path, Callable[[], object]] = {}
         """Functions that write the pending files, by file. `write` adds on failure, `retry` removes on success."""
 
-    def write(self, path: Path, write: Callable[[], None]) -> None:
+    def write(self, path: Path, write: Callable[[], object]) -> None:
         """Calls `write`, which may raise OSError and be called again. `path` is named in messages."""
         try:
             write()

@@ -16,7 +16,7 @@ from ..optimizer.grad_scaler import DynamicGradScaler
 from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
 from .config import PretrainConfig
-from .data import Batch, RunData, training_batches, validation_batches
+from .data import Batch, RunData, open_batches
 from .launch.signals import StopRequest
 from .log_file import Stopwatch
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
@@ -115,7 +115,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 stop = reporter.finish() or stop
             stop &= not is_last
             if data.valid is not None and validates and not stop:
-                with validation_batches(data.valid, config) as validation:
+                with open_batches(data.valid, config) as validation:
                     validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
                 log.validation(state.iteration, validation_loss)
             if folder is not None and (saves or stop):
@@ -141,7 +141,7 @@ def _profiled(step: Callable[[], RunningStep], state: TrainingState, folder: Pat
 def _batches(state: TrainingState, config: PretrainConfig, data: RunData) -> AbstractContextManager[Iterator[Batch]]:
     if state.iteration >= config.run.train_iters:
         return nullcontext(iter(()))
-    return training_batches(data, config, state.consumed_samples, state.model.plan.tree)
+    return open_batches(data.train, config, state.consumed_samples, state.model.plan.tree)
 
 
 def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -46,63 +48,55 @@ class MemoryTimeline:
     """Bytes of each category on this rank at moments of a step."""
 
     device: str
-    times_s: tuple[float, ...]
-    """Seconds since the step began."""
-    held: tuple[tuple[int, ...], ...]
-    """Bytes of each of `CATEGORIES`, per moment."""
+    times_s: NDArray[np.float64]
+    """`[n]`, seconds since the step began."""
+    held: NDArray[np.int64]
+    """`[n, categories]`, bytes of each of `CATEGORIES`."""
 
     @property
     def peak(self) -> int:
         """Index of the moment with the most memory."""
-        return max(range(len(self.held)), key=lambda index: sum(self.held[index]))
+        return int(self.held.sum(1).argmax())
 
     @property
     def peak_bytes(self) -> int:
         """Bytes of all categories at the peak."""
-        return sum(self.held[self.peak])
+        return int(self.held[self.peak].sum())
 
     def thinned(self, num_points: int = MAX_POINTS) -> MemoryTimeline:
         """Returns at most `num_points` moments, each the one with the most memory of its neighbourhood."""
-        if len(self.held) <= num_points:
-            return self
-        cuts = [len(self.held) * i // num_points for i in range(num_points + 1)]
-        peaks = [
-            max(range(start, end), key=lambda index: sum(self.held[index])) for start, end in itertools.pairwise(cuts)
-        ]
-        return MemoryTimeline(self.device, tuple(self.times_s[i] for i in peaks), tuple(self.held[i] for i in peaks))
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns JSON values. The series is thinned and contains the peak."""
-        series = self.thinned()
-        return {
-            "device": self.device,
-            "peak_bytes": self.peak_bytes,
-            "peak_at_s": self.times_s[self.peak],
-            "bytes_at_peak": dict(zip(CATEGORIES, self.held[self.peak], strict=True)),
-            "time_s": list(series.times_s),
-            "bytes": {name: [held[i] for held in series.held] for i, name in enumerate(CATEGORIES)},
-        }
+        parts = np.array_split(self.held.sum(1), min(num_points, len(self.held)))
+        starts = itertools.accumulate((len(part) for part in parts), initial=0)
+        peaks = [start + int(part.argmax()) for start, part in zip(starts, parts, strict=False)]
+        return MemoryTimeline(self.device, self.times_s[peaks], self.held[peaks])
 
 
 def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> None:
-    """Writes the picture and the series of a step into a run's folder.
+    """Writes the picture and the series of a step into a run's folder. Both are thinned, and contain the peak.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    values = json.dumps({"iteration": iteration, **timeline.to_json()})
-    (folder / SERIES_FILE).write_text(values, encoding="utf-8")
-    draw(timeline, folder / PICTURE_FILE, f"iteration {iteration}, rank 0, {timeline.device}")
-
-
-def draw(timeline: MemoryTimeline, picture: Path, title: str) -> None:
-    """Draws the categories as stacked areas over the time of the step."""
     series = timeline.thinned()
+    values = {
+        "iteration": iteration,
+        "device": timeline.device,
+        "peak_bytes": timeline.peak_bytes,
+        "peak_at_s": float(timeline.times_s[timeline.peak]),
+        "bytes_at_peak": dict(zip(CATEGORIES, timeline.held[timeline.peak].tolist(), strict=True)),
+        "time_s": series.times_s.tolist(),
+        "bytes": dict(zip(CATEGORIES, series.held.T.tolist(), strict=True)),
+    }
+    (folder / SERIES_FILE).write_text(json.dumps(values), encoding="utf-8")
+    _draw(series, folder / PICTURE_FILE, f"iteration {iteration}, rank 0, {timeline.device}")
+
+
+def _draw(series: MemoryTimeline, picture: Path, title: str) -> None:
+    """Draws the categories as stacked areas over the time of the step."""
     figure = figure_class("The picture of memory")(figsize=(9, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    layers = [[held[i] / 2**20 for held in series.held] for i in range(len(CATEGORIES))]
+    layers, peak = series.held.T / 2**20, series.peak_bytes / 2**20
     axes.stackplot(series.times_s, layers, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
-    peak = timeline.peak_bytes / 2**20
     axes.axhline(peak, color="black", linewidth=0.8, linestyle=":")
     axes.annotate(f"peak {peak:,.1f} MiB", (series.times_s[-1], peak), ha="right", va="bottom", fontsize=9)
     axes.set(xlabel="time in the step (s)", ylabel="memory (MiB)", title=title, ylim=(0, 1.25 * peak))
@@ -254,18 +248,15 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
         _end_what_is_missed([p for p in blocks if p.end == end and p.category != _REST], noted)
     known = sum(block.nbytes for block in blocks if block.start == start)
 
-    steps: dict[int, list[int]] = {start: [0] * len(CATEGORIES)}
-    steps[start][_REST] = 0 if before is None else max(before - known, 0)
+    moments = sorted({start, end, *(block.start for block in blocks), *(block.end for block in blocks)})
+    index_of = {moment: index for index, moment in enumerate(moments)}
+    changed = np.zeros((len(moments), len(CATEGORIES)), np.int64)
+    changed[0, _REST] = 0 if before is None else max(before - known, 0)
     for block in blocks:
-        steps.setdefault(block.start, [0] * len(CATEGORIES))[block.category] += block.nbytes
+        changed[index_of[block.start], block.category] += block.nbytes
         if block.end < end:
-            steps.setdefault(block.end, [0] * len(CATEGORIES))[block.category] -= block.nbytes
-    held, series, times = [0] * len(CATEGORIES), [], []
-    for moment in sorted(steps):
-        held = [a + b for a, b in zip(held, steps[moment], strict=True)]
-        series.append(tuple(held))
-        times.append((moment - start) / 1e9)
-    return MemoryTimeline(kind, (*times, (end - start) / 1e9), (*series, series[-1]))
+            changed[index_of[block.end], block.category] -= block.nbytes
+    return MemoryTimeline(kind, (np.array(moments) - start) / 1e9, changed.cumsum(0))
 
 
 def _blocks(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Block]:

@@ -11,7 +11,6 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..base.errors import CheckpointError, import_extra
@@ -126,7 +125,7 @@ class RunLog:
         if self._folder is not None:
             page = model.describe("html", num_microbatches)
             target = self._folder / MODEL_FILE
-            self.files.write(target, lambda: _write_text(target, page))
+            self.files.write(target, partial(target.write_text, page, encoding="utf-8"))
 
     def validation(self, iteration: int, loss: float) -> None:
         """Writes the loss of a validation."""
@@ -143,9 +142,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *unused: object) -> None:
         """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
         if not self.enabled:
             return
@@ -215,7 +212,3 @@ def _tensorboard_writer(folder: Path, iteration: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=iteration + 1)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

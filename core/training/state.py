@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,19 +70,41 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
     )
 
 
-_METADATA: dict[str, type] = {
-    "iteration": int,
-    "consumed_samples": int,
-    "vocab_size": int,
-    "config": dict,
-    "optimizer": dict,
-    "scheduler": dict,
-    "model_tensors": list,
-    "rng_layout": list,
-    "layout": dict,
-}
+_SECTIONS = ("model", "gpt", "ddp", "optimizer")
 _RNG_BYTES = 1 << 24
 """Limit of the bytes of a rank's random streams, which are about 20,000."""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _is_small(value: Any) -> bool:
+    """Returns whether a value is a plausible number of ranks, or of bytes of a generator's state."""
+    return type(value) is int and 0 < value < 1 << 20
+
+
+def _is_rng_layout(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and all(isinstance(e, list) and len(e) == 2 and isinstance(e[0], str) and _is_small(e[1]) for e in value)
+        and sum(size for _, size in value) <= _RNG_BYTES
+    )
+
+
+_METADATA: dict[str, Callable[[Any], bool]] = {
+    "iteration": _is_count,
+    "consumed_samples": _is_count,
+    "vocab_size": lambda value: isinstance(value, int),
+    "config": lambda value: isinstance(value, dict),
+    "optimizer": lambda value: isinstance(value, dict),
+    "scheduler": lambda value: isinstance(value, dict),
+    "model_tensors": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "rng_layout": _is_rng_layout,
+    "layout": lambda value: isinstance(value, dict) and _is_small(value.get("ranks")),
+}
+"""Entries of a run's metadata, each with a check of its value."""
+
 MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": (*TRANSFORMER_FIELDS, "num_moe_experts", *OPTIONS_OF_FUNCTION),
     "gpt": (
@@ -99,31 +121,13 @@ def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: not the checkpoint of a pretraining run, its metadata has no {', '.join(sorted(missing))}"
         )
-    odd = sorted(name for name, kind in _METADATA.items() if not isinstance(metadata[name], kind))
-    odd += [name for name in ("iteration", "consumed_samples") if name not in odd and metadata[name] < 0]
+    odd = [name for name, is_sound in _METADATA.items() if not is_sound(metadata[name])]
     if "config" not in odd:
-        sections = ("model", "gpt", "ddp", "optimizer")
-        odd += [f"config.{name}" for name in sections if not isinstance(metadata["config"].get(name), dict)]
-    if "model_tensors" not in odd and not all(isinstance(name, str) for name in metadata["model_tensors"]):
-        odd.append("model_tensors")
-    if "layout" not in odd and not _is_small(metadata["layout"].get("ranks")):
-        odd.append("layout")
-    if "rng_layout" not in odd and not all(
-        isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_small(entry[1])
-        for entry in metadata["rng_layout"]
-    ):
-        odd.append("rng_layout")
-    if "rng_layout" not in odd and sum(size for _, size in metadata["rng_layout"]) > _RNG_BYTES:
-        odd.append("rng_layout")
+        odd += [f"config.{name}" for name in _SECTIONS if not isinstance(metadata["config"].get(name), dict)]
     if odd:
         raise CheckpointError(
             f"{folder}: the metadata holds what no pretraining run writes, under {', '.join(odd)}; load another one"
         )
-
-
-def _is_small(value: Any) -> bool:
-    """Returns whether a value is a plausible number of ranks, or of bytes of a generator's state."""
-    return type(value) is int and 0 < value < 1 << 20
 
 
 def check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: PretrainConfig, folder: Path) -> None:

@@ -168,7 +168,8 @@ def train_step(
         # Queued before the update: behind it, it would wait for the parameters that ranks exchange after it.
         weight = num_tokens if per_token else torch.ones_like(loss_sum)
         totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
-        _sum_over_replicas(totals)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        all_reduce_by_backend(totals, replicas, what="the loss")
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
@@ -193,11 +194,6 @@ def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: in
         model.train(was_training)
     total_loss, total_tokens = HostRead(exact_totals(rows, model.process_group)).wait()
     return total_loss / max(total_tokens, 1.0)
-
-
-def _sum_over_replicas(totals: torch.Tensor) -> None:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    all_reduce_by_backend(totals, group, what="the loss")
 
 
 def _tokens_a_rank(batch: Batch) -> torch.Tensor:

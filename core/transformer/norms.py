@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base.apex_kernels import apex_module
+from ..base.errors import apex_module
 from ..tensor_parallel.initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .transformer_config import TransformerConfig
 

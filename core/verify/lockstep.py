@@ -20,7 +20,7 @@ from ..distributed import (
     TorchFullyShardedDataParallelConfig,
 )
 from ..optimizer import OptimizerConfig
-from .model_under_test import ModelUnderTest, SerialTraining, Training, WrappedTraining
+from .model_under_test import ModelUnderTest, Training
 
 REPLICAS = "ddp"
 """The reference of every other wrapper; it is itself compared with one process."""
@@ -151,27 +151,23 @@ def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | N
     rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)
     del model
 
-    def wrapped(name: str) -> Training:
-        return WrappedTraining(tested, _config(name), rate, options.micro_batches)
-
     for name in chosen:
         if name == REPLICAS:
             reference, tolerance = "one process", rounding
         else:
             reference, tolerance = REPLICAS, rounding if _adds_in_another_order(name) else 0.0
         try:
-            expected = SerialTraining(tested, rate, options.micro_batches) if name == REPLICAS else wrapped(REPLICAS)
-            parting = _first_parting(wrapped(name), expected, options.steps, tolerance)
-            yield Verdict(name, reference, tolerance, parting)
+            serial_or_replicas = None if name == REPLICAS else _config(REPLICAS)
+            expected = Training(tested, serial_or_replicas, rate, options.micro_batches)
+            ours = Training(tested, _config(name), rate, options.micro_batches)
+            yield Verdict(name, reference, tolerance, _first_parting(ours, expected, options.steps, tolerance))
         except ShardstackError as error:
             if isinstance(error, ConfigError) and tested.name in str(error):
                 raise  # an error of the model, not of a wrapper
-            reason = " ".join(str(error).split())
             does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
-            if does_not_apply:
-                yield Verdict(name, reference, tolerance, inapplicable=reason)
-            else:
-                yield Verdict(name, reference, tolerance, failure=reason)
+            reason = " ".join(str(error).split())
+            failure, inapplicable = ("", reason) if does_not_apply else (reason, "")
+            yield Verdict(name, reference, tolerance, failure=failure, inapplicable=inapplicable)
         finally:
             parallel_state.destroy_model_parallel()
 

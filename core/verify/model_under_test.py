@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from ..base.device import current_device
 from ..base.errors import ConfigError
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ..dist_checkpointing.flat_range import whole
-from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
+from ..distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
-from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from ..optimizer import OptimizerConfig, get_megatron_optimizer
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 """Takes the model, wrapped or not, and the number of a micro-batch; returns its mean loss, a scalar."""
@@ -174,15 +173,66 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class Training(ABC):
-    """A model, its optimizer, and a step in two halves. All ranks call every method together."""
+class Training:
+    """A model, its optimizer, and a step in two halves. All ranks call every method together.
 
-    model: nn.Module
-    optimizer: MegatronOptimizer
+    Args:
+        ddp_config: each rank runs its micro-batches under this wrapper. None: every rank runs those of all ranks,
+            without a wrapper.
+        micro_batches: of a step, on each rank under a wrapper.
+    """
 
-    @abstractmethod
+    def __init__(
+        self,
+        tested: ModelUnderTest,
+        ddp_config: DistributedDataParallelConfig | None,
+        optimizer: OptimizerConfig,
+        micro_batches: int,
+    ) -> None:
+        self._tested, self._micro_batches = tested, micro_batches
+        self._wrapper: _BaseDataParallel | None = None
+        if ddp_config is None:
+            model, self._loss = tested.build()
+            for tensor in (*model.parameters(), *model.buffers()):
+                # As wrappers do: ranks may have built different values.
+                broadcast_by_backend(tensor.detach(), what="initial values")
+            self.model = model
+        else:
+            instances = ddp_config.num_distributed_optimizer_instances
+            if instances > 1:
+                parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+            model, self._loss = tested.build()
+            # No config of the model's: under every wrapper it runs in the precision in which it was built.
+            self.model = self._wrapper = wrap_model(
+                model,
+                SimpleNamespace(),
+                ddp_config,
+                process_group=None if instances > 1 else dist.group.WORLD,
+                sub_modules_to_wrap=CONTAINERS if ddp_config.shards_parameters else None,
+            )
+        self.optimizer = get_megatron_optimizer(optimizer, [self.model])
+
     def backward(self, step: int) -> float:
         """Runs the micro-batches of a step, and returns the mean loss over all ranks."""
+        wrapper, num_ranks = self._wrapper, dist.get_world_size()
+        first = step * self._micro_batches * num_ranks
+        indices = range(first, first + self._micro_batches * num_ranks)
+        if wrapper is None:
+            self.optimizer.zero_grad()
+        else:
+            indices = indices[dist.get_rank() :: num_ranks]
+            wrapper.zero_grad_buffer()
+        total = torch.zeros((), dtype=torch.float64, device=current_device())
+        for index in indices:
+            with nullcontext() if wrapper is None or index == indices[-1] else wrapper.no_sync():
+                loss = scalar_loss(self._tested, self._loss, self.model, index)
+                (loss / len(indices)).backward()
+            total += loss.detach().double() / len(indices)
+        if wrapper is not None:
+            finalize_model_grads([wrapper])
+            all_reduce_by_backend(total, what="the loss")
+            total /= num_ranks
+        return float(total)
 
     def update(self) -> None:
         """Updates the weights with the gradients of `backward`."""
@@ -204,72 +254,3 @@ class Training(ABC):
         """Yields each buffer, such as the running statistics of a batch normalisation."""
         for name, buffer in unwrap_model(self.model).named_buffers():
             yield name, whole(buffer)
-
-
-class WrappedTraining(Training):
-    """A training under a wrapper. Each rank runs its micro-batches."""
-
-    def __init__(
-        self,
-        tested: ModelUnderTest,
-        ddp_config: DistributedDataParallelConfig,
-        optimizer: OptimizerConfig,
-        micro_batches: int,
-    ) -> None:
-        instances = ddp_config.num_distributed_optimizer_instances
-        if instances > 1:
-            parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-        model, self._loss = tested.build()
-        items = CONTAINERS if ddp_config.shards_parameters else None
-        # No config of the model's: under every wrapper it runs in the precision in which it was built.
-        self.model = self._wrapper = wrap_model(
-            model,
-            SimpleNamespace(),
-            ddp_config,
-            process_group=None if instances > 1 else dist.group.WORLD,
-            sub_modules_to_wrap=items,
-        )
-        self.optimizer = get_megatron_optimizer(optimizer, [self.model])
-        self._tested, self._micro_batches = tested, micro_batches
-
-    def backward(self, step: int) -> float:
-        model, number = self._wrapper, self._micro_batches
-        total = torch.zeros((), dtype=torch.float64)
-        model.zero_grad_buffer()
-        for micro_batch in range(number):
-            index = (step * number + micro_batch) * dist.get_world_size() + dist.get_rank()
-            with model.no_sync() if micro_batch < number - 1 else nullcontext():
-                loss = scalar_loss(self._tested, self._loss, model, index)
-                (loss / number).backward()
-            total += loss.detach().double().cpu()
-        finalize_model_grads([model])
-        return _mean_over_ranks(total / number)
-
-
-class SerialTraining(Training):
-    """A training without a wrapper: every rank runs the micro-batches of all ranks."""
-
-    def __init__(self, tested: ModelUnderTest, optimizer: OptimizerConfig, micro_batches: int) -> None:
-        self.model, self._loss = tested.build()
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            # As wrappers do: ranks may have built different values.
-            broadcast_by_backend(tensor.detach(), what="initial values")
-        self.optimizer = get_megatron_optimizer(optimizer, [self.model])
-        self._tested, self._micro_batches = tested, micro_batches
-
-    def backward(self, step: int) -> float:
-        number = self._micro_batches * dist.get_world_size()
-        total = 0.0
-        self.optimizer.zero_grad()
-        for index in range(step * number, (step + 1) * number):
-            loss = scalar_loss(self._tested, self._loss, self.model, index)
-            (loss / number).backward()
-            total += loss.item() / number
-        return total
-
-
-def _mean_over_ranks(value: Tensor) -> float:
-    total = value.to(torch.float64)
-    on_device = total.to("cuda" if "nccl" in dist.get_backend_config() else "cpu")
-    all_reduce_by_backend(on_device, what="the loss")
-    return float(on_device) / dist.get_world_size()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pretrained import NO_HASHES, is_hugging_face
 from run_model import load_run_model, load_run_tokenizer
 
 from core.base.errors import CheckpointError, ConfigError
@@ -30,7 +31,6 @@ from core.training.config import PretrainConfig
 from core.training.config.arguments import parse_call
 from core.training.config.build import NEGATED, OTHER_NAMES, build_config
 from core.training.launch.entry import run_command
-from core.training.pretrained import NO_HASHES, is_hugging_face
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 

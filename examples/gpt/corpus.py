@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from byte_tokenizer import ByteTokenizer
 from corpus_writer import IndexedDatasetBuilder
 from numpy.typing import NDArray
 from text_sources import (
@@ -37,7 +38,6 @@ from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
 from core.datasets.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
-    build_byte_tokenizer,
     load_tokenizer,
     tokenizer_from_json,
     tokenizer_path,
@@ -128,7 +128,7 @@ def prepare(
                         bar.update(chunk.disk_bytes)
 
     if tokenizer == "byte":
-        chosen = build_byte_tokenizer()
+        chosen: Tokenizer = ByteTokenizer()
     elif tokenizer == "bpe":
         pieces = chunks("reading for the BPE")
         texts = (parse_record(r, c.name, c.file_format, json_key) for c in pieces for r in c.records)
@@ -206,12 +206,13 @@ def _encode_all(chunks: Iterable[_Chunk], tokenizer: Tokenizer, json_key: str, w
         for chunk in chunks:
             yield _encode(chunk, tokenizer, json_key)
         return
+    content = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.to_json()
     # Spawned, not forked: the caller may have threads and process groups that do not survive a fork.
     pool = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(tokenizer.to_json(), tokenizer.eod_token, json_key),
+        initargs=(content, tokenizer.eod_token, json_key),
     )
     waiting: collections.deque[Future[_Encoded]] = collections.deque()
     try:
@@ -231,10 +232,12 @@ _worker: tuple[Tokenizer, str] | None = None
 """Tokenizer and JSON key of a worker process; `_start_worker` sets it once. None in the parent."""
 
 
-def _start_worker(tokenizer_json: str, eod_token: str, json_key: str) -> None:
+def _start_worker(tokenizer_json: str | None, eod_token: str, json_key: str) -> None:
+    """Prepares a worker. Without JSON its tokenizer is the `ByteTokenizer`."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
-    _worker = tokenizer_from_json(tokenizer_json, eod_token), json_key
+    tokenizer = ByteTokenizer() if tokenizer_json is None else tokenizer_from_json(tokenizer_json, eod_token)
+    _worker = tokenizer, json_key
 
 
 def _encode_in_worker(chunk: _Chunk) -> _Encoded:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from bigram import bigram_validation_loss
 from corpus import prepare
+from pretrained import load_pretrained
 from run_folder import begin_or_continue, check_output_folders, name_run_folder, run_folder_held, say
 from sampling import SamplingConfig, generate_tokens, stream_text
 from text_sources import standard_library_sources
@@ -38,7 +39,6 @@ from core.training.data import RunData, load_data
 from core.training.initialize import initialize
 from core.training.launch.entry import environment_restart_count, run_command
 from core.training.loop import Outcome, train
-from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module

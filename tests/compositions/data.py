@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from core.training.data import training_batches
+from core.training.data import open_batches
 from core.transformer import own_chunks
 from tests.compositions.composition import Composition
 
@@ -99,5 +99,5 @@ def loaded_batches(composition: Composition, first: int) -> Iterator[Mapping[str
     samples = _Samples(composition)
     sizes = {"micro_batch_size": ROWS, "global_batch_size": samples.of_step, "num_workers": 0}
     config: Any = SimpleNamespace(data=SimpleNamespace(**sizes), run=SimpleNamespace(seed=1))
-    data: Any = SimpleNamespace(train=samples)
-    return training_batches(data, config, first * samples.of_step)
+    dataset: Any = samples
+    return open_batches(dataset, config, first * samples.of_step)

@@ -130,7 +130,7 @@ class RawWriter:
     def write(
         self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
     ) -> dict[str, TensorEntry]:
-        """Writes this rank's file. Returns its pieces of each tensor; none of a tensor without elements.
+        """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none.
 
         Args:
             offered: what this rank holds.

@@ -68,6 +68,7 @@ class BucketGroup:
         tree: GradientTree | None = None,
     ) -> None:
         self.bucket, self._plan, self._reduction, self._inspect, self._lane = bucket, plan, reduction, inspect, lane
+        self._tree = tree
         self.sums: BucketSums | None = None
         if tree is not None:
             each = plan.reduces_every_micro_batch
@@ -112,8 +113,8 @@ class BucketGroup:
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
         """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
-        if self.sums is not None:
-            self.sums.enter()
+        if self._tree is not None:
+            self._tree.enter()
         is_late = self.has_left and not self._plan.reduces_every_micro_batch
         return None if is_late else self.bucket.slot_of(param).lend()
 
@@ -123,17 +124,24 @@ class BucketGroup:
         Returns:
             False for a gradient that comes after the bucket was sent: it is dropped, because it can no longer be
             reduced with the bucket.
+
+        Raises:
+            ShardstackError: a layer has added its gradient to a sum of other micro-batches, in a tree.
         """
-        if self.sums is not None:
-            self.sums.enter()
+        if self._tree is not None:
+            self._tree.enter()
         slot = self.bucket.slot_of(param)
         slot.take_back()
         self.begin_backward()
         if self.has_left:
             return False
         if gradient is None:
-            if self.sums is not None:
-                self.sums.reject_written_by_layer(slot.name)
+            if self._tree is not None:
+                raise ShardstackError(
+                    f"a layer added the gradient of parameter {slot.name} into main_grad itself, rounding it with the "
+                    "sum that is there; for reproducible_across_ranks let it return the gradient "
+                    "(gradient_accumulation_fusion=False)"
+                )
             slot.note_written_by_layer()
         else:
             slot.add(gradient)

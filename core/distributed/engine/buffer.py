@@ -303,10 +303,3 @@ class Bucket:
         for slot in self.slots:
             slot.complete()
         return self._held_grads()
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Scales the gradient shard and the fp32 accumulators."""
-        shard = self.local_grad_shard
-        shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
-        for accumulator in self.accumulators:
-            accumulator.mul_(factor)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ...base.errors import ShardstackError
 from ...comm import collectives
 from ..gradient_tree import GradientTree, PartialSums
 from ..plan import GradientReduction, Plan
@@ -21,7 +20,7 @@ class BucketReduction:
 
     Divides by the number of ranks once: in the collective (``average_in_collective``); else after it, on the shard,
     which is smaller; else, in fp16, before it, because a sum could overflow. With an order of sums it does not divide:
-    `BucketSums` does.
+    the wrapper's `finish_grad_sync` does.
 
     Args:
         plan: of the model.
@@ -95,33 +94,16 @@ class BucketSums:
     """
 
     def __init__(self, bucket: Bucket, tree: GradientTree, *, of_shards: bool, wait: Callable[[], None]) -> None:
-        self._bucket, self._tree, self._of_shards, self._wait = bucket, tree, of_shards, wait
+        self._bucket, self._of_shards, self._wait = bucket, of_shards, wait
         # Owns the memory of the sums that are set aside: `_begin` adds them; `complete` takes whole gradients out,
         # `finish` takes shards out, `clear` drops all. On the thread that runs backward, or between backwards.
         self._sums = PartialSums()
-        # Whether the shard holds the root of the tree. `finish` sets it, `clear` clears it.
-        self._is_finished = False
         tree.register(self._begin)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All sums that are set aside."""
         return self._sums.tensors
-
-    def enter(self) -> None:
-        """Notes the backward that runs; call it before a gradient is added to the bucket."""
-        self._tree.enter()
-
-    def reject_written_by_layer(self, name: str) -> None:
-        """Raises because a layer has added its gradient to a sum of other micro-batches.
-
-        Raises:
-            ShardstackError: names the parameter.
-        """
-        raise ShardstackError(
-            f"a layer added the gradient of parameter {name} into main_grad itself, rounding it with the sum that is "
-            "there; for reproducible_across_ranks let it return the gradient (gradient_accumulation_fusion=False)"
-        )
 
     def _begin(self, additions: int | None, reduces: bool) -> None:
         if additions is None:
@@ -161,17 +143,10 @@ class BucketSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Makes the bucket's shard the root of the tree, once all reductions have finished."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        shard = self._bucket.local_grad_shard
+        """Adds the earlier sums of shards to the bucket's shard, once all reductions have finished."""
         if self._of_shards:
-            self._sums.added_to([shard])
-        if self._tree.factor != 1.0:
-            shard.mul_(self._tree.factor)
+            self._sums.added_to([self._bucket.local_grad_shard])
 
     def clear(self) -> None:
         """Begins a step: drops the sums of the last one."""
         self._sums.clear()
-        self._is_finished = False

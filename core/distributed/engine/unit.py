@@ -18,7 +18,7 @@ from ...base.pending_parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
-from ...tensor_parallel.allocation import has_no_memory
+from ...transformer.module import has_no_memory
 from ..plan import UnitPlan
 from ..saved_weights import SavedWeights
 from .buffer import Bucket

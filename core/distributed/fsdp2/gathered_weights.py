@@ -60,6 +60,23 @@ class GatheredValues:
                 )
 
 
+def reject_graph_of_gradients(reached: str) -> None:
+    """Raises in a backward whose gradients keep a graph.
+
+    Args:
+        reached: what the backward has reached, for the message.
+
+    Raises:
+        ShardstackError: says what to use instead.
+    """
+    if torch.is_grad_enabled() and current_backward() != NO_BACKWARD:
+        raise ShardstackError(
+            f"a backward with create_graph=True reached {reached} under FSDP2, which frees parameters during "
+            "backward, so that no second backward could go through it; use DistributedDataParallel for losses that "
+            "contain gradients"
+        )
+
+
 class FreedWeights:
     """`SavedWeights` of one unit, whose gathered weights torch frees after each forward.
 
@@ -96,12 +113,7 @@ class FreedWeights:
         return gathered_tensors_of(self._module)
 
     def _gather(self) -> None:
-        if torch.is_grad_enabled() and current_backward() != NO_BACKWARD:
-            raise ShardstackError(
-                f"a backward with create_graph=True reached unit {' + '.join(self._unit.names)} under FSDP2, which "
-                "frees it during backward, so that no second backward could go through it; use "
-                "DistributedDataParallel for losses that contain gradients"
-            )
+        reject_graph_of_gradients(f"unit {' + '.join(self._unit.names)}")
         if not self._unit.is_needed_in_backward:
             self._module.set_unshard_in_backward(True)  # it is, in this model
         self._module.unshard()

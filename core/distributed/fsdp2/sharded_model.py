@@ -14,8 +14,7 @@ from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
-from ..model.unfit_models import reject_different_models
-from ..model.unit_transforms import find_forward_methods, transform_units
+from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
 from .collectives import set_collectives
 from .gathered_weights import FreedWeights, GatheredValues
@@ -41,17 +40,15 @@ class ShardedModel:
         state: what torch holds for them.
 
     Raises:
-        WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
+        WrapError: a model that is sharded already, or that cannot be.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
-        reject_different_models(module, plan)
         start = (
             InitialValues(module, plan.groups.whole, from_first_rank=plan.sync_module_states) if initializes else None
         )
         if start is not None:
             start.equalize()
-        transform_units(plan.transforms)
         self.module = module
         self.plan = plan
         shard_model(plan)

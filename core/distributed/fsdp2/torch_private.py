@@ -40,14 +40,6 @@ def groups_of(module: nn.Module) -> list[Any]:
     return fsdp_param_groups(module._get_fsdp_state())  # type: ignore[operator]
 
 
-def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
-    """Returns the collectives of a module; None where it has no parameters of its own."""
-    for group in groups_of(module):  # type: ignore[arg-type]
-        # What `set_custom_all_gather` and `set_custom_reduce_scatter` set. Under other names wrapping raises.
-        return group._all_gather_comm, group._reduce_scatter_comm
-    return None
-
-
 def has_all_reduce_hook(module: FSDPModule) -> bool:
     """Returns whether `set_all_reduce_hook` was called on a module."""
     # Under another name a sum with ``reproducible_across_ranks`` raises.

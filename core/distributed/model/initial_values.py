@@ -26,10 +26,9 @@ from ...base import device
 from ...base.errors import WrapError
 from ...base.local_parts import local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
-from ...tensor_parallel.allocation import allocate_meta_tensors
 from ...tensor_parallel.initialization import initialize_parameters
 from ...tensor_parallel.partition import copy_shard
-from ...transformer.module import performs_initialization, root_seed
+from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
 
 
 @torch.no_grad()

@@ -207,15 +207,14 @@ Description = dict[str, str]
 """Description of a rank's model: values by the name in messages, in the model's order."""
 
 
-def reject_different_models(module: nn.Module, plan: Plan) -> None:
+def reject_different_models(plan: Plan) -> None:
     """Raises, on every rank of the group, unless all of them wrap the same model with the same settings.
 
     Without it the first collective whose sizes differ would hang, fail with a message about bytes, or mix up tensors.
     The ranks compare a hash of the model in one small collective, and exchange descriptions only if it differs.
 
     Args:
-        module: the model that is planned, before it is wrapped; its parameters may be on the meta device.
-        plan: its settings and units must be equal on all ranks.
+        plan: its settings, its units, and the model, which is not wrapped yet and may be on the meta device.
 
     Raises:
         WrapError: names the first difference, and the value of each rank.
@@ -223,7 +222,7 @@ def reject_different_models(module: nn.Module, plan: Plan) -> None:
     group = plan.groups.whole
     if group.size() == 1:
         return
-    mine = _describe(module, plan)
+    mine = _describe(plan)
     if _is_equal_over_ranks(mine, group):
         return
     name, values = _first_difference(_gather(mine, group))
@@ -237,9 +236,9 @@ def reject_different_models(module: nn.Module, plan: Plan) -> None:
     )
 
 
-def _describe(module: nn.Module, plan: Plan) -> Description:
+def _describe(plan: Plan) -> Description:
     """Returns everything that must be equal on all ranks, except the values of parameters."""
-    described = dict(plan.settings)
+    (module,), described = plan.root.modules, dict(plan.settings)
     described["the model's class"] = type(module).__name__
     units = {", ".join(unit.names) or "root": unit for unit in plan.units if unit.is_gathered}
     unit_of = {param.name: f", unit {name}" for name, unit in units.items() for param in unit.params}

@@ -6,6 +6,6 @@ build                       builds settings from a flat mapping; tables of flags
 arguments                   the flags that are made from fields
 """
 
-from .pretrain_config import PretrainConfig, division_violations, section_types, sequence_multiple, validate
+from .pretrain_config import PretrainConfig, section_types, sequence_multiple, validate
 
-__all__ = ["PretrainConfig", "division_violations", "section_types", "sequence_multiple", "validate"]
+__all__ = ["PretrainConfig", "section_types", "sequence_multiple", "validate"]

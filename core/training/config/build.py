@@ -6,7 +6,6 @@ Megatron-LM's flags that do not exist here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from ...base.errors import ConfigError, ParallelConfigError
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
-from .pretrain_config import PretrainConfig, division_violations, section_types
+from .pretrain_config import DIVIDING_SIZES, PretrainConfig, division_violations, section_types
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
@@ -67,11 +66,9 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
 
 def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
     """Returns errors for sizes outside of the transformer that its ranks do not divide, to report with its own."""
-    defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
-    names = inspect.signature(division_violations).parameters
-    values = {name: given.get(name, defaults[name]) for name in names}
-    sizes = [value for name, value in values.items() if name not in ("sequence_parallel", "vocab_size")]
-    return list(division_violations(**values)) if min(sizes) >= 1 else []
+    settings: dict[str, Any] = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
+    settings |= given
+    return list(division_violations(settings)) if all(settings[name] >= 1 for name in DIVIDING_SIZES) else []
 
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:

@@ -130,14 +130,7 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
         )
     else:
         yield from _replica_violations(config, world_size)
-    yield from division_violations(
-        tensor_model_parallel_size=model.tensor_model_parallel_size,
-        context_parallel_size=model.context_parallel_size,
-        sequence_parallel=model.sequence_parallel,
-        seq_length=data.seq_length,
-        vocab_size=data.vocab_size,
-        make_vocab_size_divisible_by=config.gpt.make_vocab_size_divisible_by,
-    )
+    yield from division_violations({**vars(model), **vars(data), **vars(config.gpt)})
 
 
 def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
@@ -167,24 +160,25 @@ def _ranks_without_a_tree(config: PretrainConfig, world_size: int) -> ParallelCo
     )
 
 
-def division_violations(
-    *,
-    tensor_model_parallel_size: int,
-    context_parallel_size: int,
-    sequence_parallel: bool,
-    seq_length: int,
-    vocab_size: int | None,
-    make_vocab_size_divisible_by: int,
-) -> Iterator[ParallelConfigError]:
-    """Yields errors for sizes outside of the layers that a model's ranks do not divide: sequences, the vocabulary."""
-    tp, cp = tensor_model_parallel_size, context_parallel_size
-    cuts = sequence_multiple(tp, cp, sequence_parallel)
+DIVIDING_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "seq_length", "make_vocab_size_divisible_by")
+"""Settings that `division_violations` divides, or divides by; they are positive."""
+
+
+def division_violations(settings: Mapping[str, Any]) -> Iterator[ParallelConfigError]:
+    """Yields errors for sizes outside of the layers that a model's ranks do not divide: sequences, the vocabulary.
+
+    Args:
+        settings: the fields of the model's, the data's and GPT's sections, by name.
+    """
+    tp, cp = settings["tensor_model_parallel_size"], settings["context_parallel_size"]
+    seq_length, vocab_size = settings["seq_length"], settings["vocab_size"]
+    cuts = sequence_multiple(tp, cp, settings["sequence_parallel"])
     if seq_length % cuts:
         yield ParallelConfigError(
             f"seq_length {seq_length} is split into {cuts} parts by context_parallel_size {cp} and sequence_parallel "
-            f"{sequence_parallel}; take {nearest_multiples(seq_length, cuts)}"
+            f"{settings['sequence_parallel']}; take {nearest_multiples(seq_length, cuts)}"
         )
-    multiple = make_vocab_size_divisible_by
+    multiple = settings["make_vocab_size_divisible_by"]
     padded = multiple if vocab_size is None else pad_vocab_size(vocab_size, multiple)
     if padded % tp:
         what = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"

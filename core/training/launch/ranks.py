@@ -1,11 +1,10 @@
 """Starts the ranks of a program on this machine, waits for them, and passes signals on to them.
 
-Ranks are processes of torch's elastic agent (`torch.distributed.elastic.multiprocessing`). On one machine this
-replaces ``torchrun``, whose environment variables it sets. It differs in its output: a mistake in the flags is one
-line, printed by a rank, and that rank's status; a crash is the traceback of the rank that crashed. Ctrl-C, SIGTERM and
-SIGHUP are passed on and waited for, so that a run can save; a second signal ends all ranks at once, a third one kills
-them. No rank outlives its launcher. Stores and collectives listen on the loopback interface only. Several machines
-need ``torchrun`` or Slurm.
+On one machine this replaces ``torchrun``, whose environment variables it sets. It differs in its output: a mistake in
+the flags is one line, printed by a rank, and that rank's status; a crash is the traceback of the rank that crashed.
+Ctrl-C, SIGTERM and SIGHUP are passed on and waited for, so that a run can save; a second signal ends all ranks at
+once, a third one kills them. No rank outlives its launcher. Stores and collectives listen on the loopback interface
+only. Several machines need ``torchrun`` or Slurm.
 """
 
 from __future__ import annotations
@@ -13,19 +12,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
 
 from . import signals as signal_handling
 from .entry import RUN_STARTED, USER_ERROR_STATUS
@@ -55,7 +48,7 @@ def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> i
         the exit status: 0, or that of the first rank to fail.
     """
     started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
-    with SignalCount() as signals, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with SignalCount() as signals:
         for restarts in range(max_restarts + 1):
             environment = {
                 "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
@@ -63,30 +56,23 @@ def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> i
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
                 RUN_STARTED: started,
             }
-            ended = _run_once(num_ranks, command, environment, signals, Path(folder))
-            if ended.status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
+            status, reason = _run_once(num_ranks, command, environment, signals)
+            if status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
                 break
             _say(
-                f"{ended.reason or 'the ranks failed'}; starting them again, to continue from the last good "
+                f"{reason or 'the ranks failed'}; starting them again, to continue from the last good "
                 f"checkpoint (restart {restarts + 1} of {max_restarts})"
             )
-    if ended.reason:
-        _say(ended.reason)
-    return ended.status
+    if reason:
+        _say(reason)
+    return status
 
 
-@dataclass
-class _Ended:
-    """The outcome of one start of the ranks."""
-
-    status: int
-    reason: str = ""
-    """Why the ranks ended, if they could not print it themselves; else empty."""
+_Ended = tuple[int, str]
+"""Exit status, and why the ranks ended, if they could not print it themselves; else empty."""
 
 
-def _run_once(
-    num_ranks: int, command: list[str], environment: dict[str, str], signals: SignalCount, folder: Path
-) -> _Ended:
+def _run_once(num_ranks: int, command: list[str], environment: dict[str, str], signals: SignalCount) -> _Ended:
     """Starts all ranks and waits until the last one has ended."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
@@ -94,19 +80,18 @@ def _run_once(
         # Serve the store on a socket that is open before any rank starts, so that no other program can take the port.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     guard = [sys.executable, "-I", signal_handling.__file__, str(os.getpid())]
-    arguments = (*guard[1:], sys.executable, *command)
-    with _agent_leaves_signals_alone():
-        context = start_processes(
-            name="ranks",
-            entrypoint=guard[0],
-            args=dict.fromkeys(range(num_ranks), arguments),
-            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+    ranks = [
+        subprocess.Popen(
+            [*guard, sys.executable, *command],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on
         )
+        for rank in range(num_ranks)
+    ]
     try:
-        return _wait(cast(SubprocessContext, context), signals)
+        return _wait(ranks, signals)
     finally:
-        context.close(signal.SIGKILL, timeout=int(GRACE_S))
+        _kill(ranks)
         del store
 
 
@@ -126,56 +111,48 @@ def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
     return common | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
-@contextmanager
-def _agent_leaves_signals_alone() -> Iterator[None]:
-    """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT. Restores it on exit."""
-    name, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", signal.getsignal(signal.SIGQUIT)
-    previous = os.environ.get(name)
-    os.environ[name] = "SIGQUIT"
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGQUIT, before)
-        del os.environ[name]
-        if previous is not None:
-            os.environ[name] = previous
-
-
-def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
+def _wait(ranks: list[subprocess.Popen[bytes]], signals: SignalCount) -> _Ended:
     """Waits for all ranks. After one has failed, ends the others after a grace period."""
-    ranks = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     deadline = float("inf")
     first: tuple[int, int] | None = None
     passed_on = 0
-    while any(process.poll() is None for process in ranks.values()):
+    while any(process.poll() is None for process in ranks):
         if first is None and (first := _first_failure(ranks)) is not None:
             deadline = time.monotonic() + (0.0 if signals.ended_by(first[1]) else GRACE_S)
         if passed_on < signals.count:
             passed_on = signals.count
             if passed_on == 2:
                 deadline = min(deadline, time.monotonic() + SECOND_SIGNAL_GRACE_S)
-            for process in ranks.values():
+            for process in ranks:
                 process.send_signal(signals.sent)
         if time.monotonic() > deadline or signals.count > 2:
-            context.close(signal.SIGKILL, timeout=int(GRACE_S))
+            _kill(ranks)
             break
         time.sleep(_POLL_S)
     first = first or _first_failure(ranks)
     if signals.count > 1:
-        return _Ended(128 + signals.number, f"ended at once by a second {signals.name}, without saving")
+        return 128 + signals.number, f"ended at once by a second {signals.name}, without saving"
     if first is None:
-        return _Ended(0)
+        return 0, ""
     rank, code = first
     if signals.ended_by(code):
-        return _Ended(128 + signals.number, f"ended by {signals.name} before there was anything to save")
+        return 128 + signals.number, f"ended by {signals.name} before there was anything to save"
     if code < 0:
         ended_by = signal.Signals(-code)
-        return _Ended(128 - code, f"rank {rank} was ended by {ended_by.name}{_HINTS.get(ended_by, '')}")
-    return _Ended(code)
+        return 128 - code, f"rank {rank} was ended by {ended_by.name}{_HINTS.get(ended_by, '')}"
+    return code, ""
 
 
-def _first_failure(ranks: dict[int, Any]) -> tuple[int, int] | None:
-    failed = [(rank, process.returncode) for rank, process in ranks.items() if process.poll()]
+def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Kills the ranks that have not ended, with the processes that they started."""
+    for process in ranks:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # of its own session, and not reaped: the group exists
+            process.wait()
+
+
+def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    failed = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
     # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
     return min(failed, key=lambda item: item[1], default=None)
 

@@ -35,7 +35,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the first gradient is not scaled",
-        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel._scale_gradients",
+        "core.distributed.data_parallel_base._BaseDataParallel._scale_gradients",
         r"_foreach_mul_\(gradients",
         "_foreach_mul_(gradients[1:]",
         (CONTRACT, _FSDP2),
@@ -108,8 +108,8 @@ MUTATIONS = (
     # ---- the flat engine
     Mutation(
         "the sum of a global batch over ranks is not made a mean",
-        "core.distributed.engine.reduction.BucketSums.finish",
-        r"shard\.mul_\(.*\)",
+        "core.distributed.data_parallel_base._BaseDataParallel.finish_grad_sync",
+        r"self\._scale_gradients\(.*\)",
         "pass",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),

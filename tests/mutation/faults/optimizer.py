@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "Adam's bias is corrected for one step more",
-        "core.optimizer.update_rules.AdamW.step",
+        "core.optimizer.update_rules.update_by_adamw",
         r"partial\(_adamw, group, count",
         "partial(_adamw, group, count + 1",
         (_RULES,),

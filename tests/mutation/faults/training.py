@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "context-parallel ranks read different samples",
-        "core.training.data._loader",
+        "core.training.data.open_batches",
         r"get_data_parallel_rank\(\)",
         "get_data_parallel_rank(with_context_parallel=True)",
         ("tests/unit/training/test_data.py::test_ranks_of_one_model_read_the_same_whole_sequences",),

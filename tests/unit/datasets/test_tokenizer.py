@@ -9,7 +9,8 @@ import pytest
 from corpus import train_bpe
 
 from core.base.errors import ConfigError, DataError, MissingExtraError
-from core.datasets.tokenizer import build_byte_tokenizer, load_tokenizer, tokenizer_path
+from core.datasets.tokenizer import load_tokenizer, tokenizer_path
+from examples.gpt.byte_tokenizer import ByteTokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",
@@ -21,7 +22,7 @@ TEXTS = [
 
 
 def test_byte_ids_are_the_bytes():
-    tokenizer = build_byte_tokenizer()
+    tokenizer = ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -34,7 +35,7 @@ def test_byte_ids_are_the_bytes():
 def test_byte_ids_equal_the_librarys():
     import tokenizers
 
-    library = tokenizers.Tokenizer.from_str(build_byte_tokenizer().to_json())
+    library = tokenizers.Tokenizer.from_str(ByteTokenizer().to_json())
     text = "".join(map(chr, [*range(0x80), *range(0x80, 0x800, 7), 0x1000, 0xFFFD, 0x10000, 0x10FFFF]))
     assert library.encode(text).ids == list(text.encode())
     symbols = [library.id_to_token(byte) for byte in range(256)]
@@ -58,7 +59,7 @@ def test_bpe_roundtrip_is_deterministic(tmp_path: Path):
 def test_a_saved_tokenizer_is_found_next_to_its_corpus(tmp_path: Path):
     path = tokenizer_path(tmp_path / "corpus")
     assert path == tmp_path / "corpus.tokenizer.json"
-    for tokenizer in (build_byte_tokenizer(), train_bpe(["aaa bbb aaa bbb"], 260)):
+    for tokenizer in (ByteTokenizer(), train_bpe(["aaa bbb aaa bbb"], 260)):
         tokenizer.save(path)
         loaded = load_tokenizer(path)
         assert (loaded.vocab_size, loaded.eod, loaded.to_json()) == (
@@ -179,7 +180,7 @@ def test_library_panic_is_a_file_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_unpaired_surrogate_is_named():
     with pytest.raises(DataError, match=r"unpaired surrogate, '\\ud83d' at character 2"):
-        build_byte_tokenizer().encode("ab\ud83d")
+        ByteTokenizer().encode("ab\ud83d")
 
 
 def test_a_vocabulary_too_small_for_bytes_is_refused():
@@ -189,10 +190,10 @@ def test_a_vocabulary_too_small_for_bytes_is_refused():
 
 def test_saving_without_a_folder_is_named(tmp_path: Path):
     with pytest.raises(OSError, match="No such file"):
-        build_byte_tokenizer().save(tmp_path / "absent" / "c.tokenizer.json")
+        ByteTokenizer().save(tmp_path / "absent" / "c.tokenizer.json")
 
 
 def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtraError, match=r"needs the package 'tokenizers': pip install 'shardstack\[train\]'"):
-        build_byte_tokenizer()
+        ByteTokenizer()

@@ -21,10 +21,10 @@ from core.diagnostics.out_of_memory import (
     PARAMETERS,
     REST,
     WHOLE_GRADIENTS,
-    asked_bytes,
     held_bytes,
     is_out_of_memory,
     memory_by_category,
+    requested_bytes,
     savings,
     table_lines,
 )
@@ -100,12 +100,12 @@ def test_code_that_catches_torchs_or_pythons_error_still_does():
 
 
 def test_the_allocators_are_understood():
-    assert asked_bytes(ON_A_GPU) == 20 * 2**20
+    assert requested_bytes(ON_A_GPU) == 20 * 2**20
     assert (
-        asked_bytes("DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes. Error code 12")
+        requested_bytes("DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes. Error code 12")
         == 123
     )
-    assert asked_bytes("no number") == 0
+    assert requested_bytes("no number") == 0
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"))
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
@@ -123,7 +123,7 @@ def _savings(kind: str, device_type: str = "cuda", bf16: bool = True, **fields: 
     )
     plan = plan_model(module, config, settings(kind, **fields), DataParallelGroups(group, group), [nn.Sequential])
     wrapper = SimpleNamespace(module=module, plan=plan, config=config, process_group=group)
-    found = savings(wrapper, TABLE, asked=20, device_type=device_type)
+    found = savings(wrapper, TABLE, requested=20, device_type=device_type)
     return {(re.search(r"\((\w+)", setting) or re.search(r"(half)", setting))[1]: size for setting, size in found}
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from core import parallel_state
@@ -60,58 +59,6 @@ def _loads_on_one_rank_only() -> None:
 
 def test_a_full_dict_needs_no_other_rank():
     run_distributed(_loads_on_one_rank_only, 2)
-
-
-def _broadcasts(layout: str) -> None:
-    model = toy(layout, filled=False)
-    load_model_state_dict(model, _full() if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
-    _check(model)
-    wrong = _full() | {"norm.weight": torch.ones(3)} if dist.get_rank() == 0 else {}
-    with pytest.raises(CheckpointError, match=r"norm\.weight has shape \[3\]"):
-        load_model_state_dict(model, wrong, broadcast_from_rank0=True)
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"), [(2, "fsdp"), (2, "tp2"), pytest.param(4, "tp2 fsdp", marks=pytest.mark.long)]
-)
-def test_the_first_rank_can_hold_the_dict_for_all(world, layout):
-    run_distributed(_broadcasts, world, layout)
-
-
-class _TiedWithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-        self.norm = nn.BatchNorm1d(7)
-
-
-def _broadcasts_to_ranks_without_any() -> None:
-    first = dist.get_rank() == 0
-    torch.manual_seed(dist.get_rank())
-    source = _TiedWithBuffers()
-    source.norm.running_mean += 3
-    expected = [source.state_dict()] if first else [None]
-    dist.broadcast_object_list(expected)
-    model = _TiedWithBuffers()
-    fully_shard(model.norm)
-    fully_shard(model)
-    load_model_state_dict(model, source.state_dict() if first else None, broadcast_from_rank0=True)
-    assert model.head.weight is model.embedding.weight
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[0][name]), name
-    without = {name: value for name, value in source.state_dict().items() if name != "norm.weight"} if first else None
-    with pytest.raises(CheckpointError, match=r"missing: norm\.weight"):
-        load_model_state_dict(model, without, broadcast_from_rank0=True)
-    with pytest.raises(CheckpointError, match="first rank was given None"):
-        load_model_state_dict(model, None, broadcast_from_rank0=True)
-    with pytest.raises(CheckpointError, match="given None for a state dict; give one, or broadcast_from_rank0"):
-        load_model_state_dict(model, None)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_other_ranks_need_no_dict_at_all(world):
-    run_distributed(_broadcasts_to_ranks_without_any, world)
 
 
 def _loads_sharded(layout: str) -> None:

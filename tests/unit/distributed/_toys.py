@@ -31,6 +31,7 @@ from core.distributed import (
 )
 from core.distributed.engine.unit import POISONS
 from core.distributed.flat_data_parallel import _FlatDataParallel
+from core.distributed.fsdp2.torch_private import groups_of
 
 BUFFERED = {
     "ddp": {},
@@ -181,6 +182,12 @@ def _joined(view: FlatRange) -> torch.Tensor:
     for offsets, piece in itertools.chain(*found):
         whole[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
     return whole
+
+
+def communication_of(module: nn.Module) -> tuple[Any, Any]:
+    """Returns the all-gather and the reduce-scatter of a module of FSDP2."""
+    (group,) = groups_of(module)
+    return group._all_gather_comm, group._reduce_scatter_comm
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

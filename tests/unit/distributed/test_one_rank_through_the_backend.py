@@ -12,11 +12,10 @@ import torch.distributed as dist
 from core.base.local_parts import local_part
 from core.comm import collectives
 from core.comm.record import record_of
-from core.distributed.fsdp2.torch_private import communication_of
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Block, batches, build, loss_of, toy
+from tests.unit.distributed._toys import Block, batches, build, communication_of, loss_of, toy
 
 
 def _trained(

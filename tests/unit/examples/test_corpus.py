@@ -11,7 +11,8 @@ from corpus import prepare
 
 from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.tokenizer import Tokenizer, build_byte_tokenizer, load_tokenizer, tokenizer_path
+from core.datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
+from examples.gpt.byte_tokenizer import ByteTokenizer
 
 DOCUMENTS = ["one", "two\nlines é", "", "three <|endoftext|> three", "four " * 2000]
 
@@ -42,7 +43,7 @@ def test_documents_come_back_with_their_end(tmp_path: Path, source: Path, tokeni
 
 
 def test_a_tokenizer_file_is_used_and_kept(tmp_path: Path, source: Path):
-    build_byte_tokenizer().save(tmp_path / "mine.json")
+    ByteTokenizer().save(tmp_path / "mine.json")
     prepare([source], tmp_path / "c", tokenizer=tmp_path / "mine.json")
     prepare([source], tmp_path / "d")
     for suffix in (".bin", ".idx", ".tokenizer.json"):

@@ -7,7 +7,7 @@ import torch
 
 from core import parallel_state
 from core.base.errors import ConfigError, DataError
-from core.datasets.tokenizer import build_byte_tokenizer
+from examples.gpt.byte_tokenizer import ByteTokenizer
 from examples.gpt.sampling import SamplingConfig, draw, generate_tokens, stream_text
 from tests.unit._spawn import run_distributed
 
@@ -92,7 +92,7 @@ def test_numbers_out_of_range_are_refused(settings):
 
 
 def test_text_comes_in_whole_characters():
-    tokenizer = build_byte_tokenizer()
+    tokenizer = ByteTokenizer()
     text = "é und 漢字 🙂!"
     pieces = list(stream_text(tokenizer, iter(tokenizer.encode(text).tolist())))
     assert "".join(pieces) == text

@@ -16,7 +16,7 @@ from corpus import prepare
 from core import parallel_state
 from core.base.errors import ConfigError, DataError
 from core.datasets.tokenizer import tokenizer_path
-from core.training.data import DeviceBatches, load_data, training_batches, validation_batches
+from core.training.data import DeviceBatches, load_data, open_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 
@@ -55,8 +55,8 @@ def _micro_batches(prefix: Path, consumed: int, num_workers: int, **cut: int) ->
     config = small_config(global_batch_size=8, train_iters=3, eval_iters=1, num_workers=num_workers)
     parallel_state.initialize_model_parallel(**cut)
     data = load_data(config, prefix, 2)
-    train = torch.stack([batch["tokens"] for batch in training_batches(data, config, consumed)])
-    valid = torch.stack([batch["tokens"] for batch in validation_batches(data.valid, config)])
+    train = torch.stack([batch["tokens"] for batch in open_batches(data.train, config, consumed)])
+    valid = torch.stack([batch["tokens"] for batch in open_batches(data.valid, config)])
     return train, valid
 
 
@@ -80,7 +80,7 @@ def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
         "core.training.data.DeviceBatches", partial(DeviceBatches, start_copy=lambda batch: lambda: batch)
     ):
         for first, last in itertools.pairwise([0, *stops]):
-            with training_batches(data, config, 8 * first) as batches:
+            with open_batches(data.train, config, 8 * first) as batches:
                 found += [next(batches)["tokens"] for _ in range(2 * (last - first))]
     return found
 

@@ -88,8 +88,9 @@ def test_pages_and_plots_that_cannot_be_written_end_nothing(tmp_path, monkeypatc
     def full(*_args, **_options) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    target = {"model.html": "_write_text", "loss.png": "draw_loss_curve", "config.json": "write_durably"}[name]
-    monkeypatch.setattr(f"core.training.run_log.{target}", full)
+    log_module = "core.training.run_log"
+    targets = {"loss.png": f"{log_module}.draw_loss_curve", "config.json": f"{log_module}.write_durably"}
+    monkeypatch.setattr(targets.get(name, "pathlib.Path.write_text"), full)
 
     class Model:
         def describe(self, *_args, **_options) -> str:

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from core.base.errors import WrapError, warn_once
 from core.comm.record import record_of
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
-from core.distributed.fsdp2.torch_private import communication_of
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import UNITS, batches, build, full, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import UNITS, batches, build, communication_of, full, gradients, loss_of, oracle, toy
 
 
 def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **settings: object) -> torch.nn.Module:

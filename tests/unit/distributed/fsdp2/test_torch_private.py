@@ -44,7 +44,6 @@ ORIGINS = Origins(
         "fsdp_param_groups": "[FSDPParamGroup]",
         "groups_of": "[FSDPParamGroup]",
         "_running_reductions": "[ReduceScatterState]",
-        "communication_of": "",
         "gathered_versions": "",
         "names_of_parameters": "",
     },

@@ -19,11 +19,11 @@ from core.models.gpt.hugging_face import save_hugging_face
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint
 from core.training.config.arguments import build_config
-from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module
 from examples.gpt.convert import save_weights, settings_of
+from examples.gpt.pretrained import load_pretrained
 from tests.functional._runs import _whole
 from tests.unit._spawn import run_distributed
 from tests.unit.models.gpt.test_hugging_face import build

@@ -1,4 +1,4 @@
-"""Loads weights without a run's state: of a run's checkpoint, of Hugging Face, of Megatron-LM.
+"""Starts a run from weights alone: of a run's checkpoint, of Hugging Face, of Megatron-LM.
 
 Each rank reads only its part of each tensor, under any wrapper.
 """
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from ..base.errors import CheckpointError, ConfigError
-from ..base.files import brief
-from ..dist_checkpointing import load, load_metadata
-from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
-from ..dist_checkpointing.format.folders import existing_folder
-from ..dist_checkpointing.format.reader import read_index
-from ..dist_checkpointing.format.verification import another_offered
-from ..distributed.data_parallel_base import unwrap_model
-from ..models.gpt import GPTModel
-from ..models.gpt.architecture import (
+from core.base.errors import CheckpointError, ConfigError
+from core.base.files import brief
+from core.dist_checkpointing import load, load_metadata
+from core.dist_checkpointing.agreement import Ranks
+from core.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
+from core.dist_checkpointing.format.folders import existing_folder
+from core.dist_checkpointing.format.reader import read_index
+from core.dist_checkpointing.format.verification import another_offered
+from core.distributed.data_parallel_base import unwrap_model
+from core.models.gpt import GPTModel
+from core.models.gpt.architecture import (
     EXPERT_FIELDS,
     TRANSFORMER_FIELDS,
     architecture_of,
@@ -30,13 +30,13 @@ from ..models.gpt.architecture import (
     gpt_of,
     model_fields,
 )
-from ..models.gpt.hugging_face import load_hugging_face, read_hf_config
-from ..models.gpt.megatron_layout import find_megatron, load_megatron
-from ..models.gpt.upcycling import dense_architecture, upcycled
-from ..transformer.lora import is_adapter
-from ..transformer.transformer_config import TransformerConfig
-from .checkpointing import find_checkpoint
-from .state import TrainingState, check_is_run
+from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
+from core.models.gpt.megatron_layout import find_megatron, load_megatron
+from core.models.gpt.upcycling import dense_architecture, upcycled
+from core.training.checkpointing import find_checkpoint
+from core.training.state import TrainingState, check_is_run
+from core.transformer.lora import is_adapter
+from core.transformer.transformer_config import TransformerConfig
 
 NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
