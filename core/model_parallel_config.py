@@ -37,7 +37,11 @@ class ModelParallelConfig:
     """Ranks that share each sequence."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer. Process groups support any number, models here only one."""
+    """Ranks that share the experts of a layer; they are among the data-parallel, context-parallel and tensor-parallel
+    ranks."""
+
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share the matrices of each expert. None: `tensor_model_parallel_size`."""
 
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (Korthikanti et al., 2022)."""
@@ -77,7 +81,8 @@ class ModelParallelConfig:
     def __post_init__(self) -> None:
         self._check_cross_entropy()
         degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
-        check_range(self, *(f"{name}_parallel_size" for name in degrees), least=1, error=ParallelConfigError)
+        names = [*(f"{name}_parallel_size" for name in degrees), "expert_tensor_parallel_size"]
+        check_range(self, *names, least=1, error=ParallelConfigError)
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:

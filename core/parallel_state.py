@@ -53,6 +53,11 @@ def get_data_parallel_mesh() -> DeviceMesh:
     return current.groups("the data-parallel mesh").data_parallel_mesh
 
 
+def get_expert_data_parallel_mesh() -> DeviceMesh:
+    """Returns the same for experts: ``(expert_dp,)``, or ``(dp_replicate, expert_dp_shard)``."""
+    return current.groups("the experts' data-parallel mesh").expert_data_parallel_mesh
+
+
 # ---- tensor, context and pipeline parallelism: one rank of one before initialisation
 
 get_tensor_model_parallel_group = group_getter("tp", "The ranks that share the matrices of this rank's layers.")
@@ -161,9 +166,20 @@ def get_tensor_and_data_parallel_group(
 
 get_expert_model_parallel_group = group_getter("ep", "The ranks that share the experts of a layer.")
 get_expert_model_parallel_world_size = size_getter("ep", "expert-parallel group", alone=1)
+get_expert_model_parallel_rank = rank_getter("ep", "expert-parallel group", alone=0)
 get_expert_tensor_parallel_group = group_getter("expert_tp", "The ranks that share the matrices of one expert.")
 get_expert_tensor_parallel_world_size = size_getter("expert_tp", "experts' tensor-parallel group")
+get_expert_tensor_parallel_rank = rank_getter("expert_tp", "experts' tensor-parallel group")
 get_expert_tensor_and_model_parallel_group = group_getter("expert_tp_ep", "Experts' tensor x expert.")
+get_expert_tensor_and_model_parallel_world_size = size_getter("expert_tp_ep", "experts' tensor x expert group")
+get_expert_tensor_and_model_parallel_rank = rank_getter("expert_tp_ep", "experts' tensor x expert group")
+
+
+def experts_are_apart() -> bool:
+    """Returns whether experts are cut over other ranks than dense layers. Their parameters then have replicas of their
+    own, and carry Megatron-LM's mark ``allreduce=False``."""
+    groups = current.groups_or_none()
+    return groups is not None and groups.experts_are_apart
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
@@ -178,7 +194,21 @@ def get_expert_data_parallel_group(
 ) -> ProcessGroup | None:
     """Returns the replicas of this rank's experts. `partial_expert_data_parallel`: those within one optimizer
     instance."""
-    return current.process_group("expert_dp_shard" if partial_expert_data_parallel else "expert_dp", check_initialized)
+    return current.process_group(_expert_data_kind(partial_expert_data_parallel), check_initialized)
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Returns the size of `get_expert_data_parallel_group` with the same argument."""
+    return current.size(_expert_data_kind(partial_expert_data_parallel))
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """Returns this rank's place in `get_expert_data_parallel_group` with the same argument."""
+    return current.rank(_expert_data_kind(partial_expert_data_parallel))
+
+
+def _expert_data_kind(is_partial: bool) -> str:
+    return "expert_dp_shard" if is_partial else "expert_dp"
 
 
 name_functions(globals())

@@ -151,6 +151,8 @@ def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names:
         "tp": parallel_state.get_tensor_model_parallel_group,
         "cp": parallel_state.get_context_parallel_group,
         "pp": parallel_state.get_pipeline_model_parallel_group,
+        "ep": parallel_state.get_expert_model_parallel_group,
+        "expt_tp": parallel_state.get_expert_tensor_parallel_group,
     }
     for name in names:
         given, own = getattr(groups, name), getters[name](check_initialized=False)

@@ -1,20 +1,22 @@
 """Views a rank's piece of a parameter as a piece of the whole model's parameter.
 
 A parameter can be split twice. Tensor parallelism splits the layer: the rank holds a plain tensor, and Megatron's
-attributes ``tensor_model_parallel`` and ``partition_dim`` say how it was split. FSDP then shards this rank's piece:
-the parameter becomes a DTensor over the data-parallel mesh. :func:`global_view` joins both into one DTensor of the
-whole parameter, without copies or communication. Every other file (checkpoints, gradient norms, exports,
-initialisation) reads shapes and offsets from it instead of computing them.
+attributes ``tensor_model_parallel`` and ``partition_dim`` say how it was split. Experts are split by dim 0 first, over
+expert parallelism (``expert_model_parallel``), and then over tensor-parallel ranks of their own. FSDP then shards this
+rank's piece: the parameter becomes a DTensor over the data-parallel mesh. :func:`global_view` joins both into one
+DTensor of the whole parameter, without copies or communication. Every other file (checkpoints, gradient norms,
+exports, initialisation) reads shapes and offsets from it instead of computing them.
 
-The joint mesh has tp as its *outer* axis, because DTensor applies placements from the left: ``(Shard(0), Shard(0))``
-means the even tp split first and FSDP's split inside it, in the order in which they were made, for any sizes.
+The joint mesh has tp, or ep and the experts' tp, as *outer* axes, because DTensor applies placements from the left:
+``(Shard(0), Shard(0))`` means the even tp split first and FSDP's split inside it, in the order in which they were
+made, for any sizes.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,7 +28,7 @@ from .. import parallel_state
 from ..base.errors import ParallelConfigError
 from ..base.local_parts import local_part
 
-_TP_AXIS = "tp"
+_OUTER_AXES = ("tp", "ep", "expert_tp")
 _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
 
 
@@ -41,8 +43,8 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
     Returns:
         Without tensor parallelism the tensor itself: plain if `param` is plain, else a DTensor on `param`'s mesh. With
         it a DTensor with placements ``(Shard(partition_dim) | Replicate(), *param.placements)`` on the mesh
-        ``(tp, *param.device_mesh)``, or on ``(tp,)`` if `param` is plain. Data-parallel ranks outside of the mesh hold
-        replicas.
+        ``(tp, *param.device_mesh)``, or on ``(tp,)`` if `param` is plain; of experts on ``(ep, expert_tp, ...)``.
+        Data-parallel ranks outside of the mesh hold replicas.
 
     Raises:
         ParallelConfigError: the pipeline has more than one stage, the split is interleaved (``partition_stride`` above
@@ -99,22 +101,52 @@ def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, t
     """Returns the mesh, placements and global shape of `param`. No mesh if the plain tensor is already the whole."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     inner_placements = tuple(param.placements) if isinstance(param, DTensor) else ()
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
-    if tp_size == 1 or (inner is not None and _TP_AXIS in (inner.mesh_dim_names or ())):
+    outer = _outer_cuts(param)
+    if not outer or (inner is not None and set(inner.mesh_dim_names or ()).intersection(_OUTER_AXES)):
         if inner is not None and device_type not in (inner.device_type, "meta"):
-            inner = _mesh(None, inner, device_type)  # CPU-offloaded: DTensor would copy it to the mesh's device
+            inner = _mesh((), inner, device_type)  # CPU-offloaded: DTensor would copy it to the mesh's device
         return inner, inner_placements, param.shape
 
     shape = list(param.shape)
-    outer: Placement = Replicate()
-    if getattr(param, "tensor_model_parallel", False):
-        dim = _partition_dim(param)
-        outer = Shard(dim)
-        shape[dim] *= tp_size
-    tp_group = parallel_state.get_tensor_model_parallel_group()
+    for cut in outer:
+        if isinstance(cut.placement, Shard):
+            shape[cut.placement.dim] *= cut.group.size()
     if device_type == "meta":
         device_type = inner.device_type if inner is not None else parallel_state.get_device_mesh().device_type
-    return _mesh(tp_group, inner, device_type), (outer, *inner_placements), torch.Size(shape)
+    placements = (*(cut.placement for cut in outer), *inner_placements)
+    return _mesh(outer, inner, device_type), placements, torch.Size(shape)
+
+
+class _OuterCut(NamedTuple):
+    """How ranks of one axis share a layer's parameter, before any sharding."""
+
+    axis: str
+    group: ProcessGroup
+    placement: Placement
+
+
+def _outer_cuts(param: torch.Tensor) -> list[_OuterCut]:
+    """Returns the cuts of a parameter by its layer, the outer one first; none over a single rank."""
+    groups: dict[str, ProcessGroup | None] = {}
+    if getattr(param, "expert_model_parallel", False) and parallel_state.experts_are_apart():
+        groups["ep"] = parallel_state.get_expert_model_parallel_group()
+        groups["expert_tp"] = parallel_state.get_expert_tensor_parallel_group()
+    elif parallel_state.model_parallel_is_initialized():
+        groups["tp"] = parallel_state.get_tensor_model_parallel_group()
+    several = {axis: group for axis, group in groups.items() if group is not None and group.size() > 1}
+    return [_OuterCut(axis, group, _outer_placement(param, axis)) for axis, group in several.items()]
+
+
+def _outer_placement(param: torch.Tensor, axis: str) -> Placement:
+    if axis == "ep":
+        return Shard(0)
+    return Shard(_partition_dim(param)) if getattr(param, "tensor_model_parallel", False) else Replicate()
+
+
+def is_piece(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is one rank's piece of a layer's parameter, which `global_view` has not joined."""
+    is_joined = isinstance(tensor, DTensor) and set(tensor.device_mesh.mesh_dim_names or ()).intersection(_OUTER_AXES)
+    return not is_joined and any(isinstance(cut.placement, Shard) for cut in _outer_cuts(tensor))
 
 
 def _check_piece(
@@ -175,37 +207,36 @@ class _MeshCache:
 _CACHE = _MeshCache()
 
 
-def _mesh(tp_group: ProcessGroup | None, inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
-    """Returns the mesh ``(tp, *inner)`` of existing groups. `device_type` is that of the local tensors."""
+def _mesh(outer: Sequence[_OuterCut], inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """Returns the mesh ``(*outer, *inner)`` of existing groups. `device_type` is that of the local tensors."""
     inner_groups = [] if inner is None else [inner.get_group(axis) for axis in range(inner.ndim)]
-    groups = ([] if tp_group is None else [tp_group]) + inner_groups
+    groups = [*(cut.group for cut in outer), *inner_groups]
     key = (tuple(group.group_name for group in groups), device_type)
     meshes = _CACHE.entries()
     if key not in meshes:
-        meshes[key] = _build_mesh(tp_group, inner, groups, device_type)
+        meshes[key] = _build_mesh(outer, inner, groups, device_type)
     return meshes[key]
 
 
 def _build_mesh(
-    tp_group: ProcessGroup | None, inner: DeviceMesh | None, groups: list[ProcessGroup], device_type: str
+    outer: Sequence[_OuterCut], inner: DeviceMesh | None, groups: list[ProcessGroup], device_type: str
 ) -> DeviceMesh:
-    names: tuple[str, ...] = ()
-    ranks = None if inner is None else inner.mesh.to(torch.int)
+    names = tuple(cut.axis for cut in outer)
+    ranks = torch.tensor(torch.distributed.get_rank(), dtype=torch.int)
     if inner is not None:
-        names = tuple(inner.mesh_dim_names or _INNER_AXES.get(inner.ndim) or (f"dp_{i}" for i in range(inner.ndim)))
-    if tp_group is not None:
-        names = (_TP_AXIS, *names)
-        tp_ranks = torch.tensor(torch.distributed.get_process_group_ranks(tp_group), dtype=torch.int)
-        if inner is not None and ranks is not None:
-            # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so that
-            # this rank's tp column and data-parallel plane give the whole mesh without communication.
-            offsets = tp_ranks - torch.distributed.get_rank()
-            ranks = offsets.view(-1, *([1] * inner.ndim)) + ranks
-            if len(ranks.unique()) != ranks.numel():
-                raise ParallelConfigError(
-                    f"tensor-parallel ranks {tp_ranks.tolist()} and data-parallel ranks {inner.mesh.tolist()} do not "
-                    "span a grid; shard over parallel_state.get_data_parallel_mesh()"
-                )
+        names += tuple(inner.mesh_dim_names or _INNER_AXES.get(inner.ndim) or (f"dp_{i}" for i in range(inner.ndim)))
+        ranks = inner.mesh.to(torch.int)
+    # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so that this
+    # rank's column of each outer axis and its data-parallel plane give the whole mesh without communication.
+    for cut in reversed(outer):
+        column = torch.tensor(torch.distributed.get_process_group_ranks(cut.group), dtype=torch.int)
+        ranks = (column - torch.distributed.get_rank()).view(-1, *([1] * ranks.ndim)) + ranks
+    if len(ranks.unique()) != ranks.numel():
+        raise ParallelConfigError(
+            f"ranks {[torch.distributed.get_process_group_ranks(group) for group in groups]} along the axes "
+            f"{', '.join(names)} do not span a grid; shard over parallel_state.get_data_parallel_mesh(), and experts "
+            "over get_expert_data_parallel_mesh()"
+        )
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
-from .. import parallel_state
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError
 from ..base.text import listed
@@ -31,6 +29,7 @@ from .format.index import CheckpointIndex, json_problem
 from .format.reader import PieceReader, read_index
 from .format.verification import damage, differing_tensors, verified_line
 from .format.writer import Key, Offer, RawWriter, held_pieces, offers, spread
+from .global_view import is_piece
 from .model_state import ShardedStateDict
 
 _PROBLEMS_SHOWN = 50
@@ -246,10 +245,8 @@ def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
         return f"{name} is {tensor.layout} {tensor.dtype}, which no checkpoint holds"
     if tensor.is_meta:
         return f"{name} is on the meta device and has no values: materialise the model first"
-    joined = isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
-    cut = getattr(tensor, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
-    if cut and not joined:
-        return f"{name} is one tensor-parallel rank's piece: give global_view({name})"
+    if is_piece(tensor):
+        return f"{name} is one tensor-parallel rank's piece, or has one rank's experts: give global_view({name})"
     return None
 
 

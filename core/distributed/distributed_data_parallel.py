@@ -93,7 +93,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
             )
         super().__init__(config, module, ddp_config, plan)
         with replaced_parameters_marked(module):
-            start_equal(module, self.process_group)  # replicas that start different would stay different
+            start_equal(module, plan.groups)  # replicas that start different would stay different
         named = dict(model.named_parameters())
         self._take_buffers([ParamAndGradBuffer(plan, buckets, named) for buckets in plan.buffers])
         # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.

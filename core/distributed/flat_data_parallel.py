@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..base.local_parts import kept_range
@@ -21,6 +20,7 @@ from .engine.buffer import Bucket, ParamAndGradBuffer
 from .engine.reduction import BucketReduction
 from .engine.schedule import ReductionSchedule
 from .gradient_state import Phase
+from .groups import twin_group
 from .plan import Plan
 from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
@@ -48,22 +48,31 @@ class _FlatDataParallel(_BaseDataParallel):
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
 
-    def _take_buffers(
-        self, buffers: Sequence[ParamAndGradBuffer], group: ProcessGroup | None = None, lane: int = 0
-    ) -> None:
+    def _take_buffers(self, buffers: Sequence[ParamAndGradBuffer], *, has_own_lane: bool = False) -> None:
         """Takes over the gradients of these buffers, the plan's; a constructor calls it once.
 
         Args:
-            group: reduces gradients; None means `intra_instance_group`.
-            lane: number of the lane that runs the reductions.
+            has_own_lane: reduces in twins of the groups of shards and in a second lane, next to gathers of parameters.
         """
         # Own all memory of gradients, and of parameters or their shards if a strategy shards, for the wrapper's
         # lifetime.
         self._flat_buffers = buffers
         # In the order in which they leave. This and the one below are set once: parameters never change buckets.
-        plan, reduction = self.plan, BucketReduction(self.plan, group or self.intra_instance_group)
+        plan, reductions = self.plan, dict[bool, BucketReduction]()
+        for holds_experts in dict.fromkeys(buffer.plan.holds_experts for buffer in buffers):
+            over_ranks = plan.over_ranks_of(holds_experts)
+            group = over_ranks.groups.shard
+            reductions[holds_experts] = BucketReduction(over_ranks, twin_group(group) if has_own_lane else group)
+        lane = int(has_own_lane)
         self._bucket_groups = [
-            BucketGroup(bucket, plan, reduction, self._inspect, comm_lane(bucket.buffer.device, lane), self._tree)
+            BucketGroup(
+                bucket,
+                plan,
+                reductions[bucket.buffer.plan.holds_experts],
+                self._inspect,
+                comm_lane(bucket.buffer.device, lane),
+                self._tree,
+            )
             for bucket in (buffers[index].buckets[number] for index, number in plan.reduction_order)
         ]
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
@@ -118,7 +127,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
                 "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
             )
-        self.note_backward()
+        self.gradient_state.note_backward(self._open_reduced_gradients)
         param.grad = None
         if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return

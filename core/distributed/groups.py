@@ -38,6 +38,12 @@ class DataParallelGroups:
     given_mesh: DeviceMesh | None = None
     """The mesh that the groups come from, if any; else `mesh` makes one."""
 
+    experts: DataParallelGroups | None = None
+    """The ranks with replicas of the same experts; None where these are the ranks above."""
+
+    num_dense_replicas: int | None = None
+    """Of experts: the number of ranks in `whole` of other parameters."""
+
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh ``(shard,)``, or for hybrid sharding ``(replicate, shard)``."""
@@ -50,11 +56,26 @@ class DataParallelGroups:
         """Number of ranks with the same shard."""
         return 1 if self.replicate is None else self.replicate.size()
 
+    @property
+    def divisor(self) -> int:
+        """What gradients that are summed over `whole` are divided by. An expert's gradient has the tokens of all
+        expert-parallel ranks already, so that its sum is one over as many ranks as that of other parameters."""
+        return self.num_dense_replicas or self.whole.size()
+
+    def of(self, parameter: torch.Tensor) -> DataParallelGroups:
+        """Returns the groups of a parameter: others for an expert's."""
+        return self if self.experts is None or not is_expert_parameter(parameter) else self.experts
+
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> DataParallelGroups:
         """Returns the groups of a mesh of one axis, or of ``(replicate, shard)``."""
         replicate = mesh.get_group(0) if mesh.ndim == 2 else None
         return cls(whole_group(mesh), mesh.get_group(-1), replicate, given_mesh=mesh)
+
+
+def is_expert_parameter(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def find_groups(
@@ -68,14 +89,17 @@ def find_groups(
     Args:
         caller: name of the function that the user called, for messages.
         num_instances: optimizer instances, ``num_distributed_optimizer_instances``.
-        pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`.
+        pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`, and its `expt_dp` for experts.
 
     Raises:
         ParallelConfigError: `process_group` and `pg_collection` are both given or of the wrong type; or the number of
             instances does not match the groups, or does not divide the ranks.
     """
+    experts = None
     if pg_collection is not None:
         process_group = _group_of_collection(caller, num_instances, process_group, pg_collection)
+        if (replicas := pg_collection.expt_dp) is not None and replicas is not process_group:
+            experts = DataParallelGroups(replicas, replicas, num_dense_replicas=process_group.size())
     if isinstance(process_group, DeviceMesh):
         found = process_group.size(0) if process_group.ndim == 2 else 1
         if process_group.ndim > 2 or num_instances not in (1, found):
@@ -92,7 +116,7 @@ def find_groups(
             f"num_distributed_optimizer_instances is {num_instances} with a process_group given, which has one axis; "
             "drop one of the two"
         )
-    return DataParallelGroups(process_group, process_group)
+    return DataParallelGroups(process_group, process_group, experts=experts)
 
 
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
@@ -185,8 +209,9 @@ def _group_of_collection(
 def _initialized_groups(num_instances: int) -> DataParallelGroups:
     whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mesh = parallel_state.get_data_parallel_mesh()
+    experts = _initialized_experts(num_instances, whole.size()) if parallel_state.experts_are_apart() else None
     if num_instances == 1:
-        return DataParallelGroups(whole, whole, given_mesh=mesh if mesh.ndim == 1 else None)
+        return DataParallelGroups(whole, whole, given_mesh=mesh if mesh.ndim == 1 else None, experts=experts)
     if whole.size() % num_instances:
         raise ParallelConfigError(
             f"num_distributed_optimizer_instances {num_instances} does not divide the data-parallel size "
@@ -198,4 +223,16 @@ def _initialized_groups(num_instances: int) -> DataParallelGroups:
             f"num_distributed_optimizer_instances is {num_instances}, but core.parallel_state was initialised with "
             f"{found}; give both the same number"
         )
-    return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh)
+    return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh, experts)
+
+
+def _initialized_experts(num_instances: int, num_dense_replicas: int) -> DataParallelGroups:
+    mesh, whole = parallel_state.get_expert_data_parallel_mesh(), parallel_state.get_expert_data_parallel_group()
+    of_instances = num_instances > 1 and mesh.ndim == 2
+    return DataParallelGroups(
+        whole,  # type: ignore[arg-type]
+        mesh.get_group(1) if of_instances else whole,  # type: ignore[arg-type]
+        mesh.get_group(0) if of_instances else None,
+        mesh if of_instances == (mesh.ndim == 2) else None,
+        num_dense_replicas=num_dense_replicas,
+    )

@@ -21,8 +21,7 @@ __all__ = ["MegatronBuffers", "ParamAndGradBuffer"]
 class MegatronBuffers:
     """Megatron-LM's attributes of a `DistributedDataParallel` for its buffers.
 
-    Parameters marked ``allreduce=False`` are in buffers of their own; all are reduced over one group, as long as
-    experts are cut as dense layers are (`reject_expert_parameters`).
+    Parameters marked ``allreduce=False`` are in buffers of their own, which are reduced over the replicas of experts.
     """
 
     _flat_buffers: Sequence[ParamAndGradBuffer]

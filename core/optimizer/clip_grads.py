@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .. import parallel_state
 from ..base.device import current_device
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import known_on_host
+from ..distributed.groups import is_expert_parameter
 from .exact_sums import (
     CHUNK_ELEMENTS,
     exponent_of_unit,
@@ -34,10 +36,11 @@ from .main_params import MainParam
 class GradientStatistics:
     """Computes the norm of the whole model's gradient and its number of zeros, equal on every rank.
 
-    A parameter is summed over the ranks that share its update, so replicas count once. A parameter that every
-    tensor-parallel rank holds counts only on the first of them; a copy marked ``shared`` (tied weights of another
-    pipeline stage) does not count. Starts one small all-reduce for each distinct set of groups, and one over the
-    model-parallel ranks; each carries the sums of all its parameters and their number of zeros.
+    A parameter is summed over the ranks that share its update, so replicas count once, and then over the ranks that
+    have other parts of the model: tensor x pipeline, and for experts theirs x expert-parallel ranks. A parameter that
+    every tensor-parallel rank holds counts only on the first of them (for experts, the first of their own); a copy
+    marked ``shared`` (tied weights of another pipeline stage) does not count. Starts one small all-reduce for each
+    distinct set of groups; each carries the sums of all its parameters and their number of zeros.
 
     Args:
         params: the parameters that the optimizer updates.
@@ -49,28 +52,27 @@ class GradientStatistics:
         self, params: Sequence[MainParam], tp_group: dist.ProcessGroup | None = None, *, is_exact: bool = False
     ) -> None:
         self._is_exact = is_exact
-        self._model_group = tp_group
-        tp_rank = dist.get_rank(tp_group) if tp_group is not None else 0
+        model_group, tp_rank = tp_group, dist.get_rank(tp_group) if tp_group is not None else 0
         if tp_group is None and parallel_state.model_parallel_is_initialized():
-            self._model_group = parallel_state.get_model_parallel_group()
+            model_group = parallel_state.get_model_parallel_group()
             tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._is_first_of_model = tp_rank == 0
-        # Keys are the names of the groups that share a parameter's update. Values: the groups; whether they include
-        # the tensor-parallel ranks; and the indices of parameters that count on this rank. Filled here, then fixed.
-        self._shard_groups: dict[tuple[str, ...], tuple[dist.ProcessGroup, ...]] = {}
-        self._summed_over_model: set[tuple[str, ...]] = set()
-        self._members: dict[tuple[str, ...], list[int]] = {}
+        expert_group, expert_tp_rank = model_group, tp_rank
+        if parallel_state.experts_are_apart():
+            expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        # The parts of the norm, by the names of their groups; the indices of parameters grow here, then all is fixed.
+        parts: dict[tuple[str, ...], _Part] = {}
         for index, p in enumerate(params):
-            groups = p.shard_groups()
-            key = tuple(group.group_name for group in groups)
-            self._shard_groups[key] = groups
-            if _share_ranks(groups, self._model_group):  # a DTensor of tensor parallelism too
-                self._summed_over_model.add(key)
-            is_cut = getattr(p.param, "tensor_model_parallel", False) or key in self._summed_over_model
-            counted = is_cut or tp_rank == 0
-            members = self._members.setdefault(key, [])  # every rank joins every reduction, counted here or not
-            if counted and not getattr(p.param, "shared", False):
-                members.append(index)
+            groups, is_expert = p.shard_groups(), is_expert_parameter(p.param)
+            over, rank = (expert_group, expert_tp_rank) if is_expert else (model_group, tp_rank)
+            is_summed = _share_ranks(groups, over)  # a DTensor of tensor parallelism too
+            key = tuple(group.group_name for group in (*groups, *(() if over is None else (over,))))
+            # Every rank joins every reduction, counted here or not.
+            part = parts.setdefault(key, _Part(groups, over, counts=rank == 0 or not is_summed, members=[]))
+            is_cut = getattr(p.param, "tensor_model_parallel", False) or is_summed
+            if (is_cut or rank == 0) and not getattr(p.param, "shared", False):
+                part.members.append(index)
+        self._parts = list(parts.values())
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> Tensor:
         """Returns the L2 norm of the gradient, and how many of its elements are zero if asked, else 0.
@@ -87,50 +89,79 @@ class GradientStatistics:
             return self._measure_exactly(grads, count_zeros)
         device = current_device()
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        for key, groups in self._shard_groups.items():
-            counted = self._counted(grads, key)
-            sums = _sum_on_device([grad for grad in counted if grad.device.type != "cpu"], count_zeros, device)
-            if on_host := [grad for grad in counted if grad.device.type == "cpu"]:
-                sums += _sum_on_host(on_host, count_zeros).to(device)
-            for group in groups:
-                all_reduce_by_backend(sums, group, what="the gradient norm")
-            if self._is_first_of_model or key not in self._summed_over_model:
-                total += sums
-        self._reduce_over_model(total, "the gradient norm over the model")
+        for over, parts in self._by_model_group():
+            of_model = torch.zeros_like(total)
+            for part in parts:
+                counted = part.counted(grads)
+                sums = _sum_on_device([grad for grad in counted if grad.device.type != "cpu"], count_zeros, device)
+                if on_host := [grad for grad in counted if grad.device.type == "cpu"]:
+                    sums += _sum_on_host(on_host, count_zeros).to(device)
+                part.add(sums, of_model)
+            total += _reduced(of_model, over, "the gradient norm over the model")
         return torch.stack([total[0].sqrt(), total[1]])
 
     def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> Tensor:
         """Measures with exact sums. Waits for the device only if a model on a device has gradients on the host."""
         device = current_device()
         largest = torch.zeros((), dtype=torch.float64, device=device)
-        for key, groups in self._shard_groups.items():
-            of_key = largest_magnitude(self._counted(grads, key), device)
-            for group in groups:
-                all_reduce_by_backend(of_key, group, what="the largest gradient", op=dist.ReduceOp.MAX)
-            largest = torch.maximum(largest, of_key)
-        self._reduce_over_model(largest, "the largest gradient", dist.ReduceOp.MAX)
+        for over, parts in self._by_model_group():
+            for part in parts:
+                of_part = largest_magnitude(part.counted(grads), device)
+                for group in part.groups:
+                    all_reduce_by_backend(of_part, group, what="the largest gradient", op=dist.ReduceOp.MAX)
+                largest = torch.maximum(largest, of_part)
+            _reduced(largest, over, "the largest gradient", dist.ReduceOp.MAX)
         exponent = exponent_of_unit(largest)
         total = torch.zeros(3, dtype=torch.int64, device=device)
-        for key, groups in self._shard_groups.items():
-            counted = self._counted(grads, key)
-            zeros = total.new_zeros(1)
-            if counted and count_zeros:
-                zeros += _count_zeros(counted).to(device)
-            sums = torch.cat([sum_of_squares(counted, exponent), zeros])
-            for group in groups:
-                all_reduce_by_backend(sums, group, what="the gradient norm")
-            if self._is_first_of_model or key not in self._summed_over_model:
-                total += sums
-        self._reduce_over_model(total, "the gradient norm over the model")
+        for over, parts in self._by_model_group():
+            of_model = torch.zeros_like(total)
+            for part in parts:
+                counted = part.counted(grads)
+                zeros = total.new_zeros(1)
+                if counted and count_zeros:
+                    zeros += _count_zeros(counted).to(device)
+                part.add(torch.cat([sum_of_squares(counted, exponent), zeros]), of_model)
+            total += _reduced(of_model, over, "the gradient norm over the model")
         norm = torch.where(sum_fits(largest), root_of_digits(total[:2], exponent), math.inf)
         return torch.stack([norm, total[2].double()])
 
-    def _counted(self, grads: Sequence[Tensor | None], key: tuple[str, ...]) -> list[Tensor]:
-        return [grad for grad in (grads[i] for i in self._members[key]) if grad is not None and grad.numel()]
+    def _by_model_group(self) -> list[tuple[dist.ProcessGroup | None, list[_Part]]]:
+        groups = dict.fromkeys(part.over for part in self._parts)
+        return [(over, [part for part in self._parts if part.over is over]) for over in groups]
 
-    def _reduce_over_model(self, total: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
-            all_reduce_by_backend(total, self._model_group, what=what, op=op)
+
+@dataclass(frozen=True)
+class _Part:
+    """Parameters whose norm is summed over the same ranks."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+    """The ranks that share their updates."""
+    over: dist.ProcessGroup | None
+    """The ranks with other parts of the model."""
+    counts: bool
+    """False where `groups` have some of the ranks of `over`, and the sum over those counts on another."""
+    members: list[int]
+    """Indices of the parameters that count on this rank."""
+
+    def counted(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Returns the gradients that count here."""
+        return [grad for grad in (grads[i] for i in self.members) if grad is not None and grad.numel()]
+
+    def add(self, sums: Tensor, total: Tensor) -> None:
+        """Sums over the ranks that share updates, and adds that to `total`, in place."""
+        for group in self.groups:
+            all_reduce_by_backend(sums, group, what="the gradient norm")
+        if self.counts:
+            total += sums
+
+
+def _reduced(
+    total: Tensor, group: dist.ProcessGroup | None, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduces in place over the ranks with other parts of the model; returns `total`."""
+    if group is not None and dist.get_world_size(group) > 1:
+        all_reduce_by_backend(total, group, what=what, op=op)
+    return total
 
 
 def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessGroup | None) -> bool:

@@ -49,6 +49,9 @@ _EXPERT_KINDS: dict[str, tuple[str, ...]] = {
     "expert_dp": (*_DP, "cp"),
     "expert_dp_shard": ("dp_shard", "cp"),
 }
+_OF_REPLICAS = ("dp", "dp_cp", "dp_shard", "dp_shard_cp", "dp_replicate", "expert_dp", "expert_dp_shard")
+"""Kinds that a lane communicates over, on another thread or stream, while a model computes and communicates over other
+kinds: they share no process group with these, even where the ranks are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,11 @@ class ParallelSizes:
         return self.world // (self.tensor * self.pipeline * self.context)
 
     @property
+    def experts_are_apart(self) -> bool:
+        """Whether experts are cut over other ranks than dense layers, so that they have replicas of their own."""
+        return self.expert > 1 or self.expert_tensor != self.tensor
+
+    @property
     def expert_data(self) -> int:
         """Number of replicas of an expert's parameter."""
         return self.world // (self.pipeline * self.expert_tensor * self.expert)
@@ -128,7 +136,7 @@ class ParallelSizes:
         expert = self._grid(
             {"tp": self.expert_tensor, "pp": self.pipeline, "cp": 1, "ep": self.expert, "dp": self.expert_data}
         )
-        has_own_cut = self.expert > 1 or self.expert_tensor != self.tensor
+        has_own_cut = self.experts_are_apart
         axes = list(dense)
         if self.optimizer_instances > 1 and self.context > 1 and axes.index("cp") > axes.index("dp_shard"):
             raise ParallelConfigError(
@@ -183,6 +191,8 @@ class ParallelGroups:
     """The default group at initialisation: the others are destroyed with it, and unknown to a later default group."""
     mesh: DeviceMesh
     data_parallel_mesh: DeviceMesh
+    expert_data_parallel_mesh: DeviceMesh
+    experts_are_apart: bool
 
     def destroy(self) -> None:
         """Destroys the process groups except the default group."""
@@ -205,21 +215,26 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
     kinds["embedding"] = [sorted({pipeline[0], pipeline[-1]}) for pipeline in kinds["pp"]]
     kinds["position_embedding"] = [pipeline[:1] for pipeline in kinds["pp"]]
     this_rank = dist.get_rank()
-    by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+    by_ranks: dict[tuple[bool, tuple[int, ...]], ProcessGroup] = {}
     by_kind: dict[str, RankGroup] = {}
     for kind, rank_lists in kinds.items():  # every rank makes every group, in this same sequence
         for ranks in map(tuple, rank_lists):
-            if ranks not in by_ranks:
-                by_ranks[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
+            key = kind in _OF_REPLICAS and len(ranks) > 1, ranks
+            if key not in by_ranks:
+                by_ranks[key] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
             if this_rank in ranks:
-                by_kind[kind] = RankGroup(by_ranks[ranks], ranks, ranks.index(this_rank))
+                by_kind[kind] = RankGroup(by_ranks[key], ranks, ranks.index(this_rank))
     _wait_until_connected(world)
     return ParallelGroups(
         by_kind=by_kind,
-        process_groups=tuple(group for ranks, group in by_ranks.items() if this_rank in ranks),
+        process_groups=tuple(group for (_, ranks), group in by_ranks.items() if this_rank in ranks),
         world=world,
         mesh=_mesh_of_world(dense, by_kind),
-        data_parallel_mesh=_mesh_of_data_parallelism(sizes.optimizer_instances, by_kind),
+        data_parallel_mesh=_mesh_of_replicas(sizes.optimizer_instances, by_kind, "dp_cp", "dp_shard_cp"),
+        expert_data_parallel_mesh=_mesh_of_replicas(
+            sizes.optimizer_instances, by_kind, "expert_dp", "expert_dp_shard"
+        ),
+        experts_are_apart=sizes.experts_are_apart,
     )
 
 
@@ -244,11 +259,12 @@ def _mesh_of_world(grid: dict[str, int], by_kind: Mapping[str, RankGroup]) -> De
     )
 
 
-def _mesh_of_data_parallelism(num_instances: int, by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
-    replicas = by_kind["dp_cp"]
+def _mesh_of_replicas(num_instances: int, by_kind: Mapping[str, RankGroup], whole: str, shard: str) -> DeviceMesh:
+    """Returns the mesh ``(whole,)``, or with several optimizer instances ``(dp_replicate, shard)``."""
+    replicas = by_kind[whole]
     if num_instances == 1:
-        return DeviceMesh.from_group(replicas.process_group, device_type(), mesh_dim_names=("dp_cp",))
-    axes = ("dp_replicate", "dp_shard_cp")
+        return DeviceMesh.from_group(replicas.process_group, device_type(), mesh_dim_names=(whole,))
+    axes = ("dp_replicate", shard)
     return DeviceMesh.from_group(
         [by_kind[axis].process_group for axis in axes],
         device_type(),

@@ -17,6 +17,13 @@ def resolve_group(group: Group) -> Group:
     return group if group is not None else parallel_state.get_tensor_model_parallel_group(check_initialized=False)
 
 
+def expert_tensor_group() -> Group:
+    """Returns the ranks that share the matrices of each expert, None if nothing is initialised."""
+    if parallel_state.experts_are_apart():
+        return parallel_state.get_expert_tensor_parallel_group()
+    return resolve_group(None)
+
+
 def group_size(group: Group) -> int:
     """Returns the number of ranks in `group`, 1 for None."""
     return 1 if group is None else group.size()
@@ -46,7 +53,7 @@ def check_degree(config: ModelParallelConfig, group: Group) -> None:
     )
 
 
-def per_rank(size: int, group: Group, what: str) -> int:
+def per_rank(size: int, group: Group, what: str, degree: str = "tensor_model_parallel_size") -> int:
     """Returns a rank's part of `size`.
 
     Raises:
@@ -55,7 +62,7 @@ def per_rank(size: int, group: Group, what: str) -> int:
     ranks = group_size(group)
     if size % ranks:
         raise ParallelConfigError(
-            f"the {what} is {size}, which tensor_model_parallel_size {ranks} does not divide; "
-            f"make it {-(-size // ranks) * ranks}, or choose another tensor_model_parallel_size"
+            f"the {what} is {size}, which {degree} {ranks} does not divide; "
+            f"make it {-(-size // ranks) * ranks}, or choose another {degree}"
         )
     return size // ranks

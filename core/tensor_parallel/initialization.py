@@ -90,6 +90,7 @@ class ParameterOwner(nn.Module):
         config: ModelParallelConfig,
         partition_dim: int | None = None,
         sequence_parallel: bool = False,
+        is_expert: bool = False,
     ) -> nn.Parameter:
         """Registers an empty parameter, on torch's default device.
 
@@ -103,6 +104,9 @@ class ParameterOwner(nn.Module):
             partition_dim: the dim that is split over tensor-parallel ranks; None if it is replicated.
             sequence_parallel: the parameter is replicated but used on a part of the sequence, so that its gradients
                 are partial sums over the tensor-parallel group.
+            is_expert: dim 0 counts experts, which expert-parallel ranks share. Marks the parameter by Megatron-LM's
+                ``allreduce=False``, its gradient belongs to the experts' data-parallel group; and by
+                ``expert_model_parallel``.
         """
         parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.register_parameter(name, parameter)
@@ -113,6 +117,7 @@ class ParameterOwner(nn.Module):
             "partition_dim": -1 if partition_dim is None else partition_dim,
             "partition_stride": 1,
             "sequence_parallel": sequence_parallel,
+            **({"allreduce": False, "expert_model_parallel": True} if is_expert else {}),
         }
         self.restore_parameter_marks()
         return parameter

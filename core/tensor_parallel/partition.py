@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .. import parallel_state
 from ..base.errors import ParallelConfigError
 from ..base.local_parts import fill_range, kept_range
 from ..comm.collectives import all_gather_by_backend, all_to_all_by_backend, reduce_scatter_by_backend
@@ -18,16 +20,25 @@ from .groups import Group, group_rank, group_size
 def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
     """Returns the whole model's shape of a parameter, before tensor parallelism (by its attributes) and sharding."""
     shape = list(parameter.shape)  # a DTensor's shape is that before sharding
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
+    for dim, ranks in _cuts(parameter, group):
+        shape[dim] *= group_size(ranks)
     return shape
 
 
 def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
     """Fills this rank's part from the whole model's tensor, in place and without communication."""
-    if getattr(parameter, "tensor_model_parallel", False):
-        whole = whole.chunk(group_size(group), parameter.partition_dim)[group_rank(group)]  # type: ignore[attr-defined]
+    for dim, ranks in _cuts(parameter, group):
+        whole = whole.chunk(group_size(ranks), dim)[group_rank(ranks)]
     copy_shard(whole, parameter)
+
+
+def _cuts(parameter: torch.Tensor, group: Group) -> Iterator[tuple[int, Group]]:
+    """Yields the dims by which ranks share a parameter, by its attributes, and the ranks of each; `group` shares its
+    matrices."""
+    if getattr(parameter, "expert_model_parallel", False):
+        yield 0, parallel_state.get_expert_model_parallel_group()
+    if getattr(parameter, "tensor_model_parallel", False):
+        yield parameter.partition_dim, group  # type: ignore[attr-defined]
 
 
 def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -46,6 +46,7 @@ def initialize(config: PretrainConfig) -> None:
         config.model.pipeline_model_parallel_size,
         context_parallel_size=config.model.context_parallel_size,
         expert_model_parallel_size=config.model.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.model.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.run.distributed_timeout_minutes,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, ParallelConfigError
 from ..base.megatron_names import ignore
 from ..base.ranges import out_of_choices, out_of_range
 from ..model_parallel_config import ModelParallelConfig
@@ -16,6 +16,7 @@ LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RouterDtype = Literal["fp32", "fp64"]
 TokenDropPolicy = Literal["probs", "position"]
+TokenDispatcher = Literal["allgather", "alltoall"]
 
 
 OPTIONS_OF_FUNCTION = (
@@ -91,6 +92,10 @@ class MoEConfig(ModelParallelConfig):
     moe_token_drop_policy: TokenDropPolicy = "probs"
     """Tokens that an expert over its capacity drops: the least probable, or the last ones."""
 
+    moe_token_dispatcher_type: TokenDispatcher = "allgather"
+    """How tokens reach their experts on other ranks: "allgather" sends every token to every expert-parallel rank, and
+    takes micro-batches of one shape; "alltoall" sends each to the ranks of its experts."""
+
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of experts that take every token, next to the others. None: there are none."""
 
@@ -155,6 +160,7 @@ class MoEConfig(ModelParallelConfig):
                 self,
                 moe_router_score_function=get_args(ScoreFunction),
                 moe_token_drop_policy=get_args(TokenDropPolicy),
+                moe_token_dispatcher_type=get_args(TokenDispatcher),
             ),
             *out_of_choices(self, True, moe_router_dtype=get_args(RouterDtype)),
         ]
@@ -167,12 +173,22 @@ class MoEConfig(ModelParallelConfig):
                 yield ConfigError(
                     f"{name} is {getattr(self, name)} without num_moe_experts; say how many experts, or drop it"
                 )
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if getattr(self, name) not in (None, 1):
+                yield ParallelConfigError(
+                    f"{name} is {getattr(self, name)} without num_moe_experts; say how many experts, or drop it"
+                )
         options = [entry for entry in fields(MoEConfig) if entry.name.startswith("moe_")]
         given = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
         ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **given)
 
     def _routing_problems(self) -> Iterator[str]:
         experts, topk = self.num_moe_experts or 0, self.moe_router_topk
+        if experts % self.expert_model_parallel_size:
+            yield (
+                f"num_moe_experts is {experts}, which expert_model_parallel_size {self.expert_model_parallel_size} "
+                "does not divide; take a multiple of it"
+            )
         if topk > experts:
             yield f"moe_router_topk {topk} is above num_moe_experts {experts}; take at most as many"
         if topk == 1 and self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax:

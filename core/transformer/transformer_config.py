@@ -275,19 +275,19 @@ class TransformerConfig(MoEConfig):
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "
                 f"take a hidden_size of {nearest_multiples(self.hidden_size, heads)}, or give kv_channels"
             )
-        sizes = [
-            "num_attention_heads",
-            "ffn_hidden_size",
-            "moe_ffn_hidden_size",
-            "moe_shared_expert_intermediate_size",
-        ]
-        for name in sizes:
+        dense = ("tensor_model_parallel_size", tp)
+        expert_tp = self.expert_tensor_parallel_size
+        degrees = {
+            "num_attention_heads": dense,
+            "ffn_hidden_size": dense,
+            "moe_ffn_hidden_size": dense if expert_tp is None else ("expert_tensor_parallel_size", expert_tp),
+            "moe_shared_expert_intermediate_size": dense,
+        }
+        for name, (degree, ranks) in degrees.items():
             size = getattr(self, name) or 0
-            if size % tp:
-                fitting = nearest_multiples(size, tp)
-                yield ParallelConfigError(
-                    f"{name} {size} cannot be split over tensor_model_parallel_size {tp}; take {fitting}"
-                )
+            if ranks > 0 and size % ranks:
+                fitting = nearest_multiples(size, ranks)
+                yield ParallelConfigError(f"{name} {size} cannot be split over {degree} {ranks}; take {fitting}")
         channels = self.kv_channels or 0
         if heads % groups:
             yield ConfigError(

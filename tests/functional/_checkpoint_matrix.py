@@ -55,13 +55,18 @@ class Site:
     wrapper: str
     ranks: int
     tp: int = 1
+    ep: int = 0
+    """Ranks that share the experts of a layer; 0 is a model without experts."""
+    etp: int | None = None
+    """Ranks that share the matrices of an expert; None is as many as `tp`."""
 
     @property
     def dp(self) -> int:
         return self.ranks // self.tp
 
     def __str__(self) -> str:
-        return f"{self.wrapper} on {self.ranks}" + (f" tp{self.tp}" if self.tp > 1 else "")
+        cut = (f" tp{self.tp}" if self.tp > 1 else "") + (f" ep{self.ep}" if self.ep else "")
+        return f"{self.wrapper} on {self.ranks}{cut}" + (f" etp{self.etp}" if self.etp else "")
 
 
 SITES = [
@@ -178,7 +183,10 @@ class _Run:
         self.site = site
         self.config = config = _config(site, tied)
         parallel_state.initialize_model_parallel(
-            site.tp, num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances
+            site.tp,
+            expert_model_parallel_size=site.ep or 1,
+            expert_tensor_parallel_size=site.etp,
+            num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         )
         torch.manual_seed(7)
         gpt = GPTModel(
@@ -240,6 +248,17 @@ def _config(site: Site, tied: bool) -> PretrainConfig:
     # A large epsilon: where a gradient is all rounding, Adam would make a whole step of it.
     optimizer = {"lr": 1e-2, "min_lr": 1e-4, "weight_decay": 0.1, "adam_eps": 1e-4}
     wrapper = {"tensor_model_parallel_size": site.tp, **WRAPPERS[site.wrapper]}
+    # No auxiliary loss, whose value depends on how samples are split into micro-batches.
+    experts = {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 10,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": site.ep,
+        "expert_tensor_parallel_size": site.etp,
+    }
+    wrapper |= experts if site.ep else {}
     return build_config(shape | attention | kind | exact | embedding | data | schedule | optimizer | wrapper)
 
 

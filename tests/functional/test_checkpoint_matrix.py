@@ -36,7 +36,7 @@ def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, fault: str | Non
 
 
 def _adds_in_one_order(writer: Site, reader: Site) -> bool:
-    same_layout = (writer.ranks, writer.tp) == (reader.ranks, reader.tp)
+    same_layout = all(getattr(writer, cut) == getattr(reader, cut) for cut in ("ranks", "tp", "ep", "etp"))
     return same_layout and (writer.dp <= 2 or writer.wrapper == reader.wrapper)
 
 
@@ -82,6 +82,35 @@ def _facts(pair: Pair) -> set[tuple[object, object]]:
 
 def test_every_wrapper_and_cut_reads_what_others_wrote(tmp_path: Path) -> None:
     problems = _problems_of(_pairwise(), True, tmp_path)
+    assert not problems, "\n".join(problems)
+
+
+EXPERT_SITES = [
+    Site("ddp", 1, ep=1),
+    Site("zero3", 2, ep=2),
+    Site("fsdp2", 4, ep=2),
+    Site("zero1", 4, 2, ep=2),
+    Site("fsdp2", 2, ep=2),
+    Site("zero2", 4, ep=4),
+    Site("hybrid", 4, ep=2),
+    Site("zero3", 4, ep=2),
+    Site("fsdp2", 2, 2, ep=2, etp=1),
+    Site("ddp", 4, ep=2, etp=2),
+    Site("hybrid zero2", 4, ep=2),
+]
+
+
+def test_experts_cut_in_any_way_are_read_by_any_other(tmp_path: Path) -> None:
+    """Each layout writes for the next, round in a circle."""
+    pairs = list(zip(EXPERT_SITES, [*EXPERT_SITES[1:], EXPERT_SITES[0]], strict=True))
+    problems = _problems_of(pairs, True, tmp_path)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_every_pair_of_cuts_of_experts(tmp_path: Path) -> None:
+    problems = _problems_of([*itertools.product(EXPERT_SITES, EXPERT_SITES)], False, tmp_path)
     assert not problems, "\n".join(problems)
 
 

@@ -60,7 +60,7 @@ def _training(per_token: bool) -> Training:
     return Training(_SGD, steps=STEPS, tied=False, per_token=per_token)
 
 
-def _gpt(balancing: str, per_token: bool, **fields: Any) -> torch.nn.Module:
+def gpt_with_experts(balancing: str, per_token: bool, **fields: Any) -> torch.nn.Module:
     settings = {**_EXPERTS, **BALANCING[balancing], "calculate_per_token_loss": per_token, **fields}
     return build_gpt(False, **settings)
 
@@ -73,7 +73,7 @@ def _with_biases(curve: Curve, module: torch.nn.Module) -> Curve:
 
 
 def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any]) -> Curve:
-    module, training = _gpt(balancing, per_token, **fields), _training(per_token)
+    module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token)
     model = wrap_model(module, module.config, ddp_config(wrapper), process_group=dist.group.WORLD)
     curve, optimizer = train_wrapped(
         model,
@@ -85,8 +85,9 @@ def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, An
     return _with_biases(curve, module)
 
 
-def _serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13) -> Curve:
-    module, training = _gpt(balancing, per_token), _training(per_token)
+def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **fields: Any) -> Curve:
+    """Trains in one process on the micro-batches of all ranks."""
+    module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token)
     model = _Ending(module)
     curve, optimizer = train_serially(
         module,
@@ -134,7 +135,7 @@ def _replicas(balancing: str, per_token: bool) -> Curve:
 
 @pytest.mark.parametrize(("balancing", "per_token"), _CASES)
 def test_replicas_equal_one_process(balancing, per_token):
-    expected = _once((balancing, per_token), lambda: _serial(balancing, per_token))
+    expected = _once((balancing, per_token), lambda: serial(balancing, per_token))
     found = _replicas(balancing, per_token)
     assert_close(found, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
     if balancing == "bias":
@@ -168,7 +169,7 @@ def test_hybrids_equal_replicas(wrapper):
 
 def _wrapped_hybrid(wrapper: str, balancing: str, per_token: bool) -> Curve:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
-    module, training = _gpt(balancing, per_token), _training(per_token)
+    module, training = gpt_with_experts(balancing, per_token), _training(per_token)
     model = wrap_model(module, module.config, ddp_config(wrapper))
     curve, optimizer = train_wrapped(
         model,
@@ -194,7 +195,7 @@ def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, tor
     """Returns the gradient of each parameter, this rank's part, and the biases after the step."""
     sizes = _KINDS.get(kind, {})
     parallel_state.initialize_model_parallel(**{n: size for n, size in sizes.items() if n != "sequence_parallel"})
-    module = _gpt(balancing, per_token, **_EVEN, **sizes)
+    module = gpt_with_experts(balancing, per_token, **_EVEN, **sizes)
     model = wrap_model(module, module.config, ddp_config("ddp"))
     generator = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(0, 61, (2, 3, 12), generator=generator)
@@ -212,7 +213,7 @@ def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, tor
 
 def _slices(kind: str, balancing: str, per_token: bool, whole: dict[str, torch.Tensor]) -> dict[str, tuple[Any, Any]]:
     found, biases = _one_step(kind, balancing, per_token)
-    module = _gpt(balancing, per_token, **_EVEN, **_KINDS[kind])
+    module = gpt_with_experts(balancing, per_token, **_EVEN, **_KINDS[kind])
     rank, pairs = parallel_state.get_tensor_model_parallel_rank(), {}
     for name, parameter in module.named_parameters():
         expected = whole[name]

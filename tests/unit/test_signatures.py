@@ -54,7 +54,10 @@ def test_differences_are_seen():
     [
         ("core.inference", "core has no inference: models here train"),
         ("core.inference.contexts.static_context", "core has no inference: models here train"),
-        ("core.transformer.moe.token_dispatcher", "core.transformer.moe has no token_dispatcher: each rank has all"),
+        (
+            "core.transformer.moe.token_dispatcher",
+            "core.transformer.moe has no token_dispatcher: moe_token_dispatcher_type",
+        ),
     ],
 )
 def test_an_absent_module_says_what_to_use(module, said):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ...base.host_memory import ReusedMemory, transient_memory
 from ...comm import collectives, streams
@@ -42,6 +41,7 @@ class ParamAndGradBuffer:
         numel: elements of all buckets, padding included.
         device: the device that the model computes on; has `param_data` and whole gradients.
         shard_device: the device of `shards` and separate shards of gradients; the CPU if they are offloaded.
+        shard_group: the ranks that cut it.
         num_grad_shards, grad_shard_index: equal parts that each bucket is cut into, and the one whose reduced gradient
             this rank keeps.
         param_data: `[numel]`, whole parameters, which are views of it (ZeRO-1 and ZeRO-2); else None.
@@ -62,6 +62,8 @@ class ParamAndGradBuffer:
     ) -> None:
         plan: PieceKind = buckets[0]
         self.plan, self.param_dtype, self.grad_dtype = plan, plan.param_dtype, plan.grad_dtype
+        sharding = sharding.over_ranks_of(plan.holds_experts)
+        self.shard_group = sharding.groups.shard
         self.params = [params[param.name] for bucket in buckets for param in bucket.params]
         self.numel = buckets[-1].layout.end
         self.device = self.shard_device = self.params[0].device
@@ -212,18 +214,19 @@ class Bucket:
             if skip is None or not skip(slot.param):
                 slot.param.data = slot.view_of(memory)
 
-    def gather_params(self, into: Tensor, group: ProcessGroup, what: str) -> None:
+    def gather_params(self, into: Tensor, what: str) -> None:
         """All-gathers the shards into `into` `[numel]`, cast to the dtype of `into`."""
+        group = self.buffer.shard_group
         own, is_alone = self.local_param_shard, collectives.is_alone(group)
         if (own.dtype, own.device) != (into.dtype, into.device) or is_alone:
             own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
         if not is_alone:
             collectives.all_gather(into, own, group, what=what)
 
-    def local_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+    def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields for each parameter: the parameter, this rank's elements of it (flat), and the first one's index."""
         length = self.local_param_shard.numel()
-        begin = length * rank
+        begin = length * self.buffer.shard_group.rank()
         for slot in self.slots:
             first, last = max(slot.start, begin), min(slot.end, begin + length)
             if first < last:

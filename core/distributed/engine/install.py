@@ -1,4 +1,4 @@
-"""Builds the units of a model; gathers parameters, and casts inputs and outputs, around calls of their modules."""
+"""Builds the units of a model, and the hooks around calls of modules: they gather, cast, or wait for a gather."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_units(
             sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
             slots[planned.slot] = Slot(sizes, allocate)
         slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
-        units.append(Unit(planned, slot, buckets, plan.groups.shard, kept_among))
+        units.append(Unit(planned, slot, buckets, kept_among))
     return units
 
 

@@ -16,14 +16,15 @@ from .buffer import Bucket
 
 
 class BucketReduction:
-    """Reduces gradients over ranks, with the groups and settings that all buckets of a wrapper share.
+    """Reduces gradients over ranks, with the groups and settings that all buckets of dense parameters share, or all of
+    experts.
 
-    Divides by the number of ranks once: in the collective (``average_in_collective``); else after it, on the shard,
-    which is smaller; else, in fp16, before it, because a sum could overflow. With an order of sums it does not divide:
-    the wrapper's `finish_grad_sync` does.
+    Divides by the number of replicas of dense parameters once: in the collective (``average_in_collective``); else
+    after it, on the shard, which is smaller; else, in fp16, before it, because a sum could overflow. With an order of
+    sums it does not divide: the wrapper's `finish_grad_sync` does.
 
     Args:
-        plan: of the model.
+        plan: of the model, over the ranks of these buckets.
         shard_group: the ranks of this optimizer instance, which shard gradients; ignored where nothing is sharded.
 
     Attributes:
@@ -49,13 +50,13 @@ class BucketReduction:
             what: name of the gradients, for messages.
         """
         averages = self._plan.reduction is GradientReduction.MEAN and self.order is None
-        op, scale = ReduceOp.SUM, 1.0
+        op, scale, divisor = ReduceOp.SUM, 1.0, self._plan.groups.divisor
         if averages and self._plan.averages_in_collective:
-            op = ReduceOp.AVG
+            op, scale = ReduceOp.AVG, self.group.size() / divisor
         elif averages and whole.dtype == torch.float16:
-            whole.mul_(1.0 / self.group.size())
+            whole.mul_(1.0 / divisor)
         elif averages:
-            scale = 1.0 / self.group.size()
+            scale = 1.0 / divisor
         in_fp32 = self._plan.adds_in_fp32
         scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=in_fp32)
         reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=in_fp32)

@@ -1,4 +1,4 @@
-"""Units of sharded parameters, and their slots: the memory that they are gathered into and parameters are views of."""
+"""Units of parameters that are gathered together, and their slots: memory that they are gathered into, in turns."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ from .buffer import Bucket
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
 views, C++) become visible. Each use gathers again."""
-
-
-def _poisons() -> bool:
-    return os.environ.get(POISONS) == "1"
 
 
 class Slot:
@@ -93,8 +89,8 @@ class Unit:
         plan: of the unit: its modules, and whether it is freed after their forward.
         slot: its memory while it is gathered; None where one rank has all, and for replicas.
         buckets: its parameters of each dtype and device, in the order of the slot's parts.
-        group: the ranks that have shards.
-        neighbours: those of them that together keep all of it between forward and backward; None means all.
+        neighbours: those of the ranks with shards that together keep all of it between forward and backward; None
+            means all.
 
     Attributes:
         name: of its modules, or of its bucket, for messages.
@@ -115,10 +111,9 @@ class Unit:
         plan: UnitPlan,
         slot: Slot | None,
         buckets: Sequence[Bucket],
-        group: ProcessGroup,
         neighbours: ProcessGroup | None = None,
     ) -> None:
-        self.plan, self.slot, self.buckets, self._group, self._neighbours = plan, slot, buckets, group, neighbours
+        self.plan, self.slot, self.buckets, self._neighbours = plan, slot, buckets, neighbours
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
             self._enter(slot)
@@ -141,7 +136,7 @@ class Unit:
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
         for bucket in self.buckets:
-            yield from bucket.local_ranges(self._group.rank())
+            yield from bucket.local_ranges()
 
     @property
     def is_gathered(self) -> bool:
@@ -166,10 +161,6 @@ class Unit:
     def takes_turns(self) -> bool:
         """Whether other units are gathered into the same slot."""
         return self.slot is not None and len(self.slot.units) > 1
-
-    def take_slot(self) -> Sequence[Unit]:
-        """Keeps the memory that it is gathered into for itself; returns the other units, which get new memory."""
-        return () if self.slot is None else self.slot.leave_to(self)
 
     @torch.no_grad()
     def adopt(self, *, with_values: bool) -> None:
@@ -229,7 +220,7 @@ class Unit:
                 collectives.all_gather(whole, part, group, what=self._what)  # type: ignore[arg-type]
             return
         for bucket in self.buckets:
-            bucket.gather_params(bucket.param_data, self._group, self._what)
+            bucket.gather_params(bucket.param_data, self._what)
 
     def _keep_part(self) -> None:
         """Copies this rank's part among its neighbours, for the backward that follows this forward."""
@@ -267,7 +258,7 @@ class Unit:
             return
         before, self._versions = self._versions, self._count_writes()
         self._make_pending()
-        if _poisons():
+        if os.environ.get(POISONS) == "1":
             self._poison(self.slot)
         if before != self._versions:
             self.slot.owner = None
@@ -298,7 +289,7 @@ class Unit:
         self.slot.owner, self.phase = None, UnitPhase.APART
         for bucket in self.buckets:
             apart = transient_memory(bucket.numel, bucket.local_param_shard.dtype, bucket.param_data.device)
-            bucket.gather_params(apart, self._group, self._what)
+            bucket.gather_params(apart, self._what)
             bucket.place_params(apart)
 
     def return_to_slot(self) -> None:

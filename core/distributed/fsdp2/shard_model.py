@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -10,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...base._torch_compat import reduce_parameters_without_gradient
 from ...base.errors import WrapError
 from ...diagnostics.step_marks import replaced_parameters_marked
+from ..groups import DataParallelGroups
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
 from ..plan import GradientReduction, Plan
@@ -20,14 +24,15 @@ def shard_model(plan: Plan) -> None:
     """Shards a model in place, unit by unit and then the root.
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
-    with the custom attributes that they had; ``reproducible_across_ranks`` leaves out the first axis. A parameter
-    that no backward reached has a zero gradient, as under replication. Parameters on the meta device stay there,
-    sharded; others have to be equal on all ranks already (`InitialValues`).
+    with the custom attributes that they had. Units of experts are on the mesh of these. ``reproducible_across_ranks``
+    leaves out the first axis. A parameter that no backward reached has a zero gradient, as under replication.
+    Parameters on the meta device stay there, sharded; others have to be equal on all ranks already (`InitialValues`).
 
     Raises:
         WrapError: the model is sharded already, or has a parameter that cannot be cut.
     """
     module, mesh = plan.root.modules[0], plan.groups.mesh
+    expert_mesh = mesh if plan.groups.experts is None else plan.groups.experts.mesh
     if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
         mesh = DeviceMesh.from_group(plan.groups.shard, mesh.device_type, mesh_dim_names=("dp_cp",))
     _reject_what_cannot_be_sharded(module)
@@ -36,7 +41,7 @@ def shard_model(plan: Plan) -> None:
         for unit in plan.units:
             fully_shard(
                 unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
-                mesh=mesh,
+                mesh=expert_mesh if unit.holds_experts else mesh,
                 reshard_after_forward=unit.is_freed,
                 mp_policy=unit.precision,
                 offload_policy=offload_policy,
@@ -54,6 +59,27 @@ def shard_model(plan: Plan) -> None:
             submodule.set_force_sum_reduction_for_comms(True)
         if mesh.device_type == "cpu" and plan.gathers_ahead:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
+    if plan.groups.experts is not None:
+        _divide_gradients_of_experts(plan, plan.groups.experts)
+
+
+def _divide_gradients_of_experts(plan: Plan, groups: DataParallelGroups) -> None:
+    """Makes the mean of an expert's gradients one over all replicas of dense parameters.
+
+    Torch would divide by the ranks of the unit's own mesh. A factor it would apply twice where the unit has one rank
+    (torch 2.13). It is given 1, and the hook that it calls with reduced gradients divides.
+    """
+    for unit in plan.units:
+        if unit.holds_experts:
+            member = as_fsdp(unit.modules[0])
+            member.set_gradient_divide_factor(1.0)
+            member.set_force_sum_reduction_for_comms(True)
+            if plan.reduction is GradientReduction.MEAN:
+                member.set_all_reduce_hook(partial(_multiply, factor=1.0 / groups.divisor))
+
+
+def _multiply(gradient: torch.Tensor, factor: float) -> None:
+    gradient.mul_(factor)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -1,20 +1,20 @@
 """Gives a wrapped model equal initial values on all ranks: those of the first rank, or values drawn from its seeds.
 
-    start = InitialValues(module, group)
+    start = InitialValues(module, groups)
     start.equalize()                        # before sharding: broadcasts tensors that every rank has
     shard_model(module, ...)
     start.allocate()                        # the rest
     start.fill()                            # draws it by name, or receives it, tensor by tensor
 
-The first rank decides, tensor by tensor. All ranks get a tensor that it has: in place if all have storage, else after
-sharding, one tensor at a time, so that a rank that started on the meta device never has the whole model. All ranks
-draw a tensor that it has on the meta device from its seeds.
+The first of the ranks that have a tensor decides; those of experts are other ranks. All of them get a tensor that it
+has: in place if all have storage, else after sharding, one tensor at a time, so that a rank that started on the meta
+device never has the whole model. All draw a tensor that it has on the meta device from its seeds.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,7 @@ from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ...tensor_parallel.initialization import initialize_parameters
 from ...tensor_parallel.partition import copy_shard
 from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
+from ..groups import DataParallelGroups
 
 
 @torch.no_grad()
@@ -85,32 +86,35 @@ def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
 
 
 class InitialValues:
-    """Makes a model's parameters and buffers equal over a group. Every rank calls every method.
+    """Makes a model's parameters and buffers equal over their replicas. Every rank calls every method.
 
     Args:
         module: the model; on each rank wholly, partly or not at all on the meta device.
-        group: the ranks of the same model (replicas, or shards of one).
+        groups: the ranks of the same model (replicas, or shards of one), and of the same experts.
         from_first_rank: if False, ranks keep their tensors, which the caller knows to be equal; tensors on the meta
             device are drawn from each rank's own seeds.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, from_first_rank: bool = True) -> None:
-        self._module, self._group = module, group
-        self._follows_first = from_first_rank and group.size() > 1
+    def __init__(self, module: nn.Module, groups: DataParallelGroups, *, from_first_rank: bool = True) -> None:
+        self._module, self._group = module, groups.whole
+        self._follows_first = from_first_rank and groups.whole.size() > 1
         tensors = _named_tensors(module)
-        on_meta = [tensor.is_meta for tensor in tensors.values()]
-        of_first, of_any = self._agree(on_meta) if self._follows_first else (on_meta, on_meta)
-        flags = list(zip(tensors, of_first, of_any, strict=True))
+        # The ranks that have each tensor, by name; fixed.
+        self._group_of = {name: groups.of(tensor).whole for name, tensor in tensors.items()}
+        flags = [(name, tensor.is_meta, tensor.is_meta) for name, tensor in tensors.items()]
+        if self._follows_first:
+            flags = [flag for group in dict.fromkeys(self._group_of.values()) for flag in self._agree(tensors, group)]
         # Names of tensors that each rank draws from seeds, and names of tensors that it receives from the first rank;
         # fixed.
         self._drawn = [name for name, first, _ in flags if first]
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
         held = [name for name, _, anywhere in flags if not anywhere]
-        # The module's tensors that every rank has. `equalize` broadcasts and clears them.
-        self._equalized = [tensors[name] for name in held] if self._follows_first else []
+        # The module's tensors that every rank has, by name. `equalize` broadcasts and clears them.
+        self._equalized = {name: tensors[name] for name in held} if self._follows_first else {}
         # On the first rank, the whole tensors that other ranks receive. They share the model's memory, and keep it
         # alive after sharding, until `fill` has sent them.
-        self._whole = {name: tensors[name].detach() for name in self._received if group.rank() == 0}
+        firsts = (name for name in self._received if self._group_of[name].rank() == 0)
+        self._whole = {name: tensors[name].detach() for name in firsts}
         sharded = [name for name, tensor in self._whole.items() if isinstance(tensor, DTensor)]
         if sharded:
             raise WrapError(
@@ -122,8 +126,9 @@ class InitialValues:
 
     def equalize(self) -> None:
         """Broadcasts tensors that every rank has. Call it before the model is sharded."""
-        broadcast_tensors(self._equalized, self._group)
-        self._equalized = []
+        for name, tensor in self._equalized.items():
+            broadcast_tensors([tensor], self._group_of[name])
+        self._equalized = {}
 
     def allocate(self, parameter_device: torch.device | str | None = None, **options: bool) -> None:
         """Allocates tensors on the meta device.
@@ -141,7 +146,10 @@ class InitialValues:
         self._receive()
 
     def _draw(self) -> None:
-        if not self._drawn:
+        is_drawing = bool(self._drawn)
+        if self._follows_first and len({*self._group_of.values()}) > 1:  # ranks may draw experts alone
+            is_drawing = self._is_any(is_drawing)
+        if not is_drawing:
             return
         seed = share_init_seeds(self._module, self._group) if self._follows_first else root_seed(self._module)
         tensors = _named_tensors(self._module)
@@ -160,24 +168,34 @@ class InitialValues:
                 shape, dtype = self._specs[name]
                 whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             whole = whole.to(device.current_device()).contiguous()
-            broadcast_tensors([whole], self._group)
+            broadcast_tensors([whole], self._group_of[name])
             copy_shard(whole, tensors[name])
 
-    def _agree(self, on_meta: list[bool]) -> tuple[list[bool], list[bool]]:
-        """Returns which tensors the first rank has on meta, and which any rank has there."""
-        if dist.get_backend(self._group) == "fake":
-            return on_meta, on_meta  # a simulated group has no other rank
-        own = torch.tensor(on_meta, dtype=torch.int32)
-        of_first = own if self._group.rank() == 0 else torch.zeros_like(own)
+    def _is_any(self, flag: bool) -> bool:
+        """Returns whether a flag is set on any of the ranks that share seeds."""
+        flags = torch.tensor(int(flag), device=device.current_device())
+        all_reduce_by_backend(flags, self._group, what="whether values are drawn", op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def _agree(
+        self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> Iterator[tuple[str, bool, bool]]:
+        """Yields the names of a group's tensors, whether its first rank has each on meta, and whether any rank has."""
+        names = [name for name in tensors if self._group_of[name] is group]
+        own = torch.tensor([tensors[name].is_meta for name in names], dtype=torch.int32)
+        of_first = own if group.rank() == 0 else torch.zeros_like(own)
         both = torch.stack([of_first, own]).to(device.current_device())
-        all_reduce_by_backend(both, self._group, what="which values are on the meta device", op=dist.ReduceOp.MAX)
+        if dist.get_backend(group) == "fake":
+            both = torch.stack([own, own])  # a simulated group has no other rank
+        else:
+            all_reduce_by_backend(both, group, what="which values are on the meta device", op=dist.ReduceOp.MAX)
         first, anywhere = both.bool().tolist()
-        return first, anywhere
+        yield from zip(names, first, anywhere, strict=True)
 
 
-def start_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
+def start_equal(module: nn.Module, groups: DataParallelGroups) -> None:
     """Does all of it, for a wrapper that does not shard."""
-    start = InitialValues(module, group)
+    start = InitialValues(module, groups)
     start.equalize()
     start.allocate()
     start.fill()

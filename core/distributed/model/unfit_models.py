@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from ... import parallel_state
 from ...base.errors import ParallelConfigError, WrapError
-from ..plan.pieces import is_expert_parameter
+from ..groups import DataParallelGroups, is_expert_parameter
 
 
 def reject_unfit(module: nn.Module) -> None:
@@ -90,33 +90,26 @@ def _reject_shared_memory(module: nn.Module) -> None:
                 )
 
 
-def reject_expert_parameters(module: nn.Module, config: Any) -> None:
-    """Raises if a parameter is replicated over other ranks than those that its wrapper reduces gradients over.
+def reject_expert_parameters(module: nn.Module, config: Any, groups: DataParallelGroups) -> None:
+    """Raises if a parameter is an expert's, and nothing says which ranks have replicas of it.
 
-    A marked parameter belongs to the experts' data-parallel group. That group is the data-parallel group if experts
-    are split like dense layers; otherwise a wrapper would overwrite one expert by another.
+    A wrapper would overwrite one expert by another.
 
     Args:
         config: the model's; its ``expert_model_parallel_size`` is used if there are no process groups.
 
     Raises:
-        ParallelConfigError: a parameter is marked, and experts are split differently.
+        ParallelConfigError: a parameter is marked, and experts are cut over other ranks than dense layers.
     """
-    expert = max(
-        parallel_state.get_expert_model_parallel_world_size(), getattr(config, "expert_model_parallel_size", 1) or 1
-    )
-    tensor = parallel_state.get_tensor_model_parallel_world_size()
-    expert_tensor = (
-        parallel_state.get_expert_tensor_parallel_world_size() if parallel_state.is_initialized() else tensor
-    )
-    if expert == 1 and expert_tensor == tensor:
+    are_apart = parallel_state.experts_are_apart() or (getattr(config, "expert_model_parallel_size", 1) or 1) > 1
+    if groups.experts is not None or not are_apart:
         return
     for name, parameter in module.named_parameters():
         if is_expert_parameter(parameter):
             raise ParallelConfigError(
-                f"parameter {name} is marked allreduce=False, as an expert's, with expert_model_parallel_size "
-                f"{expert} and expert_tensor_parallel_size {expert_tensor}; no wrapper keeps experts apart yet: "
-                f"initialise with expert_model_parallel_size 1 and expert_tensor_parallel_size {tensor}"
+                f"parameter {name} is marked allreduce=False, as an expert's, with experts cut over ranks, and the "
+                "given ranks are those of dense parameters; give pg_collection with expt_dp, or call "
+                "initialize_model_parallel with expert_model_parallel_size and give no process_group"
             )
 
 

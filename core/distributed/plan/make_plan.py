@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...base import device
+from ...base.errors import ParallelConfigError
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups
@@ -103,17 +104,17 @@ def plan_whole(
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[tuple[BucketLayout, Cut]]:
         layouts = lay_out_params(
             params,
-            dp_size=groups.whole.size() if is_sharded else None,
+            dp_size=groups.of(params[0]).whole.size() if is_sharded else None,
             bucket_size=bucket_size,
             num_buckets=num_buckets,
             for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
         )
         return [(layout, "flat") for layout in layouts]
 
-    pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, num_parts=num_parts)
+    pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
     params = list(pieces.names.of)
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
-    frozen = pieces.by_rows((param for param in params if not param.requires_grad), num_parts=1)
+    frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
     check_contradictions(config, settings, groups)
     # Gradients travel by bucket, so that modules are looked for only where something is done to them.
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(settings) else []
@@ -156,17 +157,19 @@ def plan_gathered(
     precision = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
     shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
     num_parts = num_shards * (groups.num_replicas if shares_update else 1)
-    pieces = Pieces(module, engine, settings, precision, num_parts=num_parts, num_param_shards=num_shards)
+    pieces = Pieces(module, engine, settings, precision, groups=groups, shares_updates=shares_update)
 
     def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
         if is_fsdp2:
-            return pieces.by_rows(params, num_parts)
+            return pieces.by_rows(params)
         cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
         return pieces.in_buffers(
-            params, lambda of: [lay_out_unit([p.shape for p in of], num_parts, cut, for_high_busbw=pads)]
+            params, lambda of: [lay_out_unit([p.shape for p in of], pieces.num_parts(of[0]), cut, for_high_busbw=pads)]
         )
 
-    found = [*find_units(module, unit_classes, splits_dtypes=is_fsdp2), unit_of((module,), {module: ""})]
+    has_experts = groups.experts is not None
+    found = find_units(module, unit_classes, splits_dtypes=is_fsdp2, splits_experts=has_experts)
+    found.append(unit_of((module,), {module: ""}))
     reshards = [*_reshards(found, settings, num_shards, is_fsdp2)]
     units = [
         replace(
@@ -181,6 +184,8 @@ def plan_gathered(
         )
         for unit, params, reshard in zip(found, own_parameters(found), reshards, strict=True)
     ]
+    if has_experts:
+        _reject_experts_among_neighbours(units)
     check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
         units = _keep_by_torch(units, settings, num_shards)
@@ -221,6 +226,16 @@ def _reshards(
         default = False if stays else settings.reshard_after_forward
         reshard = settings.reshard_of(unit.names[0], default) if is_fsdp2 or not is_root else False
         yield check_reshard(reshard, num_shards)
+
+
+def _reject_experts_among_neighbours(units: Iterable[UnitPlan]) -> None:
+    for unit in units:
+        if unit.kept_among is not None and any(piece.holds_experts for piece in unit.pieces):
+            name = unit.names[0]
+            raise ParallelConfigError(
+                f"reshard_after_forward is {unit.kept_among} for {name}, which has experts, and these are sharded "
+                f"over other ranks; set True or False by reshard_overrides=({name + '=True'!r},)"
+            )
 
 
 def _keep_in_slots(
@@ -272,7 +287,8 @@ def _keep_by_torch(
         # Backward begins with the root, and runs from the loss to the first trained weight.
         last = max((param.places[0] for param in unit.params), default=-1)
         is_reached = is_root or (bool(trained) and last >= min(trained))
-        again = (unit.kept_among or num_shards) if unit.is_freed and is_needed and is_reached else 0
+        ranks = unit.kept_among or max((piece.num_param_shards for piece in unit.pieces), default=num_shards)
+        again = ranks if unit.is_freed and is_needed and is_reached else 0
         stays = not unit.is_freed or (is_kept and not is_needed)
         kept.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
     return kept

@@ -191,6 +191,11 @@ class UnitPlan:
     def params(self) -> tuple[ParamPlan, ...]:
         return tuple(param for piece in self.pieces for param in piece.params)
 
+    @property
+    def holds_experts(self) -> bool:
+        """Whether its parameters are all of experts."""
+        return bool(self.pieces) and all(piece.holds_experts for piece in self.pieces)
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTransform:

@@ -18,6 +18,7 @@ from ...base.local_parts import local_part
 from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..groups import DataParallelGroups, is_expert_parameter
 from ..torch_fully_sharded_data_parallel_config import Engine
 from .layout import BucketLayout, Cut, FullParamLayout, bounds_by_rows, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
@@ -32,8 +33,8 @@ class Pieces:
 
     Args:
         precision: the dtypes of computation and reduction; without casts each parameter keeps its own.
-        num_parts: number of ranks that share an update.
-        num_param_shards: number of ranks that share a parameter.
+        groups: the ranks that share parameters or their updates, and those of experts.
+        shares_updates: ranks with the same shard share its update.
     """
 
     def __init__(
@@ -43,21 +44,33 @@ class Pieces:
         settings: DistributedDataParallelConfig,
         precision: MixedPrecisionPolicy = NO_CASTS,
         *,
-        num_parts: int,
-        num_param_shards: int = 1,
+        groups: DataParallelGroups,
+        shares_updates: bool = False,
     ) -> None:
-        self.names, self._num_parts, self._is_gathered = ParameterNames(module), num_parts, settings.shards_parameters
+        self.names, self._groups, self._shares_updates = ParameterNames(module), groups, shares_updates
+        self._is_sharded, self._is_gathered = settings.sharding_strategy != "no_shard", settings.shards_parameters
         self._fp32_patterns = settings.param_name_patterns_for_fp32_local_accumulation
-        self._kind_of = partial(
+        self._kind_over = partial(
             kind_of_parameter,
             engine=engine,
             settings=settings,
             precision=precision,
-            num_parts=num_parts,
-            num_param_shards=num_param_shards,
+            num_parts=self._num_parts_over(groups),
         )
         # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
         self._buffers: dict[PieceKind, list[PiecePlan]] = {}
+
+    def num_parts(self, param: nn.Parameter) -> int:
+        """Returns the number of ranks that share a parameter's update."""
+        return self._num_parts_over(self._groups.of(param))
+
+    def _num_parts_over(self, groups: DataParallelGroups) -> int:
+        if not self._is_sharded:
+            return 1
+        return groups.shard.size() * (groups.num_replicas if self._shares_updates else 1)
+
+    def _kind_of(self, param: nn.Parameter) -> PieceKind:
+        return self._kind_over(param, num_param_shards=self._groups.of(param).shard.size() if self._is_gathered else 1)
 
     def in_buffers(self, params: Sequence[nn.Parameter], lay_out_kind: LayOut) -> tuple[PiecePlan, ...]:
         """Puts a unit's parameters into one buffer for each kind, behind those of earlier units.
@@ -76,7 +89,7 @@ class Pieces:
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
             for layout, cut in lay_out_kind(of_kind):
                 members = [
-                    self._plan_of(of_kind[i], kind, cut, layout.bounds(place, self._num_parts))
+                    self._plan_of(of_kind[i], kind, cut, layout.bounds(place, self.num_parts(of_kind[i])))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
                 ]
                 moved = replace(layout, start=first + layout.start, end=first + layout.end)
@@ -85,13 +98,18 @@ class Pieces:
                 pieces.append(buckets[-1])
         return tuple(pieces)
 
-    def by_rows(self, params: Iterable[nn.Parameter], num_parts: int) -> tuple[PiecePlan, ...]:
-        """Returns the pieces of parameters that no flat buffer holds, each cut by its first dimension."""
+    def by_rows(self, params: Iterable[nn.Parameter], *, is_cut: bool = True) -> tuple[PiecePlan, ...]:
+        """Returns the pieces of parameters that no flat buffer holds, each cut by its first dimension, or whole."""
         return tuple(
             PiecePlan(
                 **vars(kind),
                 params=tuple(
-                    self._plan_of(param, kind, "rows", bounds_by_rows(_local_shape(param), num_parts))
+                    self._plan_of(
+                        param,
+                        kind,
+                        "rows",
+                        bounds_by_rows(_local_shape(param), self.num_parts(param) if is_cut else 1),
+                    )
                     for param in of_kind
                 ),
             )
@@ -135,7 +153,7 @@ def kind_of_parameter(
 
     Args:
         precision: the model's; without casts each parameter keeps its dtype.
-        num_parts: number of ranks that share an update.
+        num_parts: number of ranks that share an update; of an expert there may be fewer.
         num_param_shards: number of ranks that share a parameter.
     """
     is_cast, is_fsdp2 = param.is_floating_point(), engine is Engine.FSDP2
@@ -203,11 +221,6 @@ def full_param_layout(
         )
         for of in kinds.values()
     )
-
-
-def is_expert_parameter(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
-    return not getattr(parameter, "allreduce", True)
 
 
 def _local_shape(param: nn.Parameter) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from ...base.errors import ParallelConfigError, WrapError
 from ...tensor_parallel.initialization import ParameterOwner
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..groups import is_expert_parameter
 from .parts import UnitPlan, UnitTransform
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
@@ -24,7 +25,9 @@ UnitChoice = type[nn.Module] | nn.Module
 """A class, whose outermost instances become units, or one module, which becomes one."""
 
 
-def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[UnitPlan]:
+def find_units(
+    root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True, splits_experts: bool = False
+) -> list[UnitPlan]:
     """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 
     - The outermost modules that are instances of one of ``classes`` are units.
@@ -39,7 +42,7 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes:
     - Units that share a weight only with each other are united.
     - FSDP2 takes one dtype of trainable parameters in a unit. In a unit, or the root, with several, the modules with
       those of a rarer dtype (fp32 norms in a bf16 layer) become a separate unit before it, unless `splits_dtypes` is
-      False.
+      False. So do those with experts, whose replicas are other ranks, if `splits_experts` is True.
 
     Raises:
         WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
@@ -59,7 +62,7 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes:
     return [
         part
         for unit in (*units, unit_of((root,), names))
-        for part in (*(_minority_units(unit, owners, names) if splits_dtypes else ()), unit)
+        for part in (*(_minority_units(unit, owners, names, splits_experts) if splits_dtypes else ()), unit)
         if part.modules != (root,)
     ]
 
@@ -83,44 +86,60 @@ def unit_of(modules: tuple[nn.Module, ...], names: Mapping[nn.Module, str], *, i
     )
 
 
-def _minority_units(unit: UnitPlan, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[UnitPlan]:
-    """Returns the modules that hold the unit's own trainable parameters of each dtype but the commonest."""
-    holders: dict[torch.dtype, list[nn.Module]] = defaultdict(list)
-    elements: Counter[torch.dtype] = Counter()
+_Kind = tuple[torch.dtype, bool]
+"""Dtype of parameters, and whether they are of experts that have ranks of their own."""
+
+
+def _minority_units(
+    unit: UnitPlan, owners: _Owners, names: dict[nn.Module, str], splits_experts: bool
+) -> Iterator[UnitPlan]:
+    """Returns the modules that hold the unit's own trainable parameters of each kind but the commonest dense one."""
+    holders: dict[_Kind, list[nn.Module]] = defaultdict(list)
+    elements: Counter[_Kind] = Counter()
     is_root = not unit.names[0]
     for module in (submodule for member in unit.modules for submodule in member.modules()):
         own = [
             parameter
             for parameter in module.parameters(recurse=False)
-            if parameter.requires_grad and owners[parameter] & {None if is_root else m for m in unit.modules}
+            if owners[parameter] & {None if is_root else m for m in unit.modules}
         ]
-        if len(dtypes := {parameter.dtype for parameter in own}) > 1:
+        kinds = {
+            (parameter.dtype, is_expert)
+            for parameter in own
+            if (is_expert := splits_experts and is_expert_parameter(parameter)) or parameter.requires_grad
+        }
+        if len(kinds) > 1:
             raise WrapError(
-                f"module {names[module] or 'root'!r} holds trainable parameters of {len(dtypes)} dtypes, "
-                f"{', '.join(sorted(map(str, dtypes)))}, and FSDP2 reduces one dtype at a time; give them one dtype, "
-                "or put them into modules of their own"
+                f"module {names[module] or 'root'!r} holds trainable parameters of {len(kinds)} dtypes, "
+                f"{_listed(kinds)}, and FSDP2 reduces one dtype at a time, over one set of ranks; give them one "
+                "dtype, or put them into modules of their own"
             )
-        for dtype in dtypes:
-            if module not in holders[dtype]:
-                holders[dtype].append(module)
-                elements[dtype] += sum(parameter.numel() for parameter in own)
-    # FSDP2 shards a module with all modules below it, so the dtype whose modules contain other dtypes stays.
-    outer = [dtype for dtype in holders if _has_others_inside(dtype, holders)]
+        for kind in kinds:
+            if module not in holders[kind]:
+                holders[kind].append(module)
+                elements[kind] += sum(parameter.numel() for parameter in own if parameter.requires_grad)
+    # FSDP2 shards a module with all modules below it, so the kind whose modules contain others stays.
+    outer = [kind for kind in holders if _has_others_inside(kind, holders)]
     if len(outer) > 1:
         raise WrapError(
-            f"trainable parameters of {', '.join(sorted(map(str, outer)))} are inside modules of each other in "
-            f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time; give them one dtype, or name "
-            "the inner modules in sub_modules_to_wrap"
+            f"trainable parameters of {_listed(outer)} are inside modules of each other in "
+            f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time, over one set of ranks; give "
+            "them one dtype, or name the inner modules in sub_modules_to_wrap"
         )
-    stays = outer or [dtype for dtype, _ in elements.most_common(1)]
-    for dtype, modules in holders.items():
-        if dtype not in stays:
+    dense = Counter({kind: count for kind, count in elements.items() if not kind[1]}) or elements
+    stays = outer or [kind for kind, _ in dense.most_common(1)]
+    for kind, modules in holders.items():
+        if kind not in stays:
             yield unit_of(tuple(modules), names, is_minority=True)
 
 
-def _has_others_inside(dtype: torch.dtype, holders: dict[torch.dtype, list[nn.Module]]) -> bool:
-    others = {module for other, modules in holders.items() if other != dtype for module in modules}
-    return any(below in others for holder in holders[dtype] for below in holder.modules() if below is not holder)
+def _listed(kinds: Iterable[_Kind]) -> str:
+    return ", ".join(sorted(f"{dtype} (experts)" if is_expert else str(dtype) for dtype, is_expert in kinds))
+
+
+def _has_others_inside(kind: _Kind, holders: dict[_Kind, list[nn.Module]]) -> bool:
+    others = {module for other, modules in holders.items() if other != kind for module in modules}
+    return any(below in others for holder in holders[kind] for below in holder.modules() if below is not holder)
 
 
 def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], ...]:

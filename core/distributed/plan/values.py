@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -132,6 +132,11 @@ class Plan:
         """The layout of all buffers."""
         return tuple(tuple(bucket.layout for bucket in buckets) for buckets in self.buffers)
 
+    def over_ranks_of(self, holds_experts: bool) -> Plan:
+        """Returns the plan with the ranks of experts' parameters in `groups`, or of the others, as it is."""
+        experts = self.groups.experts if holds_experts else None
+        return self if experts is None else replace(self, groups=experts)
+
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded too, and gathered before use."""
@@ -240,6 +245,13 @@ class Plan:
         """
         if unit is None:
             return tuple(entry for unit in self.units for entry in self.traffic(num_microbatches, unit))
+        of_experts = tuple(piece for piece in unit.pieces if piece.holds_experts)
+        if of_experts and self.groups.experts is not None:
+            others = replace(unit, pieces=tuple(piece for piece in unit.pieces if not piece.holds_experts))
+            over_ranks = self.over_ranks_of(True)
+            again = over_ranks.num_shards if unit.gathered_again_over else 0
+            experts = replace(unit, pieces=of_experts, gathered_again_over=again)
+            return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, experts)
         trained = [piece for piece in unit.pieces if piece.is_trained]
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
         reductions = num_microbatches if self.reduces_every_micro_batch else 1

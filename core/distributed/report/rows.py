@@ -131,11 +131,13 @@ def headline(facts: ModelFacts) -> str:
     whole = f"{plan.caller}: {parameters} parameters on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
     if num_ranks == 1:
         return whole
+    experts = plan.groups.experts
+    of_experts = "" if experts is None else f"; each expert on {experts.whole.size()} of them"
     if plan.num_shards == 1:
-        return f"{whole}, replicated"
+        return f"{whole}, replicated{of_experts}"
     replicas = f", {plan.num_replicas} replicas of each shard" if plan.num_replicas > 1 else ""
     what = "optimizer state" if any(unit.gathered is None for unit in facts.units) else "everything"
-    return f"{whole}, {what} sharded over {plan.num_shards}{replicas}"
+    return f"{whole}, {what} sharded over {plan.num_shards}{replicas}{of_experts}"
 
 
 def notes(facts: ModelFacts) -> list[str]:

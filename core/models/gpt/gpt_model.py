@@ -61,8 +61,8 @@ class GPTModel(LanguageModule):
                 their defaults.
 
     Raises:
-        ParallelConfigError: pipeline or expert parallelism, which models here do not have; a context-parallel size
-            that is not the process groups'; a vocabulary that does not divide; or an argument that is refused.
+        ParallelConfigError: pipeline parallelism, which models here do not have; a context-parallel or expert-parallel
+            size that is not the process groups'; a vocabulary that does not divide; or an argument that is refused.
         ConfigError: a size below one, or an unknown kind of position embedding.
     """
 
@@ -280,19 +280,16 @@ def _check_degrees(config: TransformerConfig) -> None:
             f"config.context_parallel_size is {degree}, but core.parallel_state has context-parallel groups of {cp}; "
             "call initialize_model_parallel with the same size first"
         )
-    group_sizes = {
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-    }
-    for name, group_size in group_sizes.items():
-        degree = getattr(config, name)
-        if degree > 1:
-            raise ParallelConfigError(f"{name} is {degree}, but GPTModel supports only 1; set it to 1")
-        if group_size > 1:
-            raise ParallelConfigError(
-                f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
-                "initialise it with 1"
-            )
+    name, group_size = "pipeline_model_parallel_size", parallel_state.get_pipeline_model_parallel_world_size()
+    if config.pipeline_model_parallel_size > 1:
+        raise ParallelConfigError(
+            f"{name} is {config.pipeline_model_parallel_size}, but GPTModel supports only 1; set it to 1"
+        )
+    if group_size > 1:
+        raise ParallelConfigError(
+            f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
+            "initialise it with 1"
+        )
 
 
 def _check_fused_loss(model: LanguageModule) -> None:

@@ -1,10 +1,11 @@
 """Mixtures of experts (Shazeer et al., 2017), by Megatron-LM's names: router, balancing, experts, shared experts.
 
-moe_layer        route, sort, compute, bring back
+moe_layer        route, drop, dispatch to experts, bring back
 router           logits, the load of experts and their bias
 routing          from logits to experts and probabilities
 load_balancing   auxiliary losses, and how they join the loss of a model
-permutation      sorts tokens by expert and back; capacity
+permutation      capacity; sorts tokens by expert and back
+dispatch         brings tokens to the ranks of their experts, and outputs back
 experts          the matrices of all experts, in one call or one after the other
 shared_experts   experts that take every token
 step             ends a step: biases and statistics

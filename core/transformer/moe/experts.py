@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...tensor_parallel.groups import Group, check_degree, group_size, per_rank
+from ... import parallel_state
+from ...tensor_parallel.groups import Group, expert_tensor_group, group_size, per_rank
 from ...tensor_parallel.initialization import (
     Initializer,
     ParameterOwner,
@@ -40,11 +42,12 @@ class EachExpert:
 
 
 class GroupedLinear(ParameterOwner):
-    """`y = x A_e^T + b_e` for rows sorted by expert, with `A` `[experts, out, in]`.
+    """`y = x A_e^T + b_e` for rows sorted by expert, with `A` `[experts, out, in]`, those of this rank.
 
     Args:
-        partition_dim: dim of `A` that is split over tensor-parallel ranks: 1, out, as in `ColumnParallelLinear`; or 2,
-            in, as in `RowParallelLinear`, whose results are partial sums.
+        partition_dim: dim of `A` that is split over experts' tensor-parallel ranks: 1, out, as in
+            `ColumnParallelLinear`; or 2, in, as in `RowParallelLinear`, whose results are partial sums.
+        tp_group: those ranks; by default those of `expert_tensor_group`.
     """
 
     weight: torch.nn.Parameter
@@ -60,22 +63,24 @@ class GroupedLinear(ParameterOwner):
         partition_dim: int,
         tp_group: Group = None,
     ) -> None:
-        super().__init__(tp_group)
-        check_degree(config, self.tp_group)
-        experts, self.splits_output = config.num_moe_experts or 0, partition_dim == 1
+        super().__init__(tp_group or expert_tensor_group())
+        experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        self.splits_output = partition_dim == 1
         size = per_rank(
-            output_size if self.splits_output else input_size, self.tp_group, "ffn_hidden_size of an expert"
+            output_size if self.splits_output else input_size,
+            self.tp_group,
+            "ffn_hidden_size of an expert",
+            "expert_tensor_parallel_size",
         )
         rows, columns = (size, input_size) if self.splits_output else (output_size, size)
-        each = EachExpert(init_method)
-        self.add_parameter("weight", (experts, rows, columns), each, config=config, partition_dim=partition_dim)
+        options: dict[str, Any] = {"config": config, "is_expert": parallel_state.experts_are_apart()}
+        self.add_parameter(
+            "weight", (experts, rows, columns), EachExpert(init_method), partition_dim=partition_dim, **options
+        )
         self.register_parameter("bias", None)
-        if config.add_bias_linear and self.splits_output:
-            self.add_parameter("bias", (experts, rows), init_zeros, config=config, partition_dim=1)
-        elif config.add_bias_linear:
-            # Each rank adds its share of the bias to its partial sum, and so has a share of the gradient.
-            is_shared = group_size(self.tp_group) > 1
-            self.add_parameter("bias", (experts, rows), init_zeros, config=config, sequence_parallel=is_shared)
+        if config.add_bias_linear:
+            split_dim = 1 if self.splits_output else None
+            self.add_parameter("bias", (experts, rows), init_zeros, partition_dim=split_dim, **options)
         self._multiply = grouped_matmul if config.moe_grouped_gemm else looped_matmul
         initialize_unless_deferred(self, config)
 
@@ -84,7 +89,14 @@ class GroupedLinear(ParameterOwner):
         output = self._multiply(rows, self.weight, permutation)
         if self.bias is None:
             return output
-        bias = self.bias if self.splits_output else self.bias / group_size(self.tp_group)
+        ranks = group_size(self.tp_group)
+        bias: torch.Tensor = self.bias
+        if not self.splits_output and ranks > 1:
+            # Each rank adds its share of the bias to its partial sum. All have the gradient of the sum, so that the
+            # whole gradient of the bias needs no communication.
+            bias = bias / ranks
+            if bias.requires_grad:
+                bias.register_hook(lambda grad: grad * ranks)
         return output + bias.index_select(0, permutation.row_experts).to(output.dtype)
 
 

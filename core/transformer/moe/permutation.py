@@ -4,10 +4,11 @@ additions."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..moe_config import MoEConfig
 from .routing import count_tokens
@@ -17,17 +18,18 @@ from .routing import count_tokens
 class Permutation:
     """The rows of experts: one for each token and each of its k experts, those of one expert next to each other.
 
-    Rows that no expert takes, because it is full, are at the end: the number of rows never depends on the routing.
+    Rows that no expert here takes are at the end, so that the number of rows does not depend on the routing;
+    `without_dropped` leaves them out.
     """
 
     order: torch.Tensor
     """Of each row, its place in `[tokens x k]`."""
     inverse: torch.Tensor
-    """Of each place, its row."""
+    """Of each place, its row; at or past the end of `order` if it has none."""
     ends: torch.Tensor
     """Of each expert, the end of its rows; int32."""
     row_experts: torch.Tensor
-    """The expert of each row; of a dropped row, the one that is full."""
+    """The expert of each row; of a dropped row, the last one."""
     topk: int
     has_dropped: bool
     """Whether there may be rows after the last end."""
@@ -39,42 +41,67 @@ class Permutation:
         dropped: torch.Tensor = (rows >= self.ends[-1]).unsqueeze(-1)
         return dropped
 
+    def without_dropped(self) -> Permutation:
+        """Returns the permutation without rows that no expert takes; the host waits for the device."""
+        if not self.has_dropped:
+            return self
+        end = int(self.ends[-1])
+        return replace(self, order=self.order[:end], row_experts=self.row_experts[:end], has_dropped=False)
+
     def to_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Copies each token `[tokens, h]` to the rows of its experts, `[tokens x k, h]`."""
+        """Copies each token `[tokens, h]` to the rows of its experts, `[rows, h]`."""
         rows: torch.Tensor = _Rows.apply(tokens, self.order, self.inverse, self.topk)
         return rows
 
     def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Brings rows `[tokens x k, h]` back to their tokens, `[tokens, k, h]`."""
+        """Brings rows `[rows, h]` back to their tokens, `[tokens, k, h]`, with zeros for places without a row."""
         places: torch.Tensor = _Places.apply(rows, self.order, self.inverse)
         return places.view(-1, self.topk, rows.shape[-1])
 
 
 @torch.no_grad()
-def sort_by_expert(experts: torch.Tensor, probs: torch.Tensor, config: MoEConfig) -> Permutation:
-    """Sorts tokens by expert, and drops those over its capacity.
+def drop_over_capacity(experts: torch.Tensor, probs: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+    """Returns each token's experts, with `num_moe_experts` for those that are full.
 
     Args:
         experts, probs: of each token its experts and their probabilities, `[tokens, k]`.
     """
-    num_experts, topk = config.num_moe_experts or 0, config.moe_router_topk
+    factor, num_experts = config.moe_expert_capacity_factor, config.num_moe_experts or 0
+    if factor is None:
+        return experts
     flat = experts.flatten()
-    counts = count_tokens(flat, num_experts)
-    factor = config.moe_expert_capacity_factor
-    if factor is not None and config.moe_token_drop_policy == "probs":
+    if config.moe_token_drop_policy == "probs":
         order = probs.flatten().argsort(descending=True, stable=True)
         order = order[flat[order].argsort(stable=True)]
     else:
         order = flat.argsort(stable=True)
-    row_experts = flat[order]
-    if factor is not None:
-        capacity = math.ceil(flat.numel() / num_experts * factor)
-        rows = torch.arange(len(flat), device=flat.device)
-        is_full = rows - (counts.cumsum(0) - counts)[row_experts] >= capacity
-        last = is_full.to(torch.uint8).argsort(stable=True)
-        order, row_experts, counts = order[last], row_experts[last], counts.clamp(max=capacity)
+    row_experts, counts = flat[order], count_tokens(flat, num_experts)
+    rows = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[row_experts]
+    is_full = rows >= math.ceil(flat.numel() / num_experts * factor)
+    return torch.empty_like(flat).scatter_(0, order, row_experts.masked_fill(is_full, num_experts)).view_as(experts)
+
+
+@torch.no_grad()
+def sort_by_expert(experts: torch.Tensor, num_experts: int, has_dropped: bool = False) -> Permutation:
+    """Sorts tokens by expert.
+
+    Args:
+        experts: of each token its experts, `[tokens, k]`.
+        has_dropped: `experts` may be `num_experts`, where no expert here takes the token.
+    """
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return Permutation(order, inverse, counts.cumsum(0).to(torch.int32), row_experts, topk, factor is not None)
+    ends = count_tokens(flat, num_experts + 1)[:-1].cumsum(0).to(torch.int32)
+    row_experts = flat[order].clamp(max=num_experts - 1)
+    return Permutation(order, inverse, ends, row_experts, experts.shape[-1], has_dropped)
+
+
+def _by_place(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Returns the row of each place, zeros for a place without one."""
+    if len(rows) < len(inverse):
+        rows, inverse = F.pad(rows, (0, 0, 0, 1)), inverse.clamp(max=len(rows))
+    return rows.index_select(0, inverse)
 
 
 class _Rows(torch.autograd.Function):
@@ -87,14 +114,14 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse).unflatten(0, (-1, ctx.topk)).sum(1), None, None, None
+        return _by_place(grad, inverse).unflatten(0, (-1, ctx.topk)).sum(1), None, None, None
 
 
 class _Places(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(order)
-        return rows.index_select(0, inverse)
+        return _by_place(rows, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ... import parallel_state
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...tensor_parallel.groups import Group, group_size
 from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
@@ -24,8 +25,11 @@ SUMS = ("tokens", "dropped", "entropy", "micro_batches", "balance_loss", "z_loss
 class TopKRouter(ParameterOwner):
     """Maps hidden states to experts and probabilities.
 
-    Tensor-parallel ranks route the same tokens and use a part of each expert's output: their gradients are partial
-    sums, which `finalize_model_grads` adds.
+    Tensor-parallel ranks route the same tokens and use a part of each expert's output, or they route different tokens:
+    their gradients are partial sums, which `finalize_model_grads` adds.
+
+    Args:
+        splits_tokens: tensor-parallel ranks route different tokens.
 
     Attributes:
         expert_bias: see `moe_router_enable_expert_bias`; `[experts]` in fp32. `finish_step` moves it, once a step.
@@ -46,9 +50,9 @@ class TopKRouter(ParameterOwner):
     global_counts: torch.Tensor
     pending_loss: torch.Tensor | None
 
-    def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
+    def __init__(self, config: TransformerConfig, tp_group: Group = None, *, splits_tokens: bool = False) -> None:
         super().__init__(tp_group)
-        self.config = config
+        self.config, self.splits_tokens = config, splits_tokens
         experts = config.num_moe_experts or 0
         is_partial = group_size(self.tp_group) > 1
         shape = (experts, config.hidden_size)
@@ -78,11 +82,19 @@ class TopKRouter(ParameterOwner):
             self._note(logits, experts)
         return probs, experts
 
-    def note_dropped(self, count: Callable[[], torch.Tensor]) -> None:
-        """Adds what `count` returns to the dropped tokens of the step."""
-        if self._counts():
+    @property
+    def token_group(self) -> Group:
+        """The ranks that route parts of the same sequences; None if this rank is alone."""
+        if self.splits_tokens:
+            return parallel_state.get_tensor_and_context_parallel_group()
+        return load_balancing.context_group()
+
+    def note_dropped(self, experts: torch.Tensor) -> None:
+        """Adds the choices `[tokens, k]` that `drop_over_capacity` has dropped to those of the step."""
+        if self.config.moe_expert_capacity_factor is not None and self._counts():
             with torch.no_grad():
-                self.step_sums[len(self.step_sums) - len(SUMS) + SUMS.index("dropped")] += count()
+                place = len(self.step_sums) - len(SUMS) + SUMS.index("dropped")
+                self.step_sums[place] += experts.eq(len(self.weight)).sum()
 
     def clear_step(self) -> None:
         """Forgets the sums of a step."""
@@ -112,11 +124,11 @@ class TopKRouter(ParameterOwner):
         if not counts_tokens:
             return
         if weighted.requires_grad:
-            # Each tensor-parallel rank computes all of it, and their gradients are added.
-            self.pending_loss = weighted / group_size(self.tp_group)
+            # The gradients of tensor-parallel ranks are added. Each computes all of it, or its addend.
+            self.pending_loss = weighted if self.splits_tokens else weighted / group_size(self.tp_group)
         with torch.no_grad():
             entropy = torch.special.entr(shares).sum()
-            share = entropy.new_full((), 1 / group_size(load_balancing.context_group()))
+            share = entropy.new_full((), 1 / group_size(self.token_group))
             others = [entropy.new_full((), length * batch), torch.zeros_like(entropy), entropy, share]
             counts = count_tokens(experts.flatten(), num_experts)
             self.step_sums += torch.cat([counts.double(), torch.stack([*others, balance, of_logits]).double()])
@@ -133,7 +145,7 @@ class TopKRouter(ParameterOwner):
         """
         config, (length, batch, num_experts) = self.config, logits.shape
         weighted = balance = of_logits = shares.new_zeros(())
-        group = load_balancing.context_group()
+        group = self.token_group
         ranks = group_size(group)
         if config.auxiliary_losses:
             chosen = experts.view(length, batch, -1)

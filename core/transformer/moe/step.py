@@ -9,7 +9,7 @@ from torch import nn
 
 from ...base.errors import warn_once
 from ...comm.collectives import all_reduce_by_backend
-from ...tensor_parallel.groups import Group, group_size
+from ...tensor_parallel.groups import Group
 from .load_balancing import modules_of, take_pending
 from .moe_layer import MoELayer
 from .router import SUMS
@@ -28,7 +28,8 @@ def finish_step(models: Sequence[nn.Module], group: Group) -> None:
     its statistics as `step_statistics`.
 
     Args:
-        group: the data-parallel and context-parallel ranks; None if this rank is alone.
+        group: the data-parallel and context-parallel ranks; None if this rank is alone. Tensor-parallel ranks that
+            route different tokens are added too.
     """
     layers: list[MoELayer] = modules_of(models, MoELayer)
     if not layers:
@@ -39,8 +40,10 @@ def finish_step(models: Sequence[nn.Module], group: Group) -> None:
             "labels, or call core.transformer.moe.add_auxiliary_losses(losses, model) on the losses of tokens"
         )
     totals = torch.cat([layer.router.step_sums for layer in layers])
-    if group_size(group) > 1:
-        all_reduce_by_backend(totals, group, what="tokens of experts")
+    tensor_ranks = layers[0].tp_group if layers[0].splits_tokens else None
+    for ranks in (group, tensor_ranks):
+        if ranks is not None and ranks.size() > 1:
+            all_reduce_by_backend(totals, ranks, what="tokens of experts")
     for layer, sums in zip(layers, totals.split([len(layer.router.step_sums) for layer in layers]), strict=True):
         router = layer.router
         counts = sums[: -len(SUMS)]

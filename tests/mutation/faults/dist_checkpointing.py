@@ -8,10 +8,17 @@ from tests.mutation.suites import PROGRAMS_ON_STREAMS
 MUTATIONS = (
     Mutation(
         "a column-parallel weight is seen as cut along its rows",
-        "core.dist_checkpointing.global_view._layout",
-        r"Shard\(dim\)",
+        "core.dist_checkpointing.global_view._outer_placement",
+        r"Shard\(_partition_dim\(param\)\)",
         "Shard(0)",
         ("tests/unit/dist_checkpointing/test_global_view.py",),
+    ),
+    Mutation(
+        "experts: each rank's are seen as all of a layer",
+        "core.dist_checkpointing.global_view._outer_placement",
+        r"return Shard\(0\)",
+        "return Replicate()",
+        ("tests/functional/test_expert_parallelism.py::test_initial_values_are_the_same_over_any_ranks",),
     ),
     Mutation(
         "the last elements of a flat range are in no box",

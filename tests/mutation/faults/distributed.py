@@ -21,6 +21,7 @@ _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
 _STARTS = "tests/unit/distributed/model/test_initial_values.py"
 _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
+_EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
 
@@ -101,9 +102,45 @@ MUTATIONS = (
     Mutation(
         "the first tensor of replicas is not made equal",
         "core.distributed.model.initial_values.InitialValues.equalize",
-        r"broadcast_tensors\(self\._equalized",
-        "broadcast_tensors(self._equalized[1:]",
+        r"in self\._equalized\.items\(\)",
+        "in list(self._equalized.items())[1:]",
         (_STARTS, CONTRACT),
+    ),
+    # ---- experts
+    Mutation(
+        "experts: the first rank's replace those of all ranks",
+        "core.distributed.model.initial_values.InitialValues.__init__",
+        r"groups\.of\(tensor\)\.whole",
+        "groups.whole",
+        (_EXPERTS,),
+    ),
+    Mutation(
+        "experts: gradients are divided by the number of their own replicas",
+        "core.distributed.groups.DataParallelGroups.divisor",
+        r"self\.num_dense_replicas or ",
+        "",
+        (_EXPERTS,),
+    ),
+    Mutation(
+        "experts: FSDP2 leaves the sum over ranks",
+        "core.distributed.fsdp2.shard_model._divide_gradients_of_experts",
+        r"1\.0 / groups\.divisor",
+        "1.0",
+        (_EXPERTS,),
+    ),
+    Mutation(
+        "experts: on one rank each micro-batch is divided again",
+        "core.distributed.plan.pieces.kind_of_parameter",
+        r"== 'optim_grads' and num_parts > 1",
+        "== 'optim_grads' and num_parts > 1 and not is_expert_parameter(param)",
+        (_EXPERTS,),
+    ),
+    Mutation(
+        "experts: gradients are summed over the replicas of dense layers",
+        "core.distributed.plan.values.Plan.over_ranks_of",
+        r"if holds_experts",
+        "if False",
+        (_EXPERTS,),
     ),
     # ---- the flat engine
     Mutation(
@@ -130,7 +167,7 @@ MUTATIONS = (
     Mutation(
         "gradients are summed and not averaged",
         "core.distributed.engine.reduction.BucketReduction.reduce",
-        r"scale = 1\.0 / self\.group\.size\(\)",
+        r"scale = 1\.0 / divisor",
         "scale = 1.0",
         (DDP,),
     ),

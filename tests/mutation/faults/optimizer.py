@@ -16,7 +16,7 @@ MUTATIONS = (
     Mutation(
         "ranks round the squares of a global batch's gradient to units of their own",
         "core.optimizer.clip_grads.GradientStatistics._measure_exactly",
-        r"all_reduce_by_backend\(of_key, .*\)",
+        r"all_reduce_by_backend\(of_part, .*\)",
         "pass",
         (f"{REPRODUCIBLE}[8 micro-batches-fsdp2-2]",),
     ),
@@ -29,17 +29,24 @@ MUTATIONS = (
     ),
     Mutation(
         "the norm is that of one shard",
-        "core.optimizer.clip_grads.GradientStatistics.measure",
-        "for group in groups:",
-        "for group in groups[1:]:",
+        "core.optimizer.clip_grads._Part.add",
+        r"for group in self\.groups:",
+        "for group in self.groups[1:]:",
         (_NORM, _OPTIMIZER),
     ),
     Mutation(
         "the norm counts replicated gradients on each tensor-parallel rank",
         "core.optimizer.clip_grads.GradientStatistics.__init__",
-        "is_cut or tp_rank == 0",
+        r"\(is_cut or rank == 0\)",
         "True",
         (_NORM,),
+    ),
+    Mutation(
+        "experts: the norm is that of one rank's experts",
+        "core.optimizer.clip_grads.GradientStatistics.__init__",
+        r"\(expert_group, expert_tp_rank\)",
+        "(model_group, expert_tp_rank)",
+        ("tests/unit/distributed/model/test_expert_parameters.py",),
     ),
     Mutation(
         "the clip coefficient may raise a gradient",

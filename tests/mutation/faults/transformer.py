@@ -6,6 +6,7 @@ from tests.mutation.mutation import Mutation
 from tests.mutation.suites import LAYOUTS, STREAMS_OF_LAYERS
 
 _MOE_LAYER = "tests/unit/transformer/moe/test_moe_layer.py"
+_DISPATCH = "tests/unit/transformer/moe/test_dispatch.py"
 _BALANCING = "tests/unit/transformer/moe/test_load_balancing.py"
 _EXPERTS_OF_RANKS = "tests/functional/test_experts.py::test_ranks_of_one_model_equal_one_process"
 
@@ -90,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts: the router learns from balancing losses alone",
-        "core.transformer.moe.moe_layer.MoELayer.forward",
+        "core.transformer.moe.dispatch._combine",
         r"probs\.unsqueeze\(-1\)",
         "probs.detach().unsqueeze(-1)",
         (_MOE_LAYER,),
@@ -136,6 +137,20 @@ MUTATIONS = (
         r"counts\.mean\(\) - counts",
         "counts - counts.mean()",
         ("tests/unit/transformer/moe/test_step.py",),
+    ),
+    Mutation(
+        "experts: probabilities reach other ranks without a gradient",
+        "core.transformer.moe.dispatch.gather_tokens",
+        r"gather_from_sequence_parallel_region\(probs,",
+        "gather_from_sequence_parallel_region(probs.detach(),",
+        (_DISPATCH,),
+    ),
+    Mutation(
+        "experts: outputs return to other tokens",
+        "core.transformer.moe.dispatch._compute_elsewhere",
+        r"by_expert\.from_rows\((compute\(.*?\))\)\.squeeze\(1\)",
+        r"\1",
+        (_DISPATCH,),
     ),
     # ---- streams
     Mutation(

@@ -69,6 +69,14 @@ SIZES_AND_RANKS = {
         lambda: ps.get_data_parallel_world_size(True, partial_data_parallel=True),
         lambda: ps.get_data_parallel_rank(True, partial_data_parallel=True),
     ),
+    "ep": (ps.get_expert_model_parallel_world_size, ps.get_expert_model_parallel_rank),
+    "expert tp": (ps.get_expert_tensor_parallel_world_size, ps.get_expert_tensor_parallel_rank),
+    "expert tp-ep": (ps.get_expert_tensor_and_model_parallel_world_size, ps.get_expert_tensor_and_model_parallel_rank),
+    "expert dp": (ps.get_expert_data_parallel_world_size, ps.get_expert_data_parallel_rank),
+    "expert partial dp": (
+        lambda: ps.get_expert_data_parallel_world_size(True),
+        lambda: ps.get_expert_data_parallel_rank(True),
+    ),
 }
 FIRST_RANKS = {
     "tp": ps.get_tensor_model_parallel_src_rank,

@@ -88,6 +88,30 @@ def test_optimizer_instances_shard_over_the_inner_part() -> None:
         assert ps.get_data_parallel_mesh().mesh.tolist() == [[1, 3, 5, 7], [9, 11, 13, 15]]
 
 
+def test_experts_have_a_mesh_of_their_replicas() -> None:
+    with fake_world(5, 16):
+        ps.initialize_model_parallel(2, expert_model_parallel_size=2, num_distributed_optimizer_instances=2)
+        assert ps.experts_are_apart()
+        assert ps.get_expert_data_parallel_mesh().mesh.tolist() == [[1, 5], [9, 13]]
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(2)
+        assert not ps.experts_are_apart()
+        assert ps.get_expert_data_parallel_mesh().mesh.tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+def test_a_model_and_its_gradients_share_no_process_group() -> None:
+    """A lane may reduce gradients while the model exchanges tokens or parts of a sequence."""
+    with fake_world(1, 2):
+        ps.initialize_model_parallel(expert_model_parallel_size=2)
+        assert ranks_of(ps.get_expert_model_parallel_group()) == ranks_of(ps.get_data_parallel_group()) == [0, 1]
+        assert ps.get_expert_model_parallel_group() is not ps.get_data_parallel_group()
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(context_parallel_size=2)
+        of_wrappers = ps.get_data_parallel_group(with_context_parallel=True)
+        assert ps.get_context_parallel_group() is not of_wrappers
+        assert ps.get_data_parallel_mesh().get_group() is of_wrappers
+
+
 def test_groups_of_equal_ranks_are_one_process_group() -> None:
     with fake_world(1, 8):
         ps.initialize_model_parallel(2)

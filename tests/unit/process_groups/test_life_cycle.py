@@ -14,10 +14,10 @@ from tests.unit.process_groups._oracle import FIRST_RANKS, SIZES_AND_RANKS
 def test_before_initialisation_a_rank_is_alone() -> None:
     assert not ps.is_initialized()
     assert not ps.model_parallel_is_initialized()
-    for kind in ("tp", "pp", "cp"):
+    for kind in ("tp", "pp", "cp", "ep"):
         size, place = SIZES_AND_RANKS[kind]
         assert (size(), place()) == (1, 0), kind
-    assert ps.get_expert_model_parallel_world_size() == 1
+    assert not ps.experts_are_apart()
     assert ps.is_pipeline_first_stage()
     assert ps.is_pipeline_last_stage()
     with_none = (
@@ -41,13 +41,14 @@ def test_before_initialisation_a_rank_is_alone() -> None:
         assert getter(check_initialized=False) is None, getter
         with pytest.raises(ParallelStateError, match=r"call core\.parallel_state\.initialize_model_parallel\(\)"):
             getter()
-    strict = [pair for kind, pair in SIZES_AND_RANKS.items() if kind not in ("tp", "pp", "cp")]
+    strict = [pair for kind, pair in SIZES_AND_RANKS.items() if kind not in ("tp", "pp", "cp", "ep")]
     for strict_getter in (
         *(getter for pair in strict for getter in pair),
         *FIRST_RANKS.values(),
         ps.get_data_parallel_group,
         ps.get_device_mesh,
         ps.get_data_parallel_mesh,
+        ps.get_expert_data_parallel_mesh,
     ):
         with pytest.raises(ParallelStateError, match=r"call core\.parallel_state\.initialize_model_parallel\(\)"):
             strict_getter()

@@ -62,7 +62,8 @@ def test_transformer_fields_are_compared_or_change_no_function():
         *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "cross_entropy_fusion_vocab_chunk_size"),
         *("attention_backend", "embedding_init_method", "embedding_init_method_std"),
         *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
-        *("moe_input_jitter_eps", "moe_grouped_gemm", "moe_per_layer_logging"),
+        *("moe_input_jitter_eps", "moe_grouped_gemm", "moe_per_layer_logging", "moe_token_dispatcher_type"),
+        "expert_tensor_parallel_size",
     }
     assert {entry.name for entry in fields(TransformerConfig)} - training_alone == set(MODEL_FIELDS["model"])
 

@@ -45,6 +45,17 @@ def config(**fields):
         ({"moe_router_dtype": "bf16"}, 'moe_router_dtype is \'bf16\'; it takes None or one of "fp32", "fp64"'),
         ({"moe_router_score_function": "tanh"}, "moe_router_score_function is 'tanh'"),
         ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy is 'random'"),
+        ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type is 'flex'"),
+        (
+            {"expert_model_parallel_size": 3},
+            "num_moe_experts is 8, which expert_model_parallel_size 3 does not divide",
+        ),
+        ({"expert_tensor_parallel_size": 0}, "expert_tensor_parallel_size is 0; it takes a positive number"),
+        (
+            {"num_moe_experts": None, "expert_model_parallel_size": 2},
+            "expert_model_parallel_size is 2 without num_moe_experts",
+        ),
+        ({"moe_ffn_hidden_size": 5, "expert_tensor_parallel_size": 2}, "moe_ffn_hidden_size 5 cannot be split over"),
         ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor is 0.0"),
         ({"moe_input_jitter_eps": 1.0}, "moe_input_jitter_eps is 1.0; it takes a number between 0 and 1"),
         ({"moe_layer_freq": 0}, "moe_layer_freq is 0; it takes a positive number"),

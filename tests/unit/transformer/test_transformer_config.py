@@ -194,10 +194,8 @@ def test_foreign_fields_that_change_numbers_are_refused(given, message):
 
 def test_harmless_foreign_fields_warn():
     warn_once.cache_clear()
-    given = {"bias_dropout_fusion": True, "moe_token_dispatcher_type": "alltoall", "pipeline_dtype": torch.float32}
-    with pytest.warns(
-        UserWarning, match="ignores bias_dropout_fusion, moe_token_dispatcher_type, pipeline_dtype"
-    ) as caught:
+    given = {"bias_dropout_fusion": True, "moe_permute_fusion": True, "pipeline_dtype": torch.float32}
+    with pytest.warns(UserWarning, match="ignores bias_dropout_fusion, moe_permute_fusion, pipeline_dtype") as caught:
         result = config(**given)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert {name: getattr(result, name) for name in given} == given

@@ -1,4 +1,5 @@
-"""Parameters that Megatron-LM marks as an expert's: refused where experts have ranks of their own."""
+"""Parameters that Megatron-LM marks as an expert's: each keeps its own replicas, and is refused where nothing names
+them."""
 
 from __future__ import annotations
 
@@ -11,42 +12,127 @@ from torch import nn
 
 from core import parallel_state
 from core.base.errors import ParallelConfigError
-from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
+from core.base.local_parts import local_part
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.process_groups_config import ProcessGroupCollection
 from tests.unit._spawn import run_distributed
 
 SETTINGS = {
     "ddp": DistributedDataParallelConfig(),
+    "ddp, averaged in collectives": DistributedDataParallelConfig(average_in_collective=True),
     "zero1": DistributedDataParallelConfig(use_distributed_optimizer=True),
+    "zero2, every micro-batch": DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads", reduce_every_micro_batch=True
+    ),
+    "zero3": FullyShardedDataParallelConfig(),
+    "zero3, every micro-batch": FullyShardedDataParallelConfig(reduce_every_micro_batch=True),
     "fsdp2": TorchFullyShardedDataParallelConfig(),
+    "fsdp2, every micro-batch": TorchFullyShardedDataParallelConfig(reduce_every_micro_batch=True),
+    "fsdp2, torch's collectives": TorchFullyShardedDataParallelConfig(collectives="torch"),
 }
 
 
 def _model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    """Returns a model of one dense layer and one expert's, which has values of its own on each rank."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     with torch.no_grad():
+        model[0].weight.fill_(1.0)
         model[1].weight.fill_(dist.get_rank() + 1.0)
     model[1].weight.allreduce = False
     return model
 
 
-def _refuses(setting: str, groups: dict[str, int], config: dict[str, int]) -> None:
+def _refuses(setting: str, groups: dict[str, int], config: dict[str, int], given: bool) -> None:
     parallel_state.initialize_model_parallel(**groups)
-    model = _model()
+    model, ranks = _model(), dist.group.WORLD if given else None
     with pytest.raises(ParallelConfigError, match=r"parameter 1.weight is marked allreduce=False.*expert_model_paral"):
-        wrap_model(model, SimpleNamespace(**config), SETTINGS[setting])
+        wrap_model(model, SimpleNamespace(**config), SETTINGS[setting], process_group=ranks)
     assert torch.equal(model[1].weight, torch.full((2, 2), dist.get_rank() + 1.0))
     model[1].weight.allreduce = True
-    wrap_model(model, SimpleNamespace(**config), SETTINGS[setting])
+    wrap_model(model, SimpleNamespace(**config), SETTINGS[setting], process_group=ranks)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_an_expert_parameter_is_refused_before_it_is_overwritten(setting):
-    run_distributed(_refuses, 2, setting, {"expert_model_parallel_size": 2}, {})
+@pytest.mark.parametrize("setting", ["ddp", "fsdp2"])
+def test_an_expert_is_refused_where_nothing_names_its_replicas(setting):
+    run_distributed(_refuses, 2, setting, {"expert_model_parallel_size": 2}, {}, True)
 
 
 def test_the_config_or_the_experts_tensor_size_refuses_it():
-    run_distributed(_refuses, 2, "ddp", {}, {"expert_model_parallel_size": 2})
-    run_distributed(_refuses, 2, "ddp", {"expert_tensor_parallel_size": 2}, {})
+    run_distributed(_refuses, 2, "ddp", {}, {"expert_model_parallel_size": 2}, False)
+    run_distributed(_refuses, 2, "ddp", {"expert_tensor_parallel_size": 2}, {}, True)
+
+
+def _trains(setting: str, sizes: dict[str, int], per_token: bool, given: bool = False) -> None:
+    """Each rank multiplies by its rank + 1: an expert's gradient is that of its own replicas alone."""
+    parallel_state.initialize_model_parallel(**sizes)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = None
+    if given:
+        groups = ProcessGroupCollection(
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            expt_dp=parallel_state.get_expert_data_parallel_group(),
+        )
+    model = _model()
+    config = SimpleNamespace(calculate_per_token_loss=per_token)
+    wrapped = wrap_model(model, config, SETTINGS[setting], pg_collection=groups)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.0, weight_decay=0.0), [wrapped]
+    )
+    replicas = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
+    assert {entry.ranks for entry in wrapped.plan.traffic()} == {world, len(replicas)} - {1}
+    for step in range(2):
+        wrapped.zero_grad_buffer()
+        for micro_batch in range(3):
+            x = torch.full((1, 2), float(rank + 1))
+            if micro_batch < 2:
+                with wrapped.no_sync():
+                    wrapped(x).sum().backward()
+            else:
+                wrapped(x).sum().backward()
+        finalize_model_grads([wrapped], torch.tensor(1.0) if per_token else None)
+        if step:
+            continue
+        factors = [r + 1.0 for r in range(world)]
+        # The dense layer maps x to 2 x, and the expert's weight is that of its first replica.
+        value = replicas[0] + 1.0
+        of_expert = 3 * 2 * sum(factors[r] for r in replicas) / world
+        first = {tuple(range(start, world, world // len(replicas))): start + 1.0 for start in range(world)}
+        of_dense = 3 * sum(2 * factors[r] * first[_replicas_of(r, first)] for r in range(world)) / world
+        norm = 4 * of_dense**2 + sum(
+            4 * (3 * 2 * sum(factors[i] for i in own) / world) ** 2
+            for own in {_replicas_of(r, first) for r in range(world)}
+        )
+        updated, found, _ = optimizer.step()
+        assert updated and found == pytest.approx(norm**0.5)
+        with wrapped.whole_parameters():
+            for name, weight in wrapped.module.named_parameters():
+                start, gradient = (1.0, of_dense) if name == "0.weight" else (value, of_expert)
+                held = local_part(weight.detach())
+                torch.testing.assert_close(held, torch.full_like(held, start - gradient), msg=name)
+
+
+def _replicas_of(rank: int, first: dict[tuple[int, ...], float]) -> tuple[int, ...]:
+    return next(own for own in first if rank in own)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_an_expert_on_one_rank_has_the_mean_over_all(setting, per_token):
+    if per_token and "averaged" in setting:
+        pytest.skip("sums are not averaged")
+    run_distributed(_trains, 2, setting, {"expert_model_parallel_size": 2}, per_token)
+
+
+@pytest.mark.parametrize("setting", ["ddp, averaged in collectives", "zero2, every micro-batch", "zero3", "fsdp2"])
+def test_an_expert_on_two_ranks_of_four_has_the_mean_over_all(setting):
+    run_distributed(_trains, 4, setting, {"expert_model_parallel_size": 2}, False, setting != "fsdp2")
 
 
 def _reduces_over_all() -> None:
@@ -60,3 +146,16 @@ def _reduces_over_all() -> None:
 
 def test_without_experts_the_mark_changes_nothing():
     run_distributed(_reduces_over_all, 2)
+
+
+def _refuses_one_order_of_sums() -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    with pytest.raises(ParallelConfigError, match=r"reproducible_across_ranks .*set expert_model_parallel_size=1"):
+        wrap_model(_model(), SimpleNamespace(), DistributedDataParallelConfig(reproducible_across_ranks=True))
+    with pytest.raises(ParallelConfigError, match=r"reshard_after_forward is 2 for 1, which has experts"):
+        wrap_model(_model(), SimpleNamespace(), FullyShardedDataParallelConfig(reshard_after_forward=2),
+                   sub_modules_to_wrap=(nn.Linear,))  # fmt: skip
+
+
+def test_settings_that_experts_cannot_have_are_refused():
+    run_distributed(_refuses_one_order_of_sums, 4)

@@ -13,6 +13,7 @@ from torch import nn
 from core import parallel_state
 from core.base.errors import ConfigError
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from core.distributed.groups import DataParallelGroups
 from core.distributed.model.initial_values import start_equal
 from core.tensor_parallel import initialization
 from core.tensor_parallel.foreign_initialization import ModuleToFill, reset
@@ -159,7 +160,7 @@ def _leaves_unfilled() -> None:
     with pytest.raises(ConfigError, match="nothing says how to"):
         build("fsdp2", module)
     module = nn.BatchNorm1d(3).to("meta")
-    start_equal(module, dist.group.WORLD)
+    start_equal(module, DataParallelGroups(dist.group.WORLD, dist.group.WORLD))
     assert torch.equal(module.running_var, torch.ones(3))
 
 

@@ -26,12 +26,12 @@ def test_unsupported_arguments_are_refused(arguments, message):
         GPTModel(small_config(), **({"vocab_size": VOCAB, "max_sequence_length": LENGTH} | arguments))
 
 
-@pytest.mark.parametrize("degree", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
-def test_unsupported_degrees_are_refused(degree):
-    with pytest.raises(ParallelConfigError, match=f"{degree} is 2"):
-        GPTModel(
-            small_config(**{degree: 2}), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
-        )
+@pytest.mark.parametrize(
+    "fields", [{"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2, "num_moe_experts": 4}]
+)
+def test_unsupported_degrees_are_refused(fields):
+    with pytest.raises(ParallelConfigError, match=f"{next(iter(fields))} is 2"):
+        GPTModel(small_config(**fields), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
 
 
 def test_malformed_batches_are_refused():

@@ -7,7 +7,7 @@ from core.base.errors import ConfigError
 from core.tensor_parallel.initialization import initialize_parameters
 from core.transformer.lora import add_lora
 from core.transformer.moe import experts as module
-from core.transformer.moe.permutation import Permutation, sort_by_expert
+from core.transformer.moe.permutation import Permutation, drop_over_capacity, sort_by_expert
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 
@@ -74,10 +74,9 @@ def test_under_autocast_products_are_in_its_dtype():
 
 
 def test_rows_come_back_to_their_tokens():
-    config = config_of()
     tokens = torch.randn(10, 8, requires_grad=True, dtype=torch.float64)
     experts = torch.stack([torch.randperm(4)[:2] for _ in range(10)])
-    permutation = sort_by_expert(experts, torch.rand(10, 2), config)
+    permutation = sort_by_expert(experts, 4)
     rows = permutation.to_rows(tokens)
     assert permutation.row_experts.tolist() == sorted(experts.flatten().tolist())
     back = permutation.from_rows(rows)
@@ -91,11 +90,22 @@ def test_a_full_expert_keeps_the_best_or_the_first(policy):
                        moe_token_drop_policy=policy)  # fmt: skip
     experts = torch.tensor([[1], [1], [1], [1], [1], [0], [3], [3]])
     probs = torch.tensor([[0.1], [0.5], [0.2], [0.4], [0.3], [0.1], [0.2], [0.1]])
-    permutation = sort_by_expert(experts, probs, config)
+    permutation = sort_by_expert(drop_over_capacity(experts, probs, config), 4, has_dropped=True)
     kept = permutation.order[: permutation.ends[-1]].tolist()
     assert sorted(kept) == {"probs": [1, 3, 5, 6, 7], "position": [0, 1, 5, 6, 7]}[policy]
     assert permutation.ends.tolist() == [1, 3, 3, 5]
     assert permutation.inverse[permutation.order].tolist() == list(range(8))
+
+
+def test_places_without_a_row_are_zeros():
+    experts = torch.tensor([[0, 2], [2, 1], [2, 2]])  # 2 is no expert here
+    permutation = sort_by_expert(experts, 2, has_dropped=True).without_dropped()
+    assert permutation.order.tolist() == [0, 3] and not permutation.has_dropped
+    tokens = torch.randn(3, 8, requires_grad=True, dtype=torch.float64)
+    places = permutation.from_rows(permutation.to_rows(tokens))
+    assert torch.equal(places[:, 0], torch.cat([tokens[:1], torch.zeros(2, 8)]))
+    assert torch.equal(places[:, 1], torch.stack([torch.zeros(8), tokens[1], torch.zeros(8)]))
+    assert torch.autograd.gradcheck(lambda t: permutation.from_rows(permutation.to_rows(t).square()), tokens)
 
 
 def test_adapters_of_experts_are_refused():

@@ -1,0 +1,255 @@
+"""Experts cut over ranks, under every wrapper: the numbers of one process, and bit by bit those of replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.base.local_parts import local_part
+from core.dist_checkpointing.flat_range import whole, whole_view
+from core.distributed import finalize_model_grads, wrap_model
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer.context_parallel import own_chunks
+from tests.functional._equality import Tolerance, assert_bitwise, assert_close
+from tests.functional._program import TINY, run_program
+from tests.functional._runs import (
+    Curve,
+    Training,
+    ddp_config,
+    in_precision,
+    loss_and_report,
+    micro_batches,
+    train_wrapped,
+)
+from tests.functional.test_experts import BALANCING, gpt_with_experts, serial
+from tests.unit._quick import quick
+from tests.unit._spawn import run_distributed
+
+_SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+_EVEN = {"vocab": 64, "num_attention_heads": 4, "num_query_groups": 2, "num_moe_experts": 4, "ffn_hidden_size": 16}
+LENGTH, STEPS = 12, 6
+Layout = tuple[int, int, int, int]
+"""Sizes of data, expert, tensor and context parallelism."""
+LAYOUTS: list[Layout] = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (2, 2, 1, 2)]
+WRAPPERS = ["ddp", "zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2"]
+
+
+def _training(per_token: bool) -> Training:
+    return Training(_SGD, steps=STEPS, tied=False, per_token=per_token)
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    _, ep, tp, cp = layout
+    return {
+        "expert_model_parallel_size": ep,
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+    }
+
+
+def _fields(balancing: str) -> dict[str, Any]:
+    # Context-parallel ranks have a capacity of their own.
+    return {**_EVEN, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": None}
+
+
+def _trained(
+    layout: Layout, wrapper: str, balancing: str, per_token: bool, sizes: dict[str, Any], fields: dict[str, Any]
+) -> Curve:
+    """Trains on this rank's part of the data; returns the whole model's numbers."""
+    parallel_state.initialize_model_parallel(**_sizes(layout), **sizes)
+    degrees = {**_sizes(layout), **{n: s for n, s in sizes.items() if n == "expert_tensor_parallel_size"}}
+    module = gpt_with_experts(balancing, per_token, **{**_fields(balancing), **degrees, **fields})
+    model, training = wrap_model(module, module.config, ddp_config(wrapper)), _training(per_token)
+    replica = parallel_state.get_data_parallel_rank()
+    has_replicas = model.process_group.size() > 1
+    assert ("each expert on" in model.describe()) == (has_replicas and parallel_state.experts_are_apart())
+
+    def batches(step: int) -> list[Any]:
+        of_replica = micro_batches(step, replica, per_token, LENGTH)
+        return [(own_chunks(tokens), own_chunks(labels)) for tokens, labels in of_replica]
+
+    curve, _ = train_wrapped(
+        model,
+        training,
+        batches,
+        lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
+        model.process_group,
+    )
+    curve.masters = {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+    biases = {name: value.clone() for name, value in module.named_buffers() if name.endswith("expert_bias")}
+    curve.masters.update(biases)
+    return curve
+
+
+_curves: dict[Any, Any] = {}
+
+
+def _once(key: Any, run: Any) -> Any:
+    if key not in _curves:
+        _curves[key] = run()
+    return _curves[key]
+
+
+def _runs(
+    layout: Layout, wrapper: str, balancing: str, per_token: bool, sizes: Any = None, **fields: Any
+) -> list[Curve]:
+    dp, _, tp, cp = layout
+    world = dp * tp * cp
+    key = (layout, wrapper, balancing, per_token, str(sizes), str(fields))
+    return _once(
+        key, lambda: run_distributed(_trained, world, layout, wrapper, balancing, per_token, sizes or {}, fields)
+    )
+
+
+def _serial(replicas: int, balancing: str, per_token: bool) -> Curve:
+    key = ("serial", replicas, balancing, per_token)
+    fields = _fields(balancing)
+    return _once(key, lambda: serial(balancing, per_token, replicas, LENGTH, **fields))
+
+
+_CASES = [(layout, b, t) for layout in LAYOUTS for b in BALANCING for t in (False, True)]
+
+
+def _is_quick(case: Any) -> bool:
+    return case in (
+        ((2, 2, 1, 1), "aux", True),
+        ((2, 2, 1, 1), "bias", False),
+        ((2, 2, 2, 1), "aux", False),
+        ((2, 2, 1, 2), "bias", True),
+    )
+
+
+@pytest.mark.parametrize(("layout", "balancing", "per_token"), quick(_CASES, _is_quick))
+def test_replicas_equal_one_process(layout, balancing, per_token):
+    expected = _serial(layout[0], balancing, per_token)
+    for curve in _runs(layout, "ddp", balancing, per_token):
+        assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+_WRAPPED = [(layout, w, b, t) for layout in LAYOUTS for w in WRAPPERS[1:] for b in BALANCING for t in (False, True)]
+
+
+def _is_quick_wrapped(case: Any) -> bool:
+    layout, _, balancing, per_token = case
+    return (layout, balancing, per_token) == ((2, 2, 1, 1), "aux", True) or case in (
+        ((4, 2, 1, 1), "zero3", "aux", True),
+        ((2, 2, 2, 1), "fsdp2", "aux", False),
+        ((2, 2, 2, 1), "zero1, overlapped", "aux", False),
+        ((2, 2, 1, 1), "zero3", "bias", False),
+        ((2, 2, 1, 1), "fsdp2", "bias", False),
+    )
+
+
+@pytest.mark.parametrize(("layout", "wrapper", "balancing", "per_token"), quick(_WRAPPED, _is_quick_wrapped))
+def test_every_wrapper_equals_replicas(layout, wrapper, balancing, per_token):
+    expected = _runs(layout, "ddp", balancing, per_token)[0]
+    adds_alike = "every micro-batch" not in wrapper
+    for curve in _runs(layout, wrapper, balancing, per_token):
+        if adds_alike:
+            assert_bitwise(curve, expected)
+        else:
+            assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_both_dispatchers_equal_one_process(dispatcher):
+    expected = _serial(4, "aux", False)
+    fields = {"moe_token_dispatcher_type": dispatcher, "moe_grouped_gemm": False}
+    for curve in _runs((4, 2, 1, 1), "zero3", "aux", False, None, **fields):
+        assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+_RANKS_OF_EXPERTS: list[tuple[Layout, dict[str, int], str]] = [
+    ((1, 1, 2, 1), {"expert_tensor_parallel_size": 1}, "zero1, overlapped"),
+    ((1, 2, 2, 1), {"expert_tensor_parallel_size": 1}, "fsdp2"),
+    ((2, 1, 1, 1), {"expert_tensor_parallel_size": 2}, "zero3"),
+    ((4, 2, 1, 1), {"expert_tensor_parallel_size": 2}, "fsdp2"),
+    ((4, 2, 1, 1), {"num_distributed_optimizer_instances": 2}, "hybrid zero1"),
+    ((4, 2, 1, 1), {"num_distributed_optimizer_instances": 2}, "hybrid zero3"),
+    ((4, 2, 1, 1), {"num_distributed_optimizer_instances": 2}, "hybrid fsdp2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes", "wrapper"), quick(_RANKS_OF_EXPERTS, lambda case: case in _RANKS_OF_EXPERTS[1:6:4])
+)
+def test_experts_over_other_ranks_equal_one_process(layout, sizes, wrapper):
+    expected = _serial(layout[0], "aux", True)
+    for curve in _runs(layout, wrapper, "aux", True, sizes):
+        assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
+
+
+@pytest.mark.parametrize("wrapper", ["zero3", "fsdp2"])
+def test_recomputed_layers_exchange_tokens_again(wrapper):
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    expected = _runs((2, 2, 1, 1), "ddp", "bias", False)[0]
+    for curve in _runs((2, 2, 1, 1), wrapper, "bias", False, None, **fields):
+        assert_bitwise(curve, expected)
+
+
+def _starts(wrapper: str, sizes: dict[str, int], on_meta: bool) -> dict[str, torch.Tensor]:
+    parallel_state.initialize_model_parallel(**sizes)
+    if not on_meta:
+        torch.manual_seed(dist.get_rank())  # the first replica's values win, and each expert's own
+    with torch.device("meta" if on_meta else "cpu"):
+        module = gpt_with_experts("aux", False, **_fields("aux"), **sizes)
+    wrap_model(module, module.config, ddp_config(wrapper))
+    return {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "zero3", "fsdp2"])
+def test_initial_values_are_the_same_over_any_ranks(wrapper):
+    (expected,) = run_distributed(_starts, 1, "ddp", {}, False)
+    for world, sizes in (
+        (2, {"expert_model_parallel_size": 2}),
+        (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
+    ):
+        for on_meta in (True, False):
+            for found in run_distributed(_starts, world, wrapper, sizes, on_meta):
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
+    """An expert's gradient on one rank alone is not finite: every rank skips."""
+    sizes = {"expert_model_parallel_size": 2}
+    parallel_state.initialize_model_parallel(**sizes)
+    module = gpt_with_experts("aux", False, **_fields("aux"), **sizes, fp16=True)
+    model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
+    options = {"fp16": True, "initial_loss_scale": 1024.0}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD, **options), [model])
+    results = []
+    for step in range(2):
+        before = whole(whole_view(next(module.parameters()))).clone()
+        model.zero_grad_buffer()
+        tokens, labels = micro_batches(step, dist.get_rank(), False, LENGTH)[0]
+        optimizer.scale_loss(model(tokens, labels=labels).mean()).backward()
+        finalize_model_grads([model])
+        if step == 1 and dist.get_rank() == 1:
+            experts = module.decoder.layers[0].mlp.experts.linear_fc1.weight
+            local_part(model.local_gradient(experts)).view(-1)[:1] = torch.inf
+        updated, _, _ = optimizer.step()
+        results.append((updated, torch.equal(before, whole(whole_view(next(module.parameters()))))))
+    return results
+
+
+@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
+def test_an_infinite_gradient_of_one_expert_skips_the_step_everywhere(wrapper):
+    assert run_distributed(_skips_together, 2, wrapper) == [[(True, False), (False, True)]] * 2
+
+
+def test_a_run_takes_experts_over_ranks_as_flags(corpus, tmp_path):
+    flags = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
+    run = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "2", "--save", tmp_path / "run")
+    ended = run_program("pretrain_gpt", *TINY, *run, *flags, folder=tmp_path, ranks=2)
+    assert ended.status == 0, ended.err
+    again = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "3", "--load", tmp_path / "run")
+    renewed = ("--override-opt_param-scheduler",)
+    ended = run_program("pretrain_gpt", *TINY, *again, *flags[:2], "--use-torch-fsdp2", *renewed, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    refused = run_program("pretrain_gpt", *TINY, *run, *flags[:2], *flags[2:3], "3", folder=tmp_path)
+    assert refused.status == 2 and "which expert_model_parallel_size 3 does not divide" in refused.err
