@@ -284,3 +284,26 @@ def test_a_matrix_of_one_row_on_four_ranks_is_updated():
     for messages, is_updated in run_distributed(_one_row, 4, 4):
         assert is_updated
         assert messages == ["4 ranks share Muon's update of 1 matrices, so that some own none"]
+
+
+def _sent_elements(wrapper: str) -> tuple[int, int]:
+    """Returns the elements that this rank sends to others in an update, and those of all matrices."""
+    _, optimizer = _run(wrapper, 1, {})
+    rule = optimizer.optimizer
+    routes = [route for both in rule._owners._routes for route in both]  # type: ignore[attr-defined]
+    rank = rule._owners.rank  # type: ignore[attr-defined]
+    sent = [part for route in routes for to, parts in enumerate(route.sends) if to != rank for part in parts]
+    return sum(part.numel for part in sent), sum(len(m.rows) * m.columns for m in rule._matrices)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("wrapper", "copies"), [("ddp", 3), ("zero3 tensor", 0)])
+def test_replicas_send_updates_alone_and_whole_matrices_stay(wrapper: str, copies: int):
+    ranks = run_distributed(_sent_elements, 4, wrapper)
+    assert sum(sent for sent, _ in ranks) == copies * ranks[0][1]
+
+
+def test_owners_share_the_cost_and_keep_what_they_hold():
+    assert matrix_owners.assign_owners([8, 5, 4, 3], [[], [], [], []], 2) == [0, 1, 1, 0]
+    assert matrix_owners.assign_owners([4, 4], [[1], []], 2) == [1, 0]
+    assert matrix_owners.assign_owners([9, 1], [[1], [1]], 2) == [1, 1]  # every matrix is whole on some rank
+    assert matrix_owners.assign_owners([9], [[0, 1, 2]], 3) == [0]
