@@ -162,7 +162,7 @@ def savings(wrapper: Any, table: dict[str, int], requested: int, device_type: st
     replicated = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
     kept_whole = sum(table[name] for name in replicated.get(plan.strategy, (PARAMETERS,)))
     shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
-    can_offload = "offloads" in asked_by and device_type == "cuda" and not plan.offloads
+    can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.cpu_offload
     ahead = is_fully_sharded and plan.gathers_ahead
     by_micro_batch = not plan.reduces_every_micro_batch
 
@@ -178,7 +178,7 @@ def savings(wrapper: Any, table: dict[str, int], requested: int, device_type: st
         (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed),
         (by_micro_batch, "reducing each micro-batch", "reduces_every_micro_batch", spared * whole_gradients),
         (ahead, "no unit gathered ahead", "gathers_ahead", one_unit),
-        (can_offload, "shards on the host", "offloads", shards),
+        (can_offload, "shards on the host", "cpu_offload", shards),
     ]
     for applies, setting, field, size in candidates:
         if applies and size >= 1:

@@ -27,8 +27,7 @@ from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
 from .model.gradient_checks import GradientChecks
 from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
-from .model.same_model import reject_different_models
-from .model.unfit_models import reject_expert_parameters, reject_unfit, reject_wrapped
+from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
 from .model.unit_transforms import transform_units
 from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, Plan, plan_model
@@ -84,7 +83,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
-        reject_different_models(module, plan, [unit.names for unit in plan.units if unit.is_gathered])
+        reject_different_models(plan)
         transform_units(plan.transforms)
         self.config = config
         self.module = module
@@ -94,8 +93,8 @@ class _BaseDataParallel(nn.Module, ABC):
         # False inside `no_sync`, which sets and restores it with `_set_gradient_sync`. Each backward reads it.
         self._syncs_gradients = True
         # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
-        self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
-        asked = plan.broadcasts_buffers
+        self._gradient_checks = GradientChecks(plan.check_for_nan_in_grad, plan.check_for_large_grads)
+        asked = plan.broadcast_buffers
         self._broadcasts_buffers = has_running_statistics(module) if asked is None else asked  # fixed
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0

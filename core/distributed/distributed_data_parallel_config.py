@@ -24,7 +24,7 @@ def shards_parameters(strategy: str) -> bool:
 @takes_megatron_fields
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig:
-    """Settings of a data-parallel wrapper; field names are Megatron-LM's.
+    """Settings of a data-parallel wrapper. Field names are Megatron-LM's.
 
     Megatron-LM's other fields are refused by name if they would change a number and do not have their defaults; the
     rest is ignored with a warning. A wrapper that does not support a field raises, or warns once if ignoring it

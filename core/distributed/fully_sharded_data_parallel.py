@@ -89,7 +89,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
         with replaced_parameters_marked(module):
-            start = InitialValues(module, plan.groups, from_first_rank=plan.equalizes)
+            start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states)
             start.equalize()
             start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
@@ -97,11 +97,11 @@ class FullyShardedDataParallel(_FlatDataParallel):
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
         has_twins = plan.num_shards > 1
         reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
-        allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
+        allocate_grads = allocator(reductions, device, registers=plan.nccl_ub)
         buffers = [ParamAndGradBuffer(plan, buckets, named, allocate_grads) for buckets in plan.buffers]
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
-        allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)
+        allocate_slots = allocator(plan.groups.shard, device, registers=plan.nccl_ub)
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, buffers, allocate_slots)
         for unit in self.units:

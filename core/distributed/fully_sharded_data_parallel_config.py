@@ -198,7 +198,7 @@ _CUTS = "auto, flat, rows, tensor, or block:N with N elements, as block:32"
 
 
 def parse_cut(value: str) -> ShardCut | None:
-    """Returns the cut that a setting names; None if there is none of this name."""
+    """Returns the cut that a setting names. None if there is none of this name."""
     kind, _, block = value.partition(":")
     if value in ("auto", "flat", "rows", "tensor"):
         return ShardCut(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The settings that PyTorch FSDP2 has beyond those of every wrapper that shards parameters; and what holds a model."""
+"""The settings that PyTorch FSDP2 has beyond those of every wrapper that shards parameters, and what holds a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 @takes_megatron_fields
 @dataclass(kw_only=True)
 class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
-    """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper.
+    """Settings of :class:`TorchFullyShardedDataParallel`. Giving one to `wrap_model` chooses that wrapper.
 
     Dtypes are torch's, or their names, as ``"bf16"`` or ``"float32"``.
 

@@ -38,7 +38,7 @@ def take_added(gradient: Tensor) -> Tensor:
 
 class _UnreadableGradient(Tensor):
     added: Tensor
-    """The gradient of a backward. Autograd's accumulation sets it, on its thread; the wrapper's hook, which autograd
+    """The gradient of a backward. Autograd's accumulation sets it, on its thread. The wrapper's hook, which autograd
     calls next, takes it away (`take_added`). It exists only between the two."""
 
     @staticmethod

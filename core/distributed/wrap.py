@@ -28,7 +28,7 @@ def wrap_model(
     sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
     disable_bucketing: bool = False,
 ) -> _BaseDataParallel:
-    """Wraps a model; the type of ``ddp_config`` and its sharding strategy choose the wrapper.
+    """Wraps a model. The type of ``ddp_config`` and its sharding strategy choose the wrapper.
 
     A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean
     `DistributedDataParallel`, and ``optim_grads_params`` means `FullyShardedDataParallel`.

@@ -79,7 +79,7 @@ class ParamAndGradBuffer:
             self.grad_data = torch.zeros(self.numel, dtype=plan.grad_dtype, device=self.device)
         reused = Counter[int]()
         if sharding.shards_parameters:
-            self.shard_device = torch.device("cpu") if sharding.offloads else self.device
+            self.shard_device = torch.device("cpu") if sharding.cpu_offload else self.device
             self._pins_memory = sharding.pins_memory
             self.shards = self.zeros_for_shards(self.numel // sharding.num_shards, plan.param_dtype)
             reused.update(bucket.elements for bucket in buckets)

@@ -51,13 +51,13 @@ class BucketReduction:
         """
         averages = self._plan.reduction is GradientReduction.MEAN and self.order is None
         op, scale, divisor = ReduceOp.SUM, 1.0, self._plan.groups.divisor
-        if averages and self._plan.averages_in_collective:
+        if averages and self._plan.average_in_collective:
             op, scale = ReduceOp.AVG, self.group.size() / divisor
         elif averages and whole.dtype == torch.float16:
             whole.mul_(1.0 / divisor)
         elif averages:
             scale = 1.0 / divisor
-        in_fp32 = self._plan.adds_in_fp32
+        in_fp32 = self._plan.reduce_scatter_with_fp32_accumulation
         scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=in_fp32)
         reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=in_fp32)
         if self.shard_group is None:

@@ -92,7 +92,7 @@ class _UnitCollective:
         plan = plan.over_ranks_of(unit.holds_experts)
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
-        self._registers = plan.registers_memory and collectives.can_register(plan.groups.shard, current_device())
+        self._registers = plan.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if not self._registers:

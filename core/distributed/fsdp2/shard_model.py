@@ -36,7 +36,7 @@ def shard_model(plan: Plan) -> None:
     if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
         mesh = DeviceMesh.from_group(plan.groups.shard, mesh.device_type, mesh_dim_names=("dp_cp",))
     _reject_what_cannot_be_sharded(module)
-    offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.offloads else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.cpu_offload else OffloadPolicy()
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in plan.units:
             fully_shard(

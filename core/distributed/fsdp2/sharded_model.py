@@ -51,7 +51,7 @@ class ShardedModel:
     def __init__(
         self, module: nn.Module, plan: Plan, tree: GradientTree | None = None, *, initializes: bool = True
     ) -> None:
-        start = InitialValues(module, plan.groups, from_first_rank=plan.equalizes) if initializes else None
+        start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states) if initializes else None
         if start is not None:
             start.equalize()
         self.module = module
@@ -74,7 +74,7 @@ class ShardedModel:
                 register_fsdp_forward_method(member, name)
                 setattr(member, name, self._freeing(getattr(member, name)))
         if start is not None:
-            start.allocate("cpu" if plan.offloads else None)
+            start.allocate("cpu" if plan.cpu_offload else None)
             start.fill()
         # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
         self._has_allocated = False

@@ -34,7 +34,7 @@ class GradientChecks:
         self._seen: dict[str, int] = {}
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
-        """Checks this rank's gradients of step `step`, counted from 0, by name; waits once for the device.
+        """Checks this rank's gradients of step `step`, counted from 0, by name. Waits once for the device.
 
         Args:
             are_reduced: gradients are reduced over ranks already, so that another rank may be at fault.

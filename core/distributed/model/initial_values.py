@@ -34,7 +34,7 @@ from ..groups import DataParallelGroups
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors, in place, with those of the group's first rank; the order must be the same on all ranks.
+    """Overwrites tensors, in place, with those of the group's first rank. The order must be the same on all ranks.
 
     Sends the local shard of a DTensor: ranks of the group must have the same shard. Skips tensors on the meta device.
     Copies a tensor on another device to the one that this process computes on, so that all ranks send from the same
@@ -74,7 +74,7 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
-    """Replaces every module's `init_seed` by that of the group's first rank; returns the model's."""
+    """Replaces every module's `init_seed` by that of the group's first rank. Returns the model's."""
     owners = [owner for owner in module.modules() if isinstance(getattr(owner, "init_seed", None), int)]
     seeds = [root_seed(module), *(owner.init_seed for owner in owners)]
     shared = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())
@@ -207,7 +207,7 @@ def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts every floating-point buffer of the model, in place; does not cast parameters."""
+    """Casts every floating-point buffer of the model, in place. Does not cast parameters."""
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             if buffer.is_floating_point():
@@ -215,7 +215,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Torch's dicts of a tensor's hooks; None where there are none. The handle of a hook removes it from its dict."""
+"""Torch's dicts of a tensor's hooks. None where there are none. The handle of a hook removes it from its dict."""
 
 
 @contextmanager

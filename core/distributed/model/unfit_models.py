@@ -1,25 +1,34 @@
 """Rejects models that a wrapper cannot train correctly, before it changes anything.
 
-Also rejects models that are wrapped twice, whose children were sharded by hand before, or that were changed after, and
-experts, which Megatron-LM marks by ``allreduce = False``, where they have ranks of their own.
+Also rejects models that are wrapped twice, whose children were sharded by hand before, or that were changed after;
+experts, which Megatron-LM marks by ``allreduce = False``, where they have ranks of their own; and ranks that wrap
+different models, or one model with different settings.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ... import parallel_state
+from ...base import device
+from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
+from ...base.text import listed, rank_list
+from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
 from ..groups import DataParallelGroups, is_expert_parameter
+from ..plan import Plan
 
 
 def reject_unfit(module: nn.Module) -> None:
@@ -114,7 +123,7 @@ def reject_expert_parameters(module: nn.Module, config: Any, groups: DataParalle
 
 
 _sharded_here: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
-"""Modules that this library sharded. `note_sharded` adds them; freed modules drop out."""
+"""Modules that this library sharded. `note_sharded` adds them. Freed modules drop out."""
 _TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
 
 
@@ -185,3 +194,91 @@ def _plain_name(module: nn.Module) -> str:
     """Returns the class's name, without the prefix that torch's `fully_shard` gives it."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
+
+
+Description = dict[str, str]
+"""Description of a rank's model: values by the name in messages, in the model's order."""
+
+
+def reject_different_models(plan: Plan) -> None:
+    """Raises, on every rank of the group, unless all of them wrap the same model with the same settings.
+
+    Without it the first collective whose sizes differ would hang, fail with a message about bytes, or mix up tensors.
+    The ranks compare a hash of the model in one small collective, and exchange descriptions only if it differs.
+
+    Args:
+        plan: its settings, its units, and the model, which is not wrapped yet and may be on the meta device.
+
+    Raises:
+        WrapError: names the first difference, and the value of each rank.
+    """
+    group = plan.groups.whole
+    if group.size() == 1:
+        return
+    mine = _describe(plan)
+    if _is_equal_over_ranks(mine, group):
+        return
+    name, values = _first_difference(_gather(mine, group))
+    by_value: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        by_value[value].append(rank)
+    differing = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
+    raise WrapError(
+        f"the ranks of a data-parallel group wrap different models, first in {name}: {differing}. Build the same "
+        "model from the same settings on every rank (ranks are counted within the group)"
+    )
+
+
+def _describe(plan: Plan) -> Description:
+    """Returns everything that must be equal on all ranks, except the values of parameters."""
+    (module,), described = plan.root.modules, dict(plan.settings)
+    described["the model's class"] = type(module).__name__
+    units = {", ".join(unit.names) or "root": unit for unit in plan.units if unit.is_gathered}
+    unit_of = {param.name: f", unit {name}" for name, unit in units.items() for param in unit.params}
+    first_name: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_name.setdefault(parameter, name)
+        kind, tie = "" if parameter.requires_grad else ", frozen", f", tied to {first}" if first != name else ""
+        shape = f"{list(parameter.shape)} {dtype_name(parameter.dtype)}"
+        described[f"parameter {name}"] = f"{shape}{kind}{unit_of.get(first, '')}{tie}"
+    for name, buffer in module.named_buffers():
+        described[f"buffer {name}"] = f"{list(buffer.shape)} {dtype_name(buffer.dtype)}"
+    described["the units' order"] = "; ".join(units) or "none"
+    return described
+
+
+def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> bool:
+    digest = hashlib.sha256(json.dumps(list(description.items())).encode()).digest()
+    pieces = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, 16, 4)]
+    # The minimum equals the maximum only if all are equal. One all-reduce, which a simulated group supports too.
+    extremes = torch.tensor(
+        [*pieces, *(-piece for piece in pieces)], dtype=torch.int64, device=device.current_device()
+    )
+    all_reduce_by_backend(extremes, group, what="the hash of the model's structure", op=dist.ReduceOp.MIN)
+    smallest, largest = extremes.view(2, -1).tolist()
+    return bool(smallest == [-piece for piece in largest])
+
+
+def _gather(description: Description, group: dist.ProcessGroup) -> list[Description]:
+    """Gathers every rank's description as JSON in plain tensors, so that nothing is unpickled."""
+    here = device.current_device()
+    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(here)
+    length = torch.tensor([len(text)], dtype=torch.int64, device=here)
+    lengths = length.new_empty(group.size())
+    all_gather_by_backend(lengths, length, group, what="the length of the model's structure")
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=here)
+    padded[: len(text)] = text
+    texts = padded.new_empty(group.size(), longest)
+    all_gather_by_backend(texts, padded.unsqueeze(0), group, what="the model's structure")
+    found = zip(texts.tolist(), lengths.tolist(), strict=True)
+    return [json.loads(bytes(text[:size]).decode()) for text, size in found]
+
+
+def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:
+    """Returns the name of the first entry that differs, and each rank's value."""
+    for name in dict.fromkeys(name for description in everyone for name in description):
+        values = [description.get(name, "absent") for description in everyone]
+        if len(set(values)) > 1:
+            return name, values
+    return "the order of its parameters", [", ".join(list(d)[-3:]) for d in everyone]

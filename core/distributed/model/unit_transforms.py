@@ -104,7 +104,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 
 def _operation(name: str) -> Any:
-    """Returns the operation that a name of `SAVED_OPERATIONS` means; None if this torch does not have it."""
+    """Returns the operation that a name of `SAVED_OPERATIONS` means. None if this torch does not have it."""
     library, _, own = name.rpartition("::")
     found = getattr(getattr(torch.ops, library or "aten"), own, None)
     return None if found is None else found.default

@@ -13,15 +13,15 @@ from typing import Literal
 from ..fully_sharded_data_parallel_config import ShardCut
 
 Cut = Literal["whole", "flat", "rows", "tensor", "block"]
-"""How a parameter is divided: not at all; between any elements; by its first dimension, as DTensors are; not at all,
-but held by one rank; or between blocks of elements."""
+"""How a parameter is divided: not at all (``whole``), between any elements, by its first dimension as DTensors are,
+not at all but held by one rank (``tensor``), or between blocks of elements."""
 
 PARAM_ALIGNMENT = 64
-"""Elements; where buckets are cut, and where a layer computes its gradient in the buffer, a parameter starts at a
+"""Elements. Where buckets are cut, and where a layer computes its gradient in the buffer, a parameter starts at a
 multiple of it."""
 
 HIGH_BUSBW_ALIGNMENT = 2**16
-"""Elements; NCCL's rings reach their full bandwidth where message sizes divide by a large power of two."""
+"""Elements. NCCL's rings reach their full bandwidth where message sizes divide by a large power of two."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ Shape = Sequence[int]
 def lay_out_unit(
     shapes: Sequence[Shape], num_shards: int, cut: ShardCut, *, for_high_busbw: bool = False
 ) -> tuple[BucketLayout, Cut]:
-    """Places parameters of these shapes in a bucket of `num_shards` equal parts; returns its layout and its cut.
+    """Places parameters of these shapes in a bucket of `num_shards` equal parts. Returns its layout and its cut.
 
     Every parameter starts at a multiple of `PARAM_ALIGNMENT`, so that a layer may compute its gradient there.
 
@@ -147,7 +147,7 @@ def _grain(shape: Shape, cut: ShardCut) -> int:
 
 
 def _by_grains(shapes: Sequence[Shape], num_shards: int, alignment: int, cut: ShardCut) -> BucketLayout:
-    """Places parameters in sequence, largest grain first; parameters and shards start at multiples of the grain.
+    """Places parameters in sequence, largest grain first. Parameters and shards start at multiples of the grain.
 
     So the end of a shard is a whole number of grains away from the start of the parameter that it is in.
     """

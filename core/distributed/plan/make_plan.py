@@ -50,7 +50,7 @@ def plan_model(
     caller: str = "plan_model",
     **options: Any,
 ) -> Plan:
-    """Plans what a wrapper does to a model; every wrapper is built from the result.
+    """Plans what a wrapper does to a model. Every wrapper is built from the result.
 
     Args:
         module: the model, on any device, the meta device too; it is only read.
@@ -83,7 +83,7 @@ def plan_whole(
     disable_bucketing: bool = False,
     finish_in_backward: bool = False,
 ) -> Plan:
-    """Plans a model whose parameters are whole on every rank; see `plan_model`. Each bucket of gradients is a unit.
+    """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit (see `plan_model`).
 
     Args:
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
@@ -147,7 +147,7 @@ def plan_gathered(
     caller: str,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> Plan:
-    """Plans a model whose ranks share its parameters, and gather them a unit at a time; see `plan_model`.
+    """Plans a model whose ranks share its parameters, and gather them a unit at a time (see `plan_model`).
 
     Args:
         mp_policy: torch's own, in place of the dtypes of the settings and of the model's config.

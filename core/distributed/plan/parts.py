@@ -18,10 +18,10 @@ _NO_LAYOUT = BucketLayout(0, 0, (), ())
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPlan:
-    """One parameter; sizes and elements are those of this rank's part under tensor parallelism."""
+    """One parameter. Sizes and elements are those of this rank's part under tensor parallelism."""
 
     names: tuple[str, ...]
-    """All names in the model; several for a tied parameter."""
+    """All names in the model. A tied parameter has several."""
     places: tuple[int, ...]
     """Index of each name in the model's list of parameter names, which is roughly the order of execution."""
     shape: tuple[int, ...]
@@ -66,12 +66,12 @@ class PieceKind:
     grad_dtype: torch.dtype
     """Dtype in which gradients are accumulated and reduced."""
     shard_grad_dtype: torch.dtype
-    """Dtype of the reduced gradient that a rank keeps; may be wider than `grad_dtype` if whole gradients are freed."""
+    """Dtype of the reduced gradient that a rank keeps. May be wider than `grad_dtype` if whole gradients are freed."""
     device: torch.device
     num_param_shards: int = 1
-    """Number of ranks that share each parameter; 1 where every rank keeps whole ones."""
+    """Number of ranks that share each parameter, 1 where every rank keeps whole ones."""
     holds_params: bool = True
-    """Parameters have the piece's padding, as views of a buffer have; else only gradients have it."""
+    """Parameters have the piece's padding, as views of a buffer have. Otherwise only gradients have it."""
     releases_grads: bool = True
     """A whole gradient is allocated when a gradient arrives, and freed when it is reduced."""
 
@@ -85,10 +85,10 @@ class PiecePlan(PieceKind):
 
     params: tuple[ParamPlan, ...]
     bucket: tuple[int, int] | None = None
-    """Index of the flat buffer, and of this piece among the buffer's; None if torch has the memory, or nothing moves.
+    """Index of the flat buffer, and of this piece in it. None if torch has the memory, or nothing moves.
     Pieces of one kind share a buffer, in the order in which backward is expected to finish them."""
     layout: BucketLayout = _NO_LAYOUT
-    """Its place in the flat buffer; empty without one."""
+    """Its place in the flat buffer, empty without one."""
 
     @property
     def numel(self) -> int:
@@ -96,7 +96,7 @@ class PiecePlan(PieceKind):
 
     @property
     def place(self) -> int:
-        """The place of the first parameter; see `ParamPlan.places`."""
+        """The place of the first parameter, as in `ParamPlan.places`."""
         return min(param.places[0] for param in self.params)
 
     @property
@@ -159,31 +159,31 @@ class UnitPlan:
     """
 
     modules: tuple[nn.Module, ...] = ()
-    """Usually one. The unit's parameters are whole while one of them runs; empty for a bucket."""
+    """Usually one. The unit's parameters are whole while one of them runs. A bucket has none."""
     names: tuple[str, ...] = ()
-    """Name of each module in the model; empty for the model itself."""
+    """Name of each module in the model. That of the model itself is empty."""
     is_minority: bool = False
     """Split off from another unit, or the model, because of its dtype."""
     pieces: tuple[PiecePlan, ...] = ()
     """The unit's parameters, except those of units before it."""
     precision: MixedPrecisionPolicy = NO_CASTS
-    """Dtypes of the modules. Units cast their inputs; only the model casts outputs."""
+    """Dtypes of the modules. Units cast their inputs. Only the model casts outputs."""
     is_gathered: bool = False
-    """Its parameters are gathered before use; else they are always whole."""
+    """Its parameters are gathered before use. Otherwise they are always whole."""
     slot: int | None = None
-    """Index of the slot that the unit is gathered into; units of equal size take turns with a slot. None if a single
+    """Index of the slot that the unit is gathered into. Units of equal size take turns with a slot. None if a single
     rank has all parameters, or torch has the memory."""
     is_freed: bool = False
     """Gathered parameters are freed after forward, or may be: another unit may be gathered into its slot."""
     kept_among: int | None = None
     """Number of neighbouring ranks that together keep the whole unit between forward and backward, and gather it from
-    each other; None for one or all."""
+    each other. None for one or all."""
     is_needed_in_backward: bool = True
     """False if the unit's backward reads no weight, as in an embedding: the unit is gathered only once."""
     stays_whole: bool = True
     """Each rank keeps the whole unit between forward and backward."""
     gathered_again_over: int = 0
-    """Number of ranks among which backward gathers the unit again; 0 if it is whole, or no backward reads it."""
+    """Number of ranks among which backward gathers the unit again, 0 if it is whole, or no backward reads it."""
     is_kept: bool = False
     """The unit stays gathered from one micro-batch of a step to the next, if it is gathered when one ends."""
 

@@ -24,7 +24,7 @@ from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig,
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import Engine, TorchFullyShardedDataParallelConfig, engine_of
 from .parts import PiecePlan
-from .values import GradientReduction
+from .values import GradientReduction, Plan
 
 _MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
 """Settings that concern a rank alone."""
@@ -67,7 +67,7 @@ _NOT_OF_FSDP2: dict[str, tuple[tuple[Any, ...], str]] = {
 def whole_settings(
     ddp_config: DistributedDataParallelConfig, config: Any, module: nn.Module, caller: str, finish_in_backward: bool
 ) -> DistributedDataParallelConfig:
-    """Returns the settings of a wrapper that keeps whole parameters; raises on what it cannot honour."""
+    """Returns the settings of a wrapper that keeps whole parameters. Raises on what it cannot honour."""
     strategy = ddp_config.sharding_strategy
     if ddp_config.shards_parameters:
         raise ParallelConfigError(
@@ -96,7 +96,7 @@ def whole_settings(
 def sharded_settings(
     ddp_config: DistributedDataParallelConfig, groups: DataParallelGroups, caller: str
 ) -> FullyShardedDataParallelConfig:
-    """Returns the settings of units on flat buffers; raises on what they cannot honour, and warns about buckets."""
+    """Returns the settings of units on flat buffers. Raises on what they cannot honour, and warns about buckets."""
     if not ddp_config.shards_parameters:
         raise ParallelConfigError(
             f"{caller} shards parameters, gradients and optimizer state, and data_parallel_sharding_strategy is "
@@ -114,7 +114,7 @@ def sharded_settings(
 
 
 def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
-    """Returns the settings of FSDP2; raises or warns on what FSDP2 does not have."""
+    """Returns the settings of FSDP2. Raises or warns on what FSDP2 does not have."""
     if ddp_config.sharding_strategy in ("optim", "optim_grads"):
         raise ParallelConfigError(
             f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
@@ -160,15 +160,14 @@ def common_plan(
     is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
     is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
     return {
+        # Fields of a plan with the name of a setting have its value.
+        **{f.name: values[f.name] for f in fields(Plan) if f.name in values},
+        "buffer_dtype": as_dtype(values.get("buffer_dtype")),
+        "pins_memory": _pins_memory(values),
         "caller": caller,
         "strategy": settings.sharding_strategy,
         "reduction": GradientReduction.SUM if of_model["calculate_per_token_loss"] else GradientReduction.MEAN,
-        "checks_for_nan": settings.check_for_nan_in_grad,
-        "checks_for_large": settings.check_for_large_grads,
-        "broadcasts_buffers": settings.broadcast_buffers,
         "is_reproducible": settings.reproducible_across_ranks,
-        "averages_in_collective": settings.average_in_collective,
-        "adds_in_fp32": settings.reduce_scatter_with_fp32_accumulation,
         "lends_gradients": is_fused,
         "layers_add_gradients": is_fused and is_of_another,
         "settings": (
@@ -179,35 +178,20 @@ def common_plan(
         "changed_settings": ", ".join(f"{name}={value}" for name, value in changed.items()),
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
-        **(_gathering_plan(settings) if isinstance(settings, FullyShardedDataParallelConfig) else {}),
     }
 
 
-def _gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
-    """Returns those of a plan that gathers units before use."""
-    return {
-        "forward_prefetch": settings.forward_prefetch,
-        "backward_prefetch": settings.backward_prefetch,
-        "offloads": settings.cpu_offload,
-        "pins_memory": _pins_memory(settings),
-        "registers_memory": settings.nccl_ub,
-        "equalizes": settings.sync_module_states,
-        "buffer_dtype": as_dtype(settings.buffer_dtype),
-        "forward_methods": settings.forward_methods,
-        "collectives": getattr(settings, "collectives", "auto"),
-    }
-
-
-def _pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
+def _pins_memory(settings: Mapping[str, Any]) -> bool:
     """Returns whether to pin offloaded shards. Warns if it was asked for without an accelerator."""
-    asked = settings.cpu_offload and settings.pin_memory
+    if not (settings.get("cpu_offload") and settings["pin_memory"]):
+        return False
     has_accelerator = streams.is_asynchronous(device.current_device())
-    if asked and not has_accelerator:
+    if not has_accelerator:
         warn_once(
             "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
             "memory. No number changes"
         )
-    return asked and has_accelerator
+    return has_accelerator
 
 
 def check_reshard(value: Reshard, shard_size: int) -> Reshard:
@@ -261,7 +245,7 @@ def mixed_precision_policy(
 
 
 def compute_dtype(config: Any) -> torch.dtype:
-    """Returns the dtype that a model's config asks for; any object will do."""
+    """Returns the dtype that a model's config, which may be any object, asks for."""
     if getattr(config, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(config, "fp16", False) else torch.float32

@@ -161,7 +161,7 @@ def _matching_modules(
     always: tuple[type[nn.Module], ...],
     singled_out: set[nn.Module],
 ) -> Iterator[nn.Module]:
-    """Yields modules below the root that match, children before parents, each once; items in place of a container."""
+    """Yields modules below the root that match, children before parents, each once. Items replace a container."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, is_inside_match: bool, stands_for_items: bool) -> Iterator[nn.Module]:
@@ -184,7 +184,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
-    """Returns for each parameter the chosen modules that hold it most closely; None is the root."""
+    """Returns for each parameter the chosen modules that hold it most closely. None is the root."""
     owners: _Owners = defaultdict(set)
     chosen_set = set(chosen)
 
@@ -208,7 +208,7 @@ def _is_read_outside(module: nn.Module, owners: _Owners) -> bool:
 
 
 def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.Module, ...]]:
-    """Groups modules that share a parameter; a group takes the place of its last member, after all its children."""
+    """Groups modules that share a parameter. A group takes the place of its last member, after all its children."""
     group_of = {module: {module} for module in modules}
     for holders in owners.values():
         sharers = [module for module in modules if module in holders]
@@ -224,7 +224,7 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.M
 
 
 class ParameterNames:
-    """The names of a model's parameters; a tied parameter has several.
+    """The names of a model's parameters. A tied parameter has several.
 
     A GPT's embedding weight that its output projection borrows is also listed under the projection's name.
     """

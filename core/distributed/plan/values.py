@@ -49,15 +49,15 @@ class Plan:
     context_parallel_size: int = 1
 
     units: tuple[UnitPlan, ...]
-    """Children before parents; the last one is the model, with the parameters that are in no other unit."""
+    """Children before parents. The last one is the model, with the parameters that are in no other unit."""
     transforms: tuple[UnitTransform, ...] = ()
     """Recomputation and compilation of units, applied before parameters are sharded."""
-    broadcasts_buffers: bool | None = None
-    """Buffers are rank 0's after each reduction; None: where the model has running statistics."""
-    equalizes: bool = False
+    broadcast_buffers: bool | None = None
+    """Buffers are rank 0's after each reduction. None: where the model has running statistics."""
+    sync_module_states: bool = False
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None = None
-    """Dtype that the model's buffers are cast to; None leaves them."""
+    """Dtype that the model's buffers are cast to. None leaves them."""
     forward_methods: tuple[str, ...] = ()
     """Names of methods that gather parameters as a forward does."""
 
@@ -66,17 +66,17 @@ class Plan:
     """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
     reduces_every_micro_batch: bool
     """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
-    checks_for_nan: bool
-    checks_for_large: bool
+    check_for_nan_in_grad: bool
+    check_for_large_grads: bool
 
     forward_prefetch: int = 0
     """Number of units to prefetch in forward."""
     backward_prefetch: int = 0
     """Number of units to prefetch in backward."""
-    offloads: bool = False
+    cpu_offload: bool = False
     """Shards are in the host's memory."""
     pins_memory: bool = False
-    registers_memory: bool = False
+    nccl_ub: bool = False
     """Buffers of collectives are in memory that the backend allocates, if it can."""
 
     # On flat buffers:
@@ -86,12 +86,12 @@ class Plan:
     """Reductions run while backward goes on."""
     overlaps_params: bool = True
     """Parameters are gathered while forward runs."""
-    averages_in_collective: bool = False
+    average_in_collective: bool = False
     lends_gradients: bool = False
     """Layers compute gradients in place: in the memory of buckets (`GradSlot.lend`), or under FSDP2 row by row."""
     layers_add_gradients: bool = False
     """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
-    adds_in_fp32: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
     """Gradients are sent in their own dtype and added in fp32."""
     finishes_in_backward: bool = False
     """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
@@ -173,19 +173,19 @@ class Plan:
             kept = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
             asked["is_freed"] = f"reshard_after_forward=True{kept}"
             asked["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
-            asked["offloads"] = "cpu_offload=True"
+            asked["cpu_offload"] = "cpu_offload=True"
         return asked
 
     @property
     def tree(self) -> MicroBatchTree | None:
-        """Order in which a rank adds up its micro-batches' gradients; None unless `is_reproducible`."""
+        """Order in which a rank adds up its micro-batches' gradients. None unless `is_reproducible`."""
         if not self.is_reproducible:
             return None
         return MicroBatchTree(self.groups.whole.size() // self.context_parallel_size, self.reduces_every_micro_batch)
 
     @property
     def sum_order(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of a shard group, in groups that are added first; None if any order will do.
+        """The ranks of a shard group, in groups that are added first. None if any order will do.
 
         Parts of a sequence, which are neighbours, are added before micro-batches, or after them: so that ranks join
         the tree where micro-batches of one rank would.
@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that shard a parameter, or its optimizer state; 1 if nothing is sharded."""
+        """Number of ranks that shard a parameter, or its optimizer state. It is 1 if nothing is sharded."""
         return 1 if self.is_replicated else self.groups.shard.size()
 
     @property
@@ -210,7 +210,7 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks with the same shard; with the same whole parameters if nothing is sharded."""
+        """Number of ranks with the same shard, or with the same whole parameters if nothing is sharded."""
         return self.groups.whole.size() // self.num_shards
 
     @property

@@ -1,4 +1,4 @@
-"""Collects facts about a wrapped model, unit by unit, from this rank's plan; no communication."""
+"""Collects facts about a wrapped model, unit by unit, from this rank's plan. Communicates nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class UnitFacts:
     """Parameters of one collective. Sizes are those of this rank, after the tensor-parallel split, with padding."""
 
     name: str
-    """Names of its modules below the model, joined by " + "; empty for the root unit."""
+    """Names of its modules below the model, joined by " + ". Empty for the root unit."""
     kind: str
-    """Classes of its modules; for a bucket, its contents."""
+    """Classes of its modules, or what a bucket contains."""
     num_parameters: int
     num_trainable: int
     kept: Held
     """Parameters that this rank always keeps."""
     gathered: Held | None
-    """Parameters while they are gathered; None if they are always whole."""
+    """Parameters while they are gathered. None if they are always whole."""
     gradient: Held
     """This rank's part of the reduced gradient."""
     after_forward: str
@@ -112,7 +112,7 @@ def _unit_facts(plan: Plan, unit: UnitPlan, num_microbatches: int) -> UnitFacts:
         ),
         after_forward=after_forward,
         traffic=plan.traffic(num_microbatches, unit),
-        is_offloaded=plan.offloads,
+        is_offloaded=plan.cpu_offload,
     )
 
 

@@ -14,8 +14,8 @@ from ..plan.parts import Kind, Traffic
 from .facts import RANGE, Held, ModelFacts, UnitFacts
 
 COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
-"""Columns of both tables; the first two are text, the others numbers. ``then`` is what happens to gathered parameters
-between forward and backward; a gradient has the dtype of the kept parameters unless it names another; gathers,
+"""Columns of both tables. The first two are text, the others numbers. ``then`` is what happens to gathered parameters
+between forward and backward. A gradient has the dtype of the kept parameters unless it names another. Gathers,
 reductions and sent bytes are those of a step."""
 
 TEXT_COLUMNS = COLUMNS[:2]
@@ -31,7 +31,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: a unit, or a run of equal units such as the layers of a stack; or the totals."""
+    """A line of the table: a unit, a run of equal units such as the layers of a stack, or the totals."""
 
     unit: UnitFacts
     """The first of the run."""
@@ -82,7 +82,7 @@ def _run_name(units: Sequence[UnitFacts]) -> str:
 
 
 def cells(unit: UnitFacts, name: str) -> tuple[str, ...]:
-    """Returns a row of the table, in the order of `COLUMNS`; numbers are those of one unit of a run."""
+    """Returns a row of the table, in the order of `COLUMNS`. Numbers are those of one unit of a run."""
     return (
         name,
         unit.kind,
@@ -171,7 +171,7 @@ def notes(facts: ModelFacts) -> list[str]:
 
 
 def size(nbytes: int) -> str:
-    """Formats bytes as ``12.3 MiB``; 0 as a dash."""
+    """Formats bytes as ``12.3 MiB``, and 0 as a dash."""
     if not nbytes:
         return "-"
     value, unit = float(nbytes), 0

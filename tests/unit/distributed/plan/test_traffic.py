@@ -194,8 +194,8 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
         groups=groups,
         units=(UnitPlan(pieces=(piece,), **{**of_unit, **fields}),),
         reduction=GradientReduction.MEAN,
-        checks_for_nan=False,
-        checks_for_large=False,
+        check_for_nan_in_grad=False,
+        check_for_large_grads=False,
         **{"strategy": "optim_grads_params", "reduces_every_micro_batch": False, **of_plan},
     )
 
