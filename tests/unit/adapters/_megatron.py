@@ -208,7 +208,7 @@ def counted() -> Iterator[Counter[str]]:
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("core.distributed.fsdp2.shard_model.exchanges_directly", lambda *_: False))
+        stack.enter_context(mock.patch("core.comm.gloo.exchanges_directly", lambda *_: False))
         for name in ("foreach_all_gather", "foreach_reduce"):
             counting_one = counting(name, getattr(inside, name))
             for module in (inside, __import__(inside.__name__.replace("collectives", "param_group"), fromlist=["x"])):
