@@ -193,6 +193,14 @@ def test_a_flat_range_is_one_run():
     assert run_distributed(_runs_of_ranges, 2) == [1, 1]
 
 
+def test_a_bucket_closes_before_it_exceeds_its_bytes():
+    sizes = {"a": 2, "b": 2, "c": 1, "large": 9, "d": 3, "e": 3}
+    views = {name: torch.zeros(size) for name, size in sizes.items()}
+    bundles = [["a"], ["b"], ["c"], ["large"], ["d", "e"]]
+    buckets = WholeTensors(views, bucket_bytes=16, bundles=bundles).bucket_names()
+    assert buckets == [["a", "b"], ["c"], ["large"], ["d", "e"]]
+
+
 def test_one_process_gathers_nothing():
     weight = torch.arange(6.0).view(2, 3)
     assert next(WholeTensors({"weight": weight}).buckets())["weight"].data_ptr() == weight.data_ptr()
