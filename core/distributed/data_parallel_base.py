@@ -12,7 +12,8 @@ from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
-from ..dist_checkpointing.model_state import sharded_state_dict
+from ..dist_checkpointing.flat_range import FlatRange
+from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
@@ -21,7 +22,7 @@ from ..transformer.module import Float16Module
 from ..transformer.moe.step import restart_step
 from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .gradient_state import GradientState, Phase
+from .gradient_state import GradientState
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
 from .model.gradient_checks import GradientChecks
@@ -83,7 +84,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
-        reject_different_models(module, plan, [unit.names for unit in plan.units])
+        reject_different_models(module, plan, [unit.names for unit in plan.units if unit.is_gathered])
         transform_units(plan.transforms)
         self.config = config
         self.module = module
@@ -287,16 +288,6 @@ class _BaseDataParallel(nn.Module, ABC):
         """Calls `zero_grad_buffer`, by torch's name; gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
 
-    def note_backward(self) -> None:
-        """Records in `gradient_state` that a backward began; called when its first gradient arrives."""
-        state = self.gradient_state
-        if state.phase is Phase.ZEROED:
-            state.note_backward(may_add=True)
-        elif state.is_reduced:
-            state.note_backward(may_add=self._open_reduced_gradients())
-        elif state.phase is Phase.UNSCALED:
-            state.note_backward(may_add=False)
-
     @abstractmethod
     def _open_reduced_gradients(self) -> bool:
         """Lets a backward add to reduced gradients, as in a plain module.
@@ -388,8 +379,25 @@ class _BaseDataParallel(nn.Module, ABC):
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies a state dict into the wrapped module's parameters and buffers."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        """Copies into the module's parameters and buffers; every rank calls it.
+
+        Args:
+            state_dict: whole tensors, as those of a plain module; or this rank's parts, as `load_model_state_dict`
+                takes them. The module's own tensors, which a checkpoint loader has filled in place, stay as they are.
+
+        Raises:
+            ParallelConfigError: `assign` where parameters are sharded, which would replace them.
+            CheckpointError: of `load_model_state_dict`, before anything is written.
+        """
+        if assign and self.plan.shards_parameters:
+            raise ParallelConfigError(
+                "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
+                "wrapper's memory; leave it out"
+            )
+        if self.engine is Engine.FSDP2 or any(isinstance(value, FlatRange) for value in state_dict.values()):
+            return load_model_state_dict(self.module, state_dict, strict, process_group=self.process_group)
+        with self.whole_parameters():
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
         """Describes the wrapped model by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
@@ -426,16 +434,3 @@ def unwrap_model(module: nn.Module) -> nn.Module:
     while isinstance(module, (_BaseDataParallel, Float16Module)):
         module = module.module
     return module
-
-
-def reject_assign(assign: bool) -> None:
-    """Raises if `load_state_dict` was asked to replace parameters whose memory a wrapper shards.
-
-    Raises:
-        ParallelConfigError: `assign` is True.
-    """
-    if assign:
-        raise ParallelConfigError(
-            "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
-            "wrapper's memory; leave it out"
-        )

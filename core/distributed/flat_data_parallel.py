@@ -127,7 +127,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
                 "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
             )
-        self.note_backward()
+        self.gradient_state.note_backward(self._open_reduced_gradients)
         param.grad = None
         if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return

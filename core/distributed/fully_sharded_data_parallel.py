@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,10 +17,9 @@ from ..base.pending_parameters import set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
-from ..dist_checkpointing import load_model_state_dict
-from ..dist_checkpointing.flat_range import FlatRange, whole_view
+from ..dist_checkpointing.flat_range import whole_view
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import reject_assign, unwrap_model
+from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine.buffer import ParamAndGradBuffer
 from .engine.gathering import ParameterGathering
@@ -181,21 +180,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
     def broadcast_params(self) -> None:
         super().broadcast_params()
         self._gathering.forget()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies into the module's parameters and buffers; every rank calls it.
-
-        Args:
-            state_dict: whole parameters, as those of a plain module; or this wrapper's own `state_dict`.
-
-        Raises:
-            ParallelConfigError: `assign`, which would replace the parameters.
-        """
-        reject_assign(assign)
-        if any(isinstance(value, FlatRange) for value in state_dict.values()):
-            return load_model_state_dict(self.module, state_dict, strict)
-        with self.whole_parameters():
-            return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Applies ``to``, ``cuda``, ``half``... to buffers alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from ..base.errors import ShardstackError
@@ -60,14 +61,14 @@ class GradientState:
         """Records that gradients are zero or None; ends every other phase, invalid ones included."""
         self.phase = Phase.ZEROED
 
-    def note_backward(self, *, may_add: bool) -> None:
-        """Records that a backward of this step has begun.
+    def note_backward(self, opens: Callable[[], bool]) -> None:
+        """Records that a backward of this step has begun; called when its first gradient arrives.
 
         Args:
-            may_add: whether the backward may add to reduced gradients, as in a plain module. The next reduction then
-                reduces the sum.
+            opens: called where gradients are reduced; returns whether the backward may add to them, as in a plain
+                module. The next reduction then reduces the sum.
         """
-        if self.phase is Phase.ZEROED or (self.is_reduced and may_add):
+        if self.phase is Phase.ZEROED or (self.is_reduced and opens()):
             self.phase = Phase.ACCUMULATING
         elif self.is_reduced or self.phase is Phase.UNSCALED:
             self.note_late()

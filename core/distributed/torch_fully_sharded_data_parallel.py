@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,12 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.errors import ParallelConfigError
-from ..dist_checkpointing import load_model_state_dict
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import _BaseDataParallel, reject_assign, unwrap_model
+from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .fsdp2.gathered_weights import reject_graph_of_gradients
-from .fsdp2.gradient_sums import GradientSums
 from .fsdp2.sharded_model import ShardedModel
 from .gradient_state import Phase
 from .groups import Ranks
@@ -83,13 +81,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
         super().__init__(config, module, ddp_config, plan)
-        self.sharded = ShardedModel(module, plan, initializes=initializes)
+        self.sharded = ShardedModel(module, plan, self._tree, initializes=initializes)
         self.units = plan.units[:-1]
-        # Sums of a step's gradients, with ``reproducible_across_ranks``; else None. Backwards fill it, the last one of
-        # a step empties it, and `zero_grad_buffer` clears it.
-        self._sums: GradientSums | None = None
-        if self._tree is not None:
-            self._sums = GradientSums(plan, self._tree, self.sharded.fsdp_modules, self.sharded.state)
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `_finish_grad_sync` sets it, `note_step` and `_zero_gradients` clear it.
         self._shows_gradients = False
@@ -143,7 +136,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
         reject_graph_of_gradients("a model")
         self.sharded.state.keep_changes()
-        self.note_backward()
+        self.gradient_state.note_backward(self._open_reduced_gradients)
         if self._tree is not None:
             self._tree.enter()
 
@@ -168,8 +161,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
-        if self._sums is not None:
-            self._sums.expect_sync(enabled)
         self.sharded.set_gradient_sync(enabled)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
@@ -186,11 +177,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._gradient_checks.check(gradients, self._step, are_reduced=True)
 
     def _zero_gradients(self) -> None:
-        self.sharded.recover()
-        if self._sums is not None:
-            self._sums.clear()
-        self.sharded.state.drop_unsharded_gradients()
-        self.sharded.reshard()
+        self.sharded.drop_gradients()
         self._shows_gradients = False
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -202,27 +189,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def settle_parameters(self) -> None:
         self.sharded.reshard()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies into the module's parameters and buffers; every rank calls it.
-
-        Args:
-            state_dict: whole tensors, as those of a plain module; or DTensors, as `load_model_state_dict` takes them.
-                The module's own tensors, which a checkpoint loader has filled in place, stay as they are.
-
-        Raises:
-            ParallelConfigError: `assign`, which would replace the parameters.
-            CheckpointError: names or shapes that do not fit, all of them together, before anything is written.
-        """
-        reject_assign(assign)
-        return load_model_state_dict(self.module, state_dict, strict, process_group=self.process_group)
-
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
             "parameters": [*self.sharded.state.shard_tensors(), *self.module.buffers()],
             "gathered parameters": [*self.sharded.state.gathered_tensors(), *self.sharded.parts],
             "gradients": [
                 *self.sharded.state.gradient_tensors(),
-                *(self._sums.tensors if self._sums is not None else ()),
+                *(self.sharded.sums.tensors if self.sharded.sums is not None else ()),
             ],
             "gradients not reduced yet": list(self.sharded.state.whole_gradients()),
         }

@@ -5,10 +5,10 @@ It carries `DistributedDataParallel` (replicated, ZeRO-1, ZeRO-2) and `FullyShar
 grad_slot      one parameter's place in a bucket, and its gradient there
 buffer         the memory, and the buckets that divide it: places of parameters and gradients
 reduction      the collectives that reduce a bucket, and its sums over micro-batches in a tree
-bucket_group   takes a bucket through a step: reduces its gradients, gathers its parameters
-schedule       when buckets are sent, and who waits for parameters that replicas gather
+bucket_group   takes the gradient of a bucket through a step
+schedule       when buckets are sent
 between_steps  parameters that were moved, and ``param.grad``
-unit           ZeRO-3: buckets whose parameters are gathered and hidden together, in slots that units share
+unit           buckets whose parameters are gathered together: in place, or under ZeRO-3 in slots that units share
 gathering      ZeRO-3: when units are gathered, in the order of the last step
-install        ZeRO-3: builds units, and the hooks around each call of their modules, which gather and cast
+install        builds units, and the hooks around each call of modules, which gather and cast, or wait for replicas
 """

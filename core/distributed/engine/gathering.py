@@ -121,8 +121,12 @@ class ParameterGathering:
 
     # ---- one unit
 
-    def ensure_gathered(self, unit: Unit) -> None:
-        """Gathers a unit, waits for its parameters, and prefetches the units that followed it in the last pass."""
+    def ensure_gathered(self, unit: Unit, *unused: Any) -> None:
+        """Gathers a unit, waits for its parameters, and prefetches the units that followed it in the last pass.
+
+        Args:
+            unused: a gradient, where autograd calls it.
+        """
         is_backward = current_backward() != NO_BACKWARD
         if not is_backward and self._version != self._count_writes():
             self.forget()
@@ -164,7 +168,7 @@ class ParameterGathering:
         """Makes a backward gather the unit when it reaches one of the unit's outputs."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, unit))
+                tensor.register_hook(partial(self.ensure_gathered, unit))
 
     def _on_use(self, unit: Unit) -> None:
         """Gathers a hidden unit when one of its parameters is used, or raises."""
@@ -182,14 +186,10 @@ class ParameterGathering:
     def _keep(self, unit: Unit) -> None:
         """Leaves a unit the memory that it is gathered into, because its weights are used outside of its forwards."""
         warn_once(in_use_message(unit.name))
-        for moved in unit.take_slot():
+        for moved in unit.slot.leave_to(unit) if unit.slot is not None else ():
             self._note_moved((name, param) for param, name in moved.name_of.items())
 
     def _gather_saved(self, unit: Unit) -> None:
         """Gathers a unit, of which backward is about to read a weight that autograd has saved."""
         if not unit.is_ready or unit.used_in != current_backward():
             self.ensure_gathered(unit)
-
-    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        """Gathers a unit for its backward; autograd calls it with the gradient of each of its outputs."""
-        self.ensure_gathered(unit)

@@ -229,24 +229,21 @@ class GradSlot:
         memory = self.show()
         if not self.counts:
             memory.zero_()
-            self._note_zeroed()
+            self.note_zeros()
         if self.accumulator is not None:
             self._place().copy_(self.accumulator)
 
     def note_zeros(self) -> None:
         """Exposes zeroed memory as ``main_grad``; the next backward adds to values written there before it."""
         self.show()
-        self._note_zeroed()
+        # A gradient that was sent is to be sent again, with zeros.
+        self.content = Content.GRADIENT if self.has_arrived else Content.ZEROS
 
     def prepare_for_layer(self) -> None:
         """Zeros ``main_grad`` for a layer that adds into it itself."""
         if self.is_written_by_layer:
             self.show().zero_()
-            self._note_zeroed()
-
-    def _note_zeroed(self) -> None:
-        # A gradient that was sent is to be sent again, with zeros.
-        self.content = Content.GRADIENT if self.has_arrived else Content.ZEROS
+            self.note_zeros()
 
     def take_reduced(self) -> None:
         """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""

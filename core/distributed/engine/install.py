@@ -1,4 +1,4 @@
-"""Builds the units of a model; gathers parameters, and casts inputs and outputs, around calls of their modules."""
+"""Builds the units of a model, and the hooks around calls of modules: they gather, cast, or wait for a gather."""
 
 from __future__ import annotations
 

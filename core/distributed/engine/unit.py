@@ -1,4 +1,4 @@
-"""Units of sharded parameters, and their slots: the memory that they are gathered into and parameters are views of."""
+"""Units of parameters that are gathered together, and their slots: memory that they are gathered into, in turns."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ from .buffer import Bucket
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
 views, C++) become visible. Each use gathers again."""
-
-
-def _poisons() -> bool:
-    return os.environ.get(POISONS) == "1"
 
 
 class Slot:
@@ -166,10 +162,6 @@ class Unit:
         """Whether other units are gathered into the same slot."""
         return self.slot is not None and len(self.slot.units) > 1
 
-    def take_slot(self) -> Sequence[Unit]:
-        """Keeps the memory that it is gathered into for itself; returns the other units, which get new memory."""
-        return () if self.slot is None else self.slot.leave_to(self)
-
     @torch.no_grad()
     def adopt(self, *, with_values: bool) -> None:
         """Makes the parameters views of the slot.
@@ -266,7 +258,7 @@ class Unit:
             return
         before, self._versions = self._versions, self._count_writes()
         self._make_pending()
-        if _poisons():
+        if os.environ.get(POISONS) == "1":
             self._poison(self.slot)
         if before != self._versions:
             self.slot.owner = None

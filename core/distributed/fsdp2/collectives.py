@@ -140,6 +140,10 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
 class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
     """Reduces the gradients of a unit, in the plan's order of ranks."""
 
+    def __init__(self, plan: Plan, unit: UnitPlan) -> None:
+        super().__init__(plan, unit)
+        self._what = f"the gradients of {self.unit}"
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -148,10 +152,11 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
         op: ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Any:  # None too, where torch declares work alone
-        what = f"the gradients of {self.unit}"
         if self._is_direct or self._plan.is_reproducible:
-            order = self._plan.sum_order
-            collectives.reduce_scatter(output_tensor, input_tensor, group, what=what, op=op, order=order)
+            self._reduce(output_tensor, input_tensor, group, op)
             return None
         reduce = partial(super().__call__, output_tensor, input_tensor, group, op, async_op)
-        return recorded("reduce-scatter", what, input_tensor, group).run(reduce)
+        return recorded("reduce-scatter", self._what, input_tensor, group).run(reduce)
+
+    def _reduce(self, output: Tensor, whole: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
+        collectives.reduce_scatter(output, whole, group, what=self._what, op=op, order=self._plan.sum_order)

@@ -92,19 +92,11 @@ class _TreeReduceScatter(UnitReduceScatter):
         # The last backward that has reduced the unit, to notice a second run of the unit in it.
         self._reduced_in = NO_BACKWARD
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        op: ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Any:
-        self._sum(input_tensor, output_tensor, partial(super().__call__, group=group, op=op))
-        return None
+    def _reduce(self, output: Tensor, whole: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType) -> None:
+        self._sum(whole, output, partial(super()._reduce, group=group, op=op))
 
     def add_alone(self, gradient: Tensor) -> None:
-        """Does in place for a rank that is alone among shards what `__call__` does for several."""
+        """Does in place for a rank that is alone among shards what `_reduce` does for several."""
         self._sum(gradient.clone(), gradient, Tensor.copy_)
 
     def _sum(self, whole: Tensor, shard: Tensor, reduce: Callable[[Tensor, Tensor], Any]) -> None:

@@ -13,11 +13,13 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
+from ..gradient_tree import GradientTree
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
 from .collectives import set_collectives
 from .gathered_weights import FreedWeights, GatheredValues
+from .gradient_sums import GradientSums
 from .prefetch import Prefetcher
 from .shard_model import fsdp_modules, shard_model
 from .torch_private import TorchState, as_fsdp
@@ -29,6 +31,7 @@ class ShardedModel:
     Args:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
         plan: what is to be done to it, from `plan_model`.
+        tree: the order of additions over micro-batches, where there is one.
         initializes: if False, ranks keep their tensors, and those on the meta device stay there, sharded: the caller
             allocates and fills them before the first forward, for example with ``to_empty`` and its own
             initialization.
@@ -38,12 +41,16 @@ class ShardedModel:
         plan: as given.
         fsdp_modules: every module that FSDP2 acts on, the root first; fixed.
         state: what torch holds for them.
+        sums: sums of a step's gradients; fixed. None without `tree`. Backwards fill it, and the last one of a step
+            empties it; `drop_gradients` clears it.
 
     Raises:
         WrapError: a model that is sharded already, or that cannot be.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, *, initializes: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, plan: Plan, tree: GradientTree | None = None, *, initializes: bool = True
+    ) -> None:
         start = InitialValues(module, plan.groups, from_first_rank=plan.equalizes) if initializes else None
         if start is not None:
             start.equalize()
@@ -55,6 +62,7 @@ class ShardedModel:
         # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is
         # fixed. The units' all-gathers fill the parts; `reshard` drops them.
         self._parts = set_collectives(plan)
+        self.sums = None if tree is None else GradientSums(plan, tree, self.fsdp_modules, self.state)
         # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
         self._prefetcher = Prefetcher(plan)
         for submodule in module.modules():
@@ -117,6 +125,14 @@ class ShardedModel:
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
 
+    def drop_gradients(self) -> None:
+        """Drops the gradients that torch does not keep in ``param.grad``, and frees all gathered parameters."""
+        self.recover()
+        if self.sums is not None:
+            self.sums.clear()
+        self.state.drop_unsharded_gradients()
+        self.reshard()
+
     def _end_failed_backward(self) -> None:
         if self._has_allocated and current_backward() == NO_BACKWARD and self.state.has_failed_in_backward():
             self.state.reset_iteration()
@@ -151,6 +167,8 @@ class ShardedModel:
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Sets whether the backwards that follow reduce gradients, or let them add up on each rank."""
+        if self.sums is not None:
+            self.sums.expect_sync(enabled)
         if not (self.plan.is_reproducible or self.plan.reduces_every_micro_batch):
             if enabled:
                 self.state.complete_accumulated_gradients()

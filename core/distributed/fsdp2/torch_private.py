@@ -93,11 +93,9 @@ class TorchState:
 
     def whole_gradients(self) -> Iterator[Tensor]:
         """Yields gradients that this rank holds whole, until they are reduced."""
-        for parameter in self._parameters:
-            unsharded = getattr(parameter, "_unsharded_param", None)  # absent before the first all-gather
-            for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
-                if gradient is not None:
-                    yield gradient
+        accumulated = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
+        of_gathered = [parameter.grad for parameter in self.gathered_parameters()]
+        yield from (gradient for gradient in (*accumulated, *of_gathered) if gradient is not None)
 
     def reduce_unsharded_gradients(self) -> None:
         """Reduces whole gradients, those of a last micro-batch inside `no_sync` too; every rank must call it."""
@@ -109,8 +107,8 @@ class TorchState:
         """Drops whole gradients, as after a step that was abandoned."""
         for parameter in self._parameters:
             parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        for gathered in self.gathered_parameters():
+            gathered.grad = None
 
     def complete_accumulated_gradients(self) -> None:
         """Adds zero gradients for parameters that `no_sync` left without one, if others of their group have one.

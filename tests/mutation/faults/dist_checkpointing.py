@@ -34,6 +34,20 @@ MUTATIONS = (
         "slice(0, stop - start)",
         ("tests/unit/dist_checkpointing/test_serialization.py",),
     ),
+    Mutation(
+        "a gathered tensor has the first rank's piece in the place of every rank's",
+        "core.dist_checkpointing.gathering.WholeTensors._source",
+        r"receiver if receiver in ranks",
+        "receiver if self.ranks.size",
+        ("tests/unit/weights/test_stream.py",),
+    ),
+    Mutation(
+        "buckets hold more than their limit",
+        "core.dist_checkpointing.gathering.WholeTensors.bucket_names",
+        r"num_bytes > room",
+        "room < 0",
+        ("tests/unit/weights/test_stream.py",),
+    ),
     # ---- streams
     Mutation(
         "streams: a checkpoint is written before it is copied",

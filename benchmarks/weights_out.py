@@ -1,0 +1,117 @@
+"""A full stream of weights, compared with the time that its bytes take over gloo, and with gathering everything first.
+
+    python benchmarks/weights_out.py [--rounds 15]
+
+Two ranks, a model of 26 M parameters in bf16, under each wrapper, to the first rank. The bandwidth is that of one
+message of a bucket's size from rank 1 to rank 0, in the same rounds. Memory is the peak of live tensor bytes on rank 0
+on top of what it holds before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._measure import PairedRatio
+from core import parallel_state
+from core.adapters.bridge.checkpoints import whole_state_dict
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    wrap_model,
+)
+from core.models.gpt import GPTModel
+from core.transformer.transformer_config import TransformerConfig
+from core.weights import WeightStream
+from tests.unit._spawn import run_distributed
+from tests.unit.weights._live_bytes import LiveBytes
+
+CONFIGS = {
+    "DDP": DistributedDataParallelConfig(),
+    "ZeRO-3": FullyShardedDataParallelConfig(),
+    "FSDP2": TorchFullyShardedDataParallelConfig(),
+}
+BUCKET = 8 * 2**20
+
+
+def _model(name: str) -> Any:
+    config = TransformerConfig(
+        num_layers=8, hidden_size=512, num_attention_heads=8, bf16=True, params_dtype=torch.bfloat16
+    )
+    gpt = GPTModel(config, None, 1024, 64, share_embeddings_and_output_weights=True).bfloat16()
+    return wrap_model(gpt, config, CONFIGS[name])
+
+
+def _timed(run: Any) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _stream(stream: WeightStream) -> None:
+    for _ in stream:
+        pass
+
+
+def _measured(name: str, rounds: int) -> dict[str, Any]:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    model = _model(name)
+    stream = WeightStream(model, "module", receivers=[0], bucket_bytes=BUCKET)
+    total = sum(view.numel() * view.element_size() for view in stream.tensors.views.values())
+    owned = 0 if name == "DDP" else total // 2
+    message = torch.empty(BUCKET // 2, dtype=torch.uint8)
+
+    def send() -> None:
+        for _ in range(max(1, round(owned / len(message)))):
+            dist.recv(message, 1) if dist.get_rank() == 0 else dist.send(message, 0)
+
+    def gather_all() -> None:
+        whole_state_dict(model, keep=dist.get_rank() == 0)
+
+    candidates = {"stream": lambda: _stream(stream), "bandwidth": send, "gather all": gather_all}
+    seconds: dict[str, list[float]] = {key: [] for key in candidates}
+    for number in range(rounds + 2):
+        for key in list(candidates)[:: 1 if number % 2 else -1]:
+            took = _timed(candidates[key])
+            if number >= 2:
+                seconds[key].append(took)
+    peaks = {}
+    for key in ("stream", "gather all"):
+        with LiveBytes() as live:
+            candidates[key]()
+        peaks[key] = live.peak
+    return {"seconds": seconds, "peaks": peaks, "total": total, "sent": owned}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    for name in CONFIGS:
+        result = run_distributed(_measured, 2, name, rounds)[0]
+        seconds, peaks = result["seconds"], result["peaks"]
+        print(f"{name}: {result['total'] / 2**20:.0f} MiB of weights, {result['sent'] / 2**20:.0f} MiB sent")
+        if result["sent"]:
+            print(f"  time / time of its bytes      {PairedRatio.of(seconds['stream'], seconds['bandwidth'])}")
+        print(f"  time / gathering everything   {PairedRatio.of(seconds['stream'], seconds['gather all'])}")
+        print(f"  seconds                       {statistics.median(seconds['stream']):.3f}")
+        print(
+            f"  peak, MiB                     {peaks['stream'] / 2**20:.1f} (all: {peaks['gather all'] / 2**20:.1f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

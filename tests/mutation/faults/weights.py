@@ -1,0 +1,43 @@
+"""Faults of `core.weights`."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "the base of patches advances before they are acknowledged",
+        "core.weights.patches.PatchStream._compare",
+        r"self\._pending\[key\] = \(changed, current\[changed\]\)",
+        "base[key][changed] = current[changed]",
+        ("tests/unit/weights/test_patches.py",),
+    ),
+    Mutation(
+        "a patch compares values and not bits",
+        "core.weights.patches.PatchStream._compare",
+        r"current\.view\(bits\) != base\[key\]\.view\(bits\)",
+        "current != base[key]",
+        ("tests/unit/weights/test_patches.py",),
+    ),
+    Mutation(
+        "a receiver takes a patch of another base",
+        "core.weights.transport.WeightReceiver._refusal",
+        r"header\['base'\] == self\._state",
+        "header['base']",
+        ("tests/unit/weights/test_transport.py",),
+    ),
+    Mutation(
+        "a receiver does not compare hashes",
+        "core.weights.transport.WeightReceiver.receive",
+        r"sent == digest\.hexdigest\(\)",
+        "sent",
+        ("tests/unit/weights/test_transport.py",),
+    ),
+    Mutation(
+        "a stream in mid-step is not refused",
+        "core.weights.stream.WeightStream.check_between_steps",
+        r"phase is Phase\.ACCUMULATING",
+        "phase is None",
+        ("tests/unit/weights/test_stream.py",),
+    ),
+)
