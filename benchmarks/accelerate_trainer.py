@@ -93,7 +93,9 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
         with CollectivePayload() as payload, counted_reductions() as begun:
             trainer.train()
     if is_ours:
-        weights = {name: tensor.numpy() for name, tensor in whole_state_dict(trainer._wrapper, keep=True).items()}
+        weights = {
+            name: tensor.numpy() for name, tensor in whole_state_dict(trainer._trained.wrapper, keep=True).items()
+        }
         reductions = len(begun)
     else:
         weights = {name: whole(p).clone().numpy() for name, p in trainer.model.named_parameters()}

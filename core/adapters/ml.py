@@ -49,13 +49,12 @@ class ParallelConfig:
     """Begin with the first rank's values."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.sharding_strategy, ShardingStrategy):
-            return
-        asked = str(getattr(self.sharding_strategy, "value", self.sharding_strategy))
-        by_name = {name.removeprefix("_"): member for name, member in ShardingStrategy.__members__.items()}
-        if asked.removeprefix("_") not in by_name:
-            raise ConfigError(f"sharding_strategy is {asked!r}; {choices(asked, by_name)}")
-        self.sharding_strategy = by_name[asked.removeprefix("_")]
+        if not isinstance(self.sharding_strategy, ShardingStrategy):
+            by_name = {name.removeprefix("_"): member for name, member in ShardingStrategy.__members__.items()}
+            name = str(getattr(self.sharding_strategy, "value", self.sharding_strategy)).removeprefix("_")
+            if name not in by_name:
+                raise ConfigError(f"sharding_strategy is {name!r}; {choices(name, by_name)}")
+            self.sharding_strategy = by_name[name]
 
 
 class TaskModel(nn.Module):
@@ -89,13 +88,13 @@ _SHARDED = (
 
 
 def ddp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
-    """Wraps replicas over the data-parallel ranks; gradients are in ``param.grad`` after backward."""
+    """Wraps replicas over the data-parallel ranks. Gradients are in ``param.grad`` after backward."""
     translate(cfg, _REPLICATED)
     return Replicas(model, data_parallel_mesh(None, hybrid=False))
 
 
 def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
-    """Returns the model sharded over the data-parallel ranks; every item of its module lists is a unit."""
+    """Returns the model sharded over the data-parallel ranks. Every item of its module lists is a unit."""
     mesh = data_parallel_mesh(None, hybrid=cfg.sharding_strategy in _HYBRID)
     if cfg.sharding_strategy is ShardingStrategy.NO_SHARD:
         translate(cfg, _NO_SHARD)
@@ -105,7 +104,7 @@ def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
 
 
 def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:
-    """Returns the model sharded or replicated, as the config says; unchanged on one rank (by ``WORLD_SIZE``)."""
+    """Returns the model sharded or replicated, as the config says. Unchanged on one rank (by ``WORLD_SIZE``)."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return model
     return fsdp(model, cfg) if cfg.use_fsdp else ddp(model, cfg)
@@ -122,7 +121,7 @@ class TrainerParallelConfig:
     """Name of the experiment, and of its folder."""
 
     exp_dir: str | None = None
-    """The folder of experiments; the working directory by default."""
+    """The folder of experiments, by default the working directory."""
 
     log_dir_name: str = "logs"
     """The folder of logs, in the experiment's."""
@@ -167,7 +166,10 @@ class ParallelMixin:
         """Returns task and model as one module, made data parallel, on the weights' device and in their precision."""
         if self.config.checkpoint is not None:
             warn_once("TrainerParallelConfig.checkpoint is for the trainer: ParallelMixin saves and loads nothing")
-        where, dtype = self._task_device(), self._task_dtype()
+        own = getattr(self, "_device", None)
+        where = device.current_device() if own is None else own._get_device()
+        by_config = torch.float64 if self.config.use_double_weight_precision else torch.float32
+        dtype = getattr(self, "_weight_precision", by_config)
         init: Callable[..., Any] | None = getattr(model, "init", None)
         if callable(init):
             init(where, dtype)
@@ -176,13 +178,3 @@ class ParallelMixin:
         if isinstance(task, nn.Module):
             task.to(where, dtype)
         return dp(TaskModel(task, model), self.config.parallel)
-
-    def _task_device(self) -> torch.device:
-        own = getattr(self, "_device", None)
-        found: torch.device = own._get_device() if own is not None else device.current_device()
-        return found
-
-    def _task_dtype(self) -> torch.dtype:
-        by_config = torch.float64 if self.config.use_double_weight_precision else torch.float32
-        found: torch.dtype = getattr(self, "_weight_precision", by_config)
-        return found

@@ -20,9 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base import device
 from ..base._torch_compat import fsdp_param_groups
-from ..base.dtypes import DTYPE_NAMES, as_dtype
-from ..base.errors import ConfigError, ParallelConfigError
-from ..base.text import choices
+from ..base.dtypes import as_dtype
+from ..base.errors import ParallelConfigError
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.units import UnitChoice
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
@@ -36,17 +35,14 @@ def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
     """Returns the dtype of this name, torch's older names included.
 
     Raises:
-        ConfigError: no such name.
+        ParallelConfigError: no such name.
     """
-    plain = name.removeprefix("torch.") if isinstance(name, str) else name
-    if plain is not None and plain not in (*DTYPE_NAMES, *_OTHER_NAMES):
-        raise ConfigError(f"{field} is {name!r}; {choices(str(name), (*DTYPE_NAMES, *_OTHER_NAMES))}")
-    return as_dtype(_OTHER_NAMES.get(str(plain), plain))
+    return as_dtype(name if name is None else _OTHER_NAMES.get(str(name), name), field)
 
 
 @dataclass
 class DDPTransformConfig:
-    """Settings of torch's DDP; accepted and ignored, because buffers here always behave as each field says."""
+    """Settings of torch's DDP. They are accepted and ignored, because buffers always behave as each field says."""
 
     find_unused_parameters: bool = False
     """A parameter that no backward reaches has a zero gradient here in any case."""
@@ -60,10 +56,10 @@ class DDPTransformConfig:
 
 @dataclass
 class MixedPrecisionConfig:
-    """Dtypes by name, as ``bfloat16``, ``bf16``, ``fp16``, ``float32`` or ``double``; None changes nothing.
+    """Dtypes by name, as ``bfloat16``, ``bf16``, ``fp16``, ``float32`` or ``double``. None changes nothing.
 
     Raises:
-        ConfigError: an unknown name.
+        ParallelConfigError: an unknown name.
     """
 
     param_dtype: str | None = None
@@ -91,7 +87,7 @@ class OffloadConfig:
     """Keep shards in the host's memory."""
 
     pin_memory: bool = True
-    """Pin that memory; without an accelerator a warning says that there is nothing to pin for."""
+    """Pin that memory. Without an accelerator a warning says that there is nothing to pin for."""
 
 
 @dataclass
@@ -99,7 +95,7 @@ class FullyShardTransformConfig:
     """Settings of sharding, and of when units are gathered."""
 
     reshard_after_forward: bool | int = False
-    """Free gathered parameters between forward and backward; a number keeps them whole among so many ranks."""
+    """Free gathered parameters between forward and backward. A number keeps them whole among so many ranks."""
 
     mixed_precision: MixedPrecisionConfig | None = None
     """None casts nothing."""
@@ -108,7 +104,7 @@ class FullyShardTransformConfig:
     """None keeps shards on the device."""
 
     use_hybrid_sharding: bool = True
-    """Shard over the mesh's ``dp_shard`` and replicate over ``dp_replicate``; else shard over all."""
+    """Shard over the mesh's ``dp_shard`` and replicate over ``dp_replicate``, or else shard over all."""
 
     sync_grad_accum: bool = False
     """Reduce the gradient of every micro-batch, not of the last alone."""
@@ -122,7 +118,7 @@ class Collective:
     """
 
     process_group: dist.ProcessGroup | None = None
-    """The ranks; None for one alone."""
+    """The ranks. None for one alone."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         if not 0 <= rank < world_size:
@@ -242,10 +238,10 @@ class BaseDistributedTransform:
 
 
 class DDPWrappedModel(Replicas):
-    """A model replicated over a group; gradients are in ``param.grad`` after backward."""
+    """A model replicated over a group. Gradients are in ``param.grad`` after backward."""
 
     def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
-        """Encloses forward and backward of a micro-batch; only the last one of a step communicates."""
+        """Encloses forward and backward of a micro-batch. Only the last one of a step communicates."""
         return nullcontext() if is_last_microbatch else self.no_sync()
 
     def make_parameter_groups(self) -> Any:

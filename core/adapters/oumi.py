@@ -35,7 +35,7 @@ class _OfTorch(str, Enum):
     """Members of an enum of `torch.distributed.fsdp` that has the same name."""
 
     def to_torch(self) -> Any:
-        """Returns torch's member of this name, which may begin with an underscore there; None if torch has none."""
+        """Returns torch's member of this name, which may begin with an underscore there. None if torch has none."""
         members = getattr(torch_fsdp, type(self).__name__).__members__
         return members.get(self.name, members.get(f"_{self.name}"))
 
@@ -61,7 +61,7 @@ class ShardingStrategy(_OfTorch):
 
 
 class StateDictType(_OfTorch):
-    """Oumi's forms of a state dict; see `model_state_dict`."""
+    """Oumi's forms of a state dict, which `model_state_dict` returns."""
 
     FULL_STATE_DICT = "FULL_STATE_DICT"
     SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
@@ -94,13 +94,13 @@ _ENUMS: dict[str, type[Enum]] = {
 
 @dataclass
 class FSDPParams:
-    """The ``fsdp:`` block of an oumi config; fields, defaults and values are oumi's.
+    """The ``fsdp:`` block of an oumi config, with oumi's fields, defaults and values.
 
     Enum values may be given by name; `finalize_and_validate` rejects unknown names.
     """
 
     enable_fsdp: bool = False
-    """Shard by `sharding_strategy`; else the model is replicated, and the other fields are without effect."""
+    """Shard by `sharding_strategy`. Otherwise the model is replicated, and the other fields are without effect."""
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     """FULL_SHARD and HYBRID_SHARD free parameters after forward, SHARD_GRAD_OP and HYBRID_SHARD_ZERO2 do not."""
@@ -109,10 +109,10 @@ class FSDPParams:
     """Keep shards in the host's memory."""
 
     mixed_precision: str | None = None
-    """Dtype of computation and reduction: ``bf16``, ``fp16`` or ``fp32``; None is that of the parameters."""
+    """Dtype of computation and reduction: ``bf16``, ``fp16`` or ``fp32``. None is that of the parameters."""
 
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
-    """BACKWARD_PRE gathers one unit ahead in backward, NO_PREFETCH none; BACKWARD_POST is run as the first."""
+    """BACKWARD_PRE gathers one unit ahead in backward, NO_PREFETCH none. BACKWARD_POST is run as the first."""
 
     forward_prefetch: bool = False
     """Gather one unit ahead in forward."""
@@ -130,7 +130,7 @@ class FSDPParams:
     """Parameters that a unit of SIZE_BASED_WRAP has at least, those of units inside it not counted."""
 
     transformer_layer_cls: str | None = None
-    """Class names for TRANSFORMER_BASED_WRAP, with commas between, plain or dotted; found by itself when None."""
+    """Class names for TRANSFORMER_BASED_WRAP, with commas between, plain or dotted. None: the model's layers."""
 
     sync_module_states: bool = True
     """Begin with the first rank's values."""
@@ -183,11 +183,7 @@ _UNSHARDED = tuple(
     for name in ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "state_dict_type", "sync_module_states")
 )
 _ENABLED = (
-    ignored(
-        "use_orig_params",
-        "FSDP2 shards each original parameter by itself in any case",
-        lambda value: value is not None,
-    ),
+    ignored("use_orig_params", "FSDP2 shards each original parameter by itself in any case"),
     ignored(
         "backward_prefetch",
         "FSDP2 gathers the next unit before a unit's gradients, as BACKWARD_PRE says",
@@ -246,7 +242,7 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
 
 
 def model_state_dict(model: nn.Module, params: FSDPParams) -> dict[str, torch.Tensor]:
-    """Returns the model's state, as ``state_dict_type`` says; every rank has to call it.
+    """Returns the model's state, as ``state_dict_type`` says. Every rank has to call it.
 
     FULL_STATE_DICT: whole tensors on the CPU, on every rank. SHARDED_STATE_DICT: DTensors of the whole model's
     tensors, which share the model's storage.

@@ -21,7 +21,7 @@ from ..base import device
 from ..distributed.model.unfit_models import reject_wrapped
 from ..distributed.parameter_owner import own_parameters
 from ..distributed.plan.units import UnitChoice
-from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, translate, wrap_for_trainer
+from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, wrap_for_trainer
 from .bridge.units import CONTAINERS
 
 check_version("torchtitan", __name__)
@@ -30,17 +30,16 @@ from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.distributed.compile import apply_compile  # noqa: E402
 from torchtitan.models import _supported_models  # noqa: E402
 
-_SIZES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}
-_UNSUPPORTED_SIZES = tuple(
-    refused(
-        f"{name}_parallel_degree",
-        "core.adapters.torchtitan shards over data-parallel ranks alone; set it to 1, or keep the model's own "
-        "parallelize_fn",
-        lambda size: size > 1,
-    )
-    for name in _SIZES.values()
-)
 _SETTINGS = (
+    *(
+        refused(
+            f"{name}_parallel_degree",
+            "core.adapters.torchtitan shards over data-parallel ranks alone; set it to 1, or keep the model's own "
+            "parallelize_fn",
+            lambda size: size > 1,
+        )
+        for name in ("tensor", "context", "pipeline", "expert")
+    ),
     refused(
         "spmd_backend",
         "it makes parameters DTensors before they are sharded; set --parallelism.spmd_backend to spmd_types or "
@@ -84,7 +83,7 @@ def parallelize(
         model: torchtitan's; it keeps its class's methods and its parameters' names.
         parallel_dims: its meshes; ``dp_shard`` and ``dp_replicate`` may be above 1.
         training: ``TrainingConfig``; dtypes of mixed precision, batch sizes and ``enable_cpu_offload`` are read.
-        parallelism: ``ParallelismConfig``; ``fsdp_reshard_after_forward`` is read.
+        parallelism: ``ParallelismConfig``; ``fsdp_reshard_after_forward`` and the degrees are read.
         compile_config: ``CompileConfig``.
         ac_config: the activation checkpointing's config, or None.
         dump_folder: for activation checkpointing's reports.
@@ -96,9 +95,6 @@ def parallelize(
         ParallelConfigError: tensor, context, pipeline or expert parallelism, or a setting that cannot be honoured.
         WrapError: a model that is sharded already.
     """
-    translate(
-        {f"{name}_parallel_degree": getattr(parallel_dims, axis) for axis, name in _SIZES.items()}, _UNSUPPORTED_SIZES
-    )
     config = config_of(
         FSDP2,
         dataclasses.asdict(parallelism) | dataclasses.asdict(training),
@@ -125,14 +121,13 @@ def parallelize(
         initializes=False,
         calculate_per_token_loss=True,  # gradients are summed
     )
-    per_step = training.local_batch_size * wrapper.process_group.size()
-    asked = training.global_batch_size
-    _LastReduces(wrapper, 1 if asked < 0 else asked // per_step)
+    per_micro_batch = training.local_batch_size * wrapper.process_group.size()
+    _LastReduces(wrapper, max(1, training.global_batch_size // per_micro_batch))  # -1 is one micro-batch
     return model
 
 
 def with_fsdp2(config: Any) -> Any:
-    """Returns a ``Trainer.Config`` whose model is sharded by `parallelize`; nothing else changes.
+    """Returns a ``Trainer.Config`` whose model is sharded by `parallelize`. Nothing else changes.
 
     Args:
         config: torchtitan's, changed in place; or a ``ModelSpec``, which is copied.
@@ -144,7 +139,7 @@ def with_fsdp2(config: Any) -> Any:
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Returns the config function of this name, of any of torchtitan's models; its ``--config`` asks for it here."""
+    """Returns the config function of this name, of any of torchtitan's models. Its ``--config`` asks for it here."""
     if name.startswith("_"):  # Python's own look-ups would import every model
         raise AttributeError(f"{__name__} has no attribute {name!r}")
     # A config's name begins with its model's: looking there first imports no other model.
@@ -162,7 +157,7 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
 
 class _LastReduces:
-    """Reduces gradients only in the last micro-batch of each step; the others accumulate on their rank.
+    """Reduces gradients only in the last micro-batch of each step. The others accumulate on their rank.
 
     The trainer does not say which micro-batch is the last, but runs the same number in every step, so this class
     counts forwards with gradients. With a loss in chunks, the output layer runs forward and backward once for each
@@ -238,6 +233,6 @@ def _units(model: nn.Module) -> list[UnitChoice]:
 
 
 def _mesh(parallel_dims: Any, parallelism: Any) -> Any:
-    """Returns the mesh of one axis, or of ``(replicate, shard)``; its shard axis has a name of the SPMD backend."""
+    """Returns the mesh of one axis, or of ``(replicate, shard)``. The SPMD backend names its shard axis."""
     shard = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
     return parallel_dims.get_mesh(["dp_replicate", shard] if parallel_dims.dp_replicate_enabled else shard)

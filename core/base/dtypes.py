@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .errors import ParallelConfigError
+from .text import choices
 
 Dtype = str | torch.dtype
 """A dtype, or its name."""
@@ -43,7 +44,7 @@ def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtyp
     Raises:
         ParallelConfigError: the name is unknown, or the dtype is not floating point.
     """
-    dtype = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
+    dtype = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(str(name).removeprefix("torch."))
     if dtype in SHORT_NAMES or name is None:
         return dtype
-    raise ParallelConfigError(f"{field} is {name!r}; it takes one of {', '.join(DTYPE_NAMES)}")
+    raise ParallelConfigError(f"{field} is {name!r}; {choices(str(name), DTYPE_NAMES)}")

@@ -1,4 +1,4 @@
-"""Runs transformers' Trainer and accelerate's loops on this library's wrappers; `use_shardstack` is the only call."""
+"""Runs transformers' Trainer and accelerate's loops on this library's wrappers, by the one call `use_shardstack`."""
 
 from ..bridge.translation import check_version
 

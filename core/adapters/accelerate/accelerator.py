@@ -24,7 +24,7 @@ from .plugin import ShardstackPlugin
 
 
 class ShardstackAccelerator(Accelerator):
-    """The class that `use_shardstack` gives to an `Accelerator`; scripts use it as accelerate's.
+    """The class that `use_shardstack` gives to an `Accelerator`. Scripts use it as accelerate's.
 
     `prepare` wraps each model with trainable parameters, and makes each optimizer update this rank's part of them.
     Gradients are reduced once a step, in the last backward or after it. The methods that a script calls in its loop
@@ -93,14 +93,13 @@ class ShardstackAccelerator(Accelerator):
         return prepared
 
     def _with_own_gradients(self, arg: Any, replaced: dict[nn.Parameter, nn.Parameter]) -> Any:
-        """Prepares an optimizer of a wrapped model; returns any other object unchanged."""
+        """Prepares an optimizer of a wrapped model. Returns any other object unchanged."""
         if not isinstance(arg, torch.optim.Optimizer) or isinstance(arg, AcceleratedOptimizer):
             return arg
-        params = [param for group in arg.param_groups for param in group["params"]]
-        owners = {owner_of(replaced.get(param, param)) for param in params}
-        if owners == {None} and not self._prepared():
+        params = [replaced.get(param, param) for group in arg.param_groups for param in group["params"]]
+        trained = Trained.of_parameters(params)
+        if trained is None and not self._prepared() and not any(map(owner_of, params)):
             return arg
-        trained = Trained.of(owners.pop()) if len(owners) == 1 else None
         if trained is None:
             raise OptimizerError(
                 f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
@@ -110,7 +109,7 @@ class ShardstackAccelerator(Accelerator):
         return prepare_optimizer(arg, trained, replaced)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the model as it was before `prepare`; its parameters stay where the wrapper has them."""
+        """Returns the model as it was before `prepare`. Its parameters stay where the wrapper has them."""
         inside = model.module if isinstance(model, _BaseDataParallel) else model
         unwrapped: nn.Module = super().unwrap_model(inside, *args, **kwargs)
         return unwrapped
@@ -130,42 +129,40 @@ class ShardstackAccelerator(Accelerator):
             ConfigError: another norm, or a part of the model's parameters.
         """
         given = _listed(parameters)
-        trained = self._trained_by(given)
+        trained = self._with_global_gradient(given)
         if trained is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
-        trained.finish_sums()
         return trained.norm.clip(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
         given = _listed(parameters)
-        trained = self._trained_by(given)
+        trained = self._with_global_gradient(given)
         if trained is None:
             super().clip_grad_value_(given, clip_value)
         else:
-            trained.finish_sums()
             trained.norm.clamp(clip_value)
 
-    def _trained_by(self, parameters: list[nn.Parameter]) -> Trained | None:
-        """Returns the prepared model that all these parameters are of; None if they are of none."""
+    def _with_global_gradient(self, parameters: list[nn.Parameter]) -> Trained | None:
+        """Returns the prepared model that has all these parameters, its gradient reduced. None if there is none."""
         owners = {owner_of(parameter) for parameter in parameters}
-        if owners == {None}:
-            # Copies that FSDP2 has gathered know no wrapper.
-            prepared = [model for model in self._models if isinstance(model, _BaseDataParallel)]
-            copies = {id(p) for model in prepared for p in model.gradient_receivers()}
-            shown = any(id(parameter) in copies for parameter in parameters)
-            return Trained.of(prepared[0]) if shown and len(prepared) == 1 else None
         if len(owners) > 1:
             raise ConfigError("gradients of several models were given to one call that clips; call it for each")
-        trained = Trained.of(owners.pop())
+        trained = Trained.of(next(iter(owners), None))
         if trained is not None:
             trained.check_complete(parameters)
+        elif len(prepared := self._prepared()) == 1:
+            # Copies that FSDP2 has gathered know no wrapper.
+            copies = {id(copy) for copy in prepared[0].wrapper.gradient_receivers()}
+            trained = prepared[0] if any(id(parameter) in copies for parameter in parameters) else None
+        if trained is not None:
+            trained.finish_sums()
         return trained
 
     # ---- checkpoints
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Returns the whole model's tensors on the first rank of each machine, else an empty dict; all ranks call
+        """Returns the whole model's tensors on the first rank of each machine, else an empty dict. All ranks call
         it."""
         wrapper = wrapper_of(model)
         if wrapper is None or model not in (wrapper, wrapper.module):
@@ -173,8 +170,7 @@ class ShardstackAccelerator(Accelerator):
         return whole_state_dict(wrapper, keep=self.is_local_main_process)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Saves as accelerate's, the whole weights included; wrapped models and optimizers with hashes, in folders
-        ``shardstack``, which `load_state` reads."""
+        """Saves what accelerate saves, and wrapped models with their optimizers, with hashes, for `load_state`."""
         with self._without_own_optimizers():
             location = super().save_state(output_dir, *args, **kwargs)
         for index, trained in enumerate(self._prepared()):

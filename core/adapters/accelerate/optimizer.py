@@ -35,12 +35,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def megatron(self) -> MegatronOptimizer | None:
-        """The optimizer that updates; None if it is the user's own."""
+        """The optimizer that updates. None if it is the user's own."""
         updates = self.trained.updates
         return updates if isinstance(updates, MegatronOptimizer) else None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Updates the weights in the last micro-batch of a step; does nothing in the others.
+        """Updates the weights in the last micro-batch of a step. Does nothing in the others.
 
         A gradient that is not finite skips the update on all ranks (`step_was_skipped`).
 
@@ -61,12 +61,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._is_overflow = not self.megatron.step()[0]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Zeroes the gradients after the last micro-batch of a step; does nothing in the others."""
+        """Zeroes the gradients after the last micro-batch of a step. Does nothing in the others."""
         if self.gradient_state.sync_gradients:
             self.trained.wrapper.zero_grad_buffer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state, for `load_state_dict` on the same layout; `save_state` saves for any layout."""
+        """Returns this rank's state, for `load_state_dict` on the same layout. `save_state` saves for any layout."""
         return (self.optimizer if self.megatron is None else self.megatron).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -13,14 +13,13 @@ from ...base import device
 from ...base.errors import ConfigError
 from ...base.text import choices
 from ...distributed import (
-    DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
     _BaseDataParallel,
 )
 from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.units import UnitChoice
 from ..bridge.meshes import data_parallel_mesh
-from ..bridge.translation import STRATEGIES, config_class, config_of, wrap_for_trainer
+from ..bridge.translation import config_class, config_of, reject_reproducible, wrap_for_trainer
 from ..bridge.units import units_by_class
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
@@ -50,10 +49,7 @@ class ShardstackPlugin:
         hybrid: bool = False,
         **settings: Any,
     ) -> None:
-        if sharding_strategy not in STRATEGIES:
-            raise ConfigError(
-                f"sharding_strategy is {sharding_strategy!r}; {choices(str(sharding_strategy), STRATEGIES)}"
-            )
+        kind = config_class(sharding_strategy, "sharding_strategy")
         if hybrid and sharding_strategy == "no_shard":
             raise ConfigError(
                 "hybrid is set under no_shard, which shards nothing; drop it, or choose another strategy"
@@ -62,15 +58,19 @@ class ShardstackPlugin:
         names = transformer_cls_names_to_wrap
         self.unit_names = names if names is None or isinstance(names, str) else ",".join(names)
         self.hybrid = hybrid
-        self.ddp_config = _config(sharding_strategy, settings)
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether parameters are sharded too, so that ranks gather them."""
-        return self.ddp_config.shards_parameters
+        known = [field.name for field in dataclasses.fields(kind) if field.name not in _DECIDED_HERE]
+        for name in settings:
+            if name in _DECIDED_HERE:
+                raise ConfigError(f"{name} is given, and sharding_strategy and hybrid decide it; drop it")
+            if name not in known:
+                raise ConfigError(
+                    f"ShardstackPlugin({sharding_strategy!r}) has no setting {name!r}; {choices(name, known)}"
+                )
+        self.ddp_config = config_of(sharding_strategy, **settings)
+        reject_reproducible(self.ddp_config)
 
     def wrap(self, model: nn.Module) -> _BaseDataParallel:
-        """Returns the model wrapped; its gradients are summed over ranks, not averaged.
+        """Wraps the model. Its gradients are summed over ranks, not averaged.
 
         Raises:
             WrapError: a model that is wrapped already, or a class that it has none of.
@@ -87,28 +87,13 @@ class ShardstackPlugin:
             )
         ranks = data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD
         wrapped = wrap_for_trainer(model, config, ranks, self._units(model), calculate_per_token_loss=True)
-        if self.shards_parameters:
+        if config.shards_parameters:
             # Hugging Face's `generate` reads it: ranks whose text has ended go on until all have.
             model._is_fsdp_managed_module = True  # type: ignore[assignment]
         return wrapped
 
     def _units(self, model: nn.Module) -> list[UnitChoice]:
         config = self.ddp_config
-        if not (self.shards_parameters or config.compile_units or config.activation_checkpointing != "none"):
+        if not (config.shards_parameters or config.compile_units or config.activation_checkpointing != "none"):
             return []
         return list(units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap"))
-
-
-def _config(strategy: str, settings: dict[str, Any]) -> DistributedDataParallelConfig:
-    known = [field.name for field in dataclasses.fields(config_class(strategy)) if field.name not in _DECIDED_HERE]
-    for name in settings:
-        if name in _DECIDED_HERE:
-            raise ConfigError(f"{name} is given, and sharding_strategy and hybrid decide it; drop it")
-        if name not in known:
-            raise ConfigError(f"ShardstackPlugin({strategy!r}) has no setting {name!r}; {choices(name, known)}")
-    if settings.get("reproducible_across_ranks"):
-        raise ConfigError(
-            "reproducible_across_ranks is set, which needs each rank's samples in an order that accelerate's data "
-            "loaders do not have; drop it, or train as docs/reproducible.md does"
-        )
-    return config_of(strategy, **settings)

@@ -13,7 +13,6 @@ from transformers.trainer import SCHEDULER_NAME
 
 from ...base.errors import CheckpointError
 from ...dist_checkpointing.safetensors_io import open_safetensors
-from ...distributed import _BaseDataParallel
 from ..bridge.checkpoints import load_trained, load_whole_state_dict, save_trained
 from ..bridge.trained import Trained
 from .accelerator import ShardstackAccelerator, checkpoint_folder, saved_tensors
@@ -27,16 +26,16 @@ class ShardstackTrainer(Trainer):
 
     accelerator: ShardstackAccelerator
     _is_in_step = False
-    """Whether `training_step` runs; it sets and clears it."""
+    """Whether `training_step` runs, which sets and clears it."""
     _leaves_out_ranks = False
     """Whether the loss of the last micro-batch was divided by the tokens of all ranks. `training_step` clears it when
-    it begins; `get_tp_size` sets it, because `compute_loss` calls that only for such a loss."""
+    it begins. `get_tp_size` sets it, because `compute_loss` calls that only for such a loss."""
 
     # ---- a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Runs a micro-batch. A loss that is divided by the tokens of all ranks is not multiplied by their number,
-        because gradients are summed over ranks, not averaged; the loss that is logged is."""
+        because gradients are summed over ranks, not averaged. The loss that is logged is multiplied."""
         self._is_in_step, self._leaves_out_ranks = True, False
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -63,24 +62,20 @@ class ShardstackTrainer(Trainer):
     # ---- the model
 
     @property
-    def _wrapper(self) -> _BaseDataParallel | None:
-        """The wrapper; None before training."""
-        return self.model_wrapped if isinstance(self.model_wrapped, _BaseDataParallel) else None
-
-    @property
     def _trained(self) -> Trained | None:
-        return Trained.of(self._wrapper)
+        """The wrapped model and its optimizer. None before training."""
+        return Trained.of(self.model_wrapped)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        if self._wrapper is not None:  # evaluation during or after training
-            return self._wrapper
+        if (trained := self._trained) is not None:  # evaluation during or after training
+            return trained.wrapper
         return super()._wrap_model(model, training, dataloader)  # type: ignore[no-any-return]
 
     # ---- checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None and self._wrapper is not None:
-            state_dict = self.accelerator.get_state_dict(self._wrapper)
+        if state_dict is None and (trained := self._trained) is not None:
+            state_dict = self.accelerator.get_state_dict(trained.wrapper)
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -95,10 +90,10 @@ class ShardstackTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if checkpoint_folder(resume_from_checkpoint).is_dir():
             return  # its weights come with its optimizer, compared with their hashes
-        if self._wrapper is None:
+        if (trained := self._trained) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            load_whole_state_dict(self._wrapper, _saved_weights(resume_from_checkpoint))
+            load_whole_state_dict(trained.wrapper, _saved_weights(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trained = self._trained

@@ -31,6 +31,12 @@ from .trained import TorchOptimizer, Trained
 _MODEL, _OPTIMIZER, _MASTER = "model.", "optimizer.", "master."
 
 
+def _named(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors by their names in a checkpoint. A master takes its parameter's place."""
+    tensors = {f"{_MODEL}{name}": optimizer.get(f"{_MASTER}{name}", tensor) for name, tensor in model.items()}
+    return tensors | {f"{_OPTIMIZER}{name}": t for name, t in optimizer.items() if not name.startswith(_MASTER)}
+
+
 def save_trained(
     folder: Path,
     trained: Trained,
@@ -40,7 +46,7 @@ def save_trained(
     others: Mapping[str, Tensor] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint, atomically; replaces one of that name. Collective.
+    """Writes a checkpoint atomically, in place of one of that name. Collective.
 
     Args:
         model: the tensors of the model to save, by name.
@@ -49,13 +55,10 @@ def save_trained(
     Raises:
         CheckpointError: on all ranks, if it failed on one.
     """
-    tensors = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
+    tensors = _named(model, {})
     described = {"model_tensors": sorted(tensors), **(metadata or {})}
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
-        for name, tensor in trained.optimizer_tensors().items():
-            kept = _stored_name(name, ())
-            if kept.startswith(_OPTIMIZER) or kept in tensors:
-                tensors[kept] = tensor
+        tensors = _named(model, trained.optimizer_tensors())
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
         inside: dict[str, Tensor] = {}
         described |= {"optimizer": trained.updates.state_scalars(), "param_groups": encode(groups, "groups", inside)}
@@ -87,17 +90,15 @@ def load_trained(
     """
     index = Ranks().from_first(lambda: read_index(existing_folder(folder)))
     stored, metadata = index.tensors, index.metadata
-    wanted = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
+    wanted = _named(model, {})
     differing = wanted.keys() ^ {name for name in stored if name.startswith(_MODEL)}
     if strict and differing:
         shown = ", ".join(sorted(differing)[:5])
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {shown}")
-    wanted = {name: tensor for name, tensor in wanted.items() if name in stored}
     updates, groups = (trained.updates, trained.optimizer) if with_optimizer else (None, None)
     saved: list[dict[str, Any]] = []
     if updates is not None and groups is not None:
-        # Earlier checkpoints of accelerate have the name "groups".
-        saved = decode(metadata.get("param_groups", metadata.get("groups", [])), dict[str, Tensor]().__getitem__)
+        saved = decode(metadata.get("param_groups", []), dict[str, Tensor]().__getitem__)
         if len(saved) != len(groups.param_groups):
             raise CheckpointError(
                 f"{folder} was saved with {len(saved)} groups of parameters, and the optimizer has "
@@ -105,28 +106,21 @@ def load_trained(
             )
         if isinstance(updates, TorchOptimizer):
             updates.create(dict.fromkeys(name.split(".")[1] for name in stored if name.startswith(_OPTIMIZER)))
-        state = {_stored_name(name, stored): tensor for name, tensor in trained.optimizer_tensors().items()}
-        wanted |= {name: tensor for name, tensor in state.items() if name.startswith(_OPTIMIZER) or name in wanted}
-        lacking = [name for name in wanted if name not in stored]
+        wanted = _named(model, trained.optimizer_tensors())
+        lacking = [name for name in wanted if name.startswith(_OPTIMIZER) and name not in stored]
         dropped = [name for name in stored if name.startswith(_OPTIMIZER) and name not in wanted]
         if lacking or dropped:
             raise CheckpointError(
                 f"{folder} is of another optimizer: it lacks {', '.join(lacking[:5]) or 'nothing'} that this one has, "
                 f"and holds {', '.join(dropped[:5]) or 'nothing'} that this one lacks; build it as it was then"
             )
-    load(wanted | dict(others or {}), folder, strict=False, cast=True)
+    present = {name: tensor for name, tensor in wanted.items() if name in stored}
+    load(present | dict(others or {}), folder, strict=False, cast=True)
     if updates is not None and groups is not None:
         updates.load_state_scalars(metadata["optimizer"])
         for group, values in zip(groups.param_groups, saved, strict=True):
             group.update({name: value for name, value in values.items() if name in group})
     trained.wrapper.note_step()
-
-
-def _stored_name(name: str, stored: Any) -> str:
-    """Returns the name in a checkpoint of a tensor of the optimizer: a master takes its parameter's place, unless the
-    checkpoint holds it under its own name."""
-    own = f"{_OPTIMIZER}{name}"
-    return own if own in stored or not name.startswith(_MASTER) else f"{_MODEL}{name.removeprefix(_MASTER)}"
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
@@ -146,7 +140,7 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
 
 
 def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, Tensor]) -> None:
-    """Copies what a plain model of this kind has saved into the wrapped one; every rank gives the whole tensors."""
+    """Copies what a plain model of this kind has saved into the wrapped one. Every rank gives the whole tensors."""
     wrapper.settle_parameters()
     load_model_state_dict(unwrap_model(wrapper), state_dict, strict=False)
     wrapper.note_step()
@@ -157,7 +151,7 @@ _KINDS = (_TENSOR, _TUPLE, _SET, _ITEMS, _FLOAT)
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns `value` as JSON; its tensors are added to `tensors`, by names that begin with `where`.
+    """Returns `value` as JSON, and adds its tensors to `tensors`, by names that begin with `where`.
 
     Mappings become dicts, and paths text. Subclasses of numbers and text lose their class.
 
@@ -197,7 +191,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Returns what `encode` was given; `tensor` returns a tensor by its name.
+    """Returns what `encode` was given. `tensor` returns a tensor by its name.
 
     Raises:
         CheckpointError: JSON that `encode` does not write.

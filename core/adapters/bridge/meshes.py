@@ -40,7 +40,7 @@ class MeshAxes:
 
 
 def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
-    """Finds them by name, those of flattened axes first; see `SHARD_AXES` and the others.
+    """Finds axes by name (`SHARD_AXES` and the others), flattened ones first.
 
     An axis ``dp_replicate`` of several ranks makes it a hybrid. A context-parallel axis of several ranks is flattened
     into the one that is sharded over, unless that has been done (``dp_cp``, ``dp_shard_cp``).
@@ -107,14 +107,12 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
         ParallelConfigError: ranks that ``LOCAL_WORLD_SIZE`` does not divide, or a mesh without axes for it.
     """
     device.init_process_group()
-    if device_mesh is None and parallel_state.model_parallel_is_initialized():
-        data = parallel_state.get_data_parallel_mesh()
-    elif device_mesh is not None:
+    if device_mesh is not None:
         data = mesh_axes(device_mesh).data
-    elif hybrid:
-        return _hybrid(dist.get_world_size() // _local_world_size(dist.get_world_size()))
+    elif parallel_state.model_parallel_is_initialized():
+        data = parallel_state.get_data_parallel_mesh()
     else:
-        return world_mesh(1)
+        data = world_mesh(1)
     if hybrid and data.ndim == 1:
         return _of_two_axes(data, _local_world_size(data.size()))
     return data._flatten() if data.ndim == 2 and not hybrid else data
@@ -126,25 +124,19 @@ def fully_replicated(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def world_mesh(num_replicas: int) -> DeviceMesh:
-    """Returns the mesh of all ranks: one axis; with several replicas two, ``(dp_replicate, dp_shard)``.
+    """Returns the mesh of all ranks. It has one axis, or with several replicas ``(dp_replicate, dp_shard)``.
 
     Raises:
         ParallelConfigError: a number that does not divide the ranks.
     """
     ranks = dist.get_world_size()
-    if num_replicas == 1:
-        return init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
     if ranks % num_replicas:
         raise ParallelConfigError(
             f"num_distributed_optimizer_instances is {num_replicas}, which does not divide {ranks} ranks; choose a "
             "divisor"
         )
-    return _hybrid(num_replicas)
-
-
-def _hybrid(num_replicas: int) -> DeviceMesh:
-    shape = (num_replicas, dist.get_world_size() // num_replicas)
-    return init_device_mesh(device.device_type(), shape, mesh_dim_names=_HYBRID)
+    mesh = init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
+    return mesh if num_replicas == 1 else _of_two_axes(mesh, ranks // num_replicas)
 
 
 def _of_two_axes(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:

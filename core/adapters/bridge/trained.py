@@ -32,27 +32,8 @@ _ABSENT = {"amsgrad": False, "maximize": False, "differentiable": False, "nester
 """Settings of torch's optimizers with the one value that `core.optimizer`'s have."""
 
 
-def same_update(optimizer: Optimizer, **fields: Any) -> OptimizerConfig | None:
-    """Returns the config of the update that a torch optimizer makes; None if `core.optimizer` has none.
-
-    AdamW, SGD, and Adam without weight decay have one. Groups differ in learning rate and weight decay, which are set
-    on the groups of what is built, and in nothing else.
-
-    Args:
-        fields: others of the config.
-    """
-    if unlike_ours(optimizer):
-        return None
-    group = optimizer.param_groups[0]
-    fields |= {"lr": float(group["lr"]), "clip_grad": 0.0, "weight_decay": 0.0}
-    if isinstance(optimizer, SGD):
-        return OptimizerConfig(optimizer="sgd", sgd_momentum=float(group["momentum"]), **fields)
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    return OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2, adam_eps=group["eps"], **fields)
-
-
 def unlike_ours(optimizer: Optimizer) -> str:
-    """Names a torch optimizer with an option that `core.optimizer` lacks, as ``AdamW(amsgrad=True)``; "" if none."""
+    """Names a torch optimizer with an option that `core.optimizer` lacks, as ``AdamW(amsgrad=True)``. "" if none."""
     kind, groups = type(optimizer), optimizer.param_groups
     if kind not in (AdamW, Adam, SGD):
         return kind.__name__
@@ -76,7 +57,8 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
 def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, **fields: Any) -> MegatronOptimizer:
     """Builds the optimizer of `core.optimizer` that makes a torch optimizer's updates on a wrapper's shards.
 
-    The torch optimizer shares groups and state with it, so that schedulers of either take effect.
+    AdamW, SGD, and Adam without weight decay have one. The torch optimizer shares groups and state with it, so that
+    schedulers of either take effect. Groups differ in learning rate and weight decay, and in nothing else.
 
     Args:
         optimizer: its parameters are the wrapper's; frozen ones are left out.
@@ -87,15 +69,20 @@ def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, 
         OptimizerError: an update that `core.optimizer` does not have, or groups that do not hold every trainable
             parameter of the model once.
     """
-    config = same_update(optimizer, **fields)
-    if config is None:
+    if unlike := unlike_ours(optimizer):
         raise OptimizerError(
-            f"{unlike_ours(optimizer)} cannot update the shards of {wrapper.plan.strategy}; use AdamW, SGD or Adam "
-            f"without weight decay, with torch's defaults otherwise, or {advice}"
+            f"{unlike} cannot update the shards of {wrapper.plan.strategy}; use AdamW, SGD or Adam without weight "
+            f"decay, with torch's defaults otherwise, or {advice}"
         )
+    groups = optimizer.param_groups
+    fields |= {"lr": float(groups[0]["lr"]), "clip_grad": 0.0, "weight_decay": 0.0}
+    if isinstance(optimizer, SGD):
+        config = OptimizerConfig(optimizer="sgd", sgd_momentum=float(groups[0]["momentum"]), **fields)
+    else:
+        beta1, beta2 = map(float, groups[0]["betas"])
+        config = OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2, adam_eps=groups[0]["eps"], **fields)
     built = get_megatron_optimizer(config, [wrapper], {})
     mains = built.main_tensors()
-    groups = optimizer.param_groups
     chosen = [[param for param in group["params"] if param in mains or param.requires_grad] for group in groups]
     counts = Counter(param for params in chosen for param in params)
     if counts.keys() != mains.keys() or len(counts) != counts.total():
@@ -114,7 +101,7 @@ def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, 
 
 
 def share_groups(optimizer: Optimizer, updates: MegatronOptimizer) -> None:
-    """Gives a torch optimizer the groups and state of its updates, not copies; also after they were loaded."""
+    """Gives a torch optimizer the groups and state of its updates, not copies. Call it again after loading."""
     optimizer.param_groups[:] = updates.param_groups
     optimizer.state = updates.optimizer.state
 
@@ -133,7 +120,7 @@ class TorchOptimizer:
         self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Updates the parameters; returns what `MegatronOptimizer.step` does, without a norm."""
+        """Updates the parameters, and returns what `MegatronOptimizer.step` does, without a norm."""
         self.optimizer.step()
         return True, None, None
 
@@ -184,11 +171,11 @@ Updates = MegatronOptimizer | TorchOptimizer
 """What a trainer steps, saves and loads for the user's optimizer."""
 
 _TRAINED = "_trained"
-"""Attribute of a wrapper, with its `Trained`. The last one that was made of it sets it; never removed."""
+"""Attribute of a wrapper, with its `Trained`. The last one that was made of it sets it. Never removed."""
 
 
 def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
-    """Returns the wrapper of a model or of a part of it, or `module` if it is one; None without one."""
+    """Returns the wrapper of a model or of a part of it, or `module` if it is one. None without one."""
     if isinstance(module, _BaseDataParallel):
         return module
     owners = map(owner_of, module.parameters())
@@ -291,6 +278,12 @@ class Trained:
         """Returns that of a wrapper that a trainer's adapter has made, else None."""
         found: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
         return found
+
+    @staticmethod
+    def of_parameters(parameters: Iterable[object]) -> Trained | None:
+        """Returns that of the one wrapper that all these parameters belong to. None if there is none, or several."""
+        owners = set(map(owner_of, parameters))
+        return Trained.of(owners.pop()) if len(owners) == 1 else None
 
     @cached_property
     def norm(self) -> GradientNorm:

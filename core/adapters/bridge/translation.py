@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.torch_version import TorchVersion
 
 from ...base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
+from ...base.text import choices
 from ...distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -40,19 +41,19 @@ STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
 
 @dataclass(frozen=True)
 class Row:
-    """One setting of another library; `honoured`, `refused` and `ignored` make it."""
+    """One setting of another library. `honoured`, `refused` and `ignored` make it."""
 
     name: str
     """The setting's name there."""
     field: str = ""
-    """The field of the wrapper's config that it becomes; "" if it is refused or ignored."""
+    """The field of the wrapper's config that it becomes. "" if it is refused or ignored."""
     value: Callable[[Any], Any] = lambda value: value
     """Returns the field's value for the setting's."""
     reason: str = ""
-    """Why it is refused, and what to do; or why it changes nothing."""
+    """Why it is refused and what to do, or why it changes nothing."""
     is_refused: bool = False
     concerns: Callable[[Any], bool] | None = None
-    """Whether a value is refused or ignored; None: one that is neither the default nor empty."""
+    """Whether a value is refused or ignored. None: one that is neither the default nor empty."""
 
 
 def honoured(name: str, field: str = "", value: Callable[[Any], Any] = lambda value: value) -> Row:
@@ -61,12 +62,12 @@ def honoured(name: str, field: str = "", value: Callable[[Any], Any] = lambda va
 
 
 def refused(name: str, reason: str, concerns: Callable[[Any], bool] | None = None) -> Row:
-    """A setting that cannot be honoured; `reason` says why, and what to do."""
+    """A setting that cannot be honoured. `reason` says why, and what to do."""
     return Row(name, reason=reason, is_refused=True, concerns=concerns)
 
 
 def ignored(name: str, reason: str, concerns: Callable[[Any], bool] | None = None) -> Row:
-    """A setting that changes no number here; `reason` says why."""
+    """A setting that changes no number here. `reason` says why."""
     return Row(name, reason=reason, concerns=concerns)
 
 
@@ -76,7 +77,8 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
     Warns once of each setting that is given and ignored.
 
     Args:
-        settings: a mapping; or an object, whose default values, if it is a dataclass, ask for nothing.
+        settings: a mapping; or an object, whose default values, if it is a dataclass, ask for nothing. A setting that
+            it lacks is neither refused nor ignored.
         where: what refuses, for the message.
 
     Raises:
@@ -85,24 +87,46 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
     values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
     has_defaults = dataclasses.is_dataclass(settings)
     defaults = {f.name: f.default for f in dataclasses.fields(settings)} if has_defaults else {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for row in rows:
-        value = values[row.name]
         if row.field:
-            found[row.field] = row.value(value)
+            fields[row.field] = row.value(values[row.name])
             continue
+        value = values.get(row.name)
         is_given = value != defaults[row.name] if row.name in defaults else bool(value)
         if row.concerns(value) if row.concerns else is_given:
             shown = value.name if isinstance(value, Enum) else value
             if row.is_refused:
                 raise ParallelConfigError(f"{row.name} is {shown!r}{where}: {row.reason}")
             warn_once(f"{row.name}={shown} changes nothing: {row.reason}")
-    return found
+    return fields
 
 
-def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
-    """Returns the class of the config of a strategy's wrapper."""
+def config_class(strategy: str, setting: str = "sharding") -> type[DistributedDataParallelConfig]:
+    """Returns the class of the config of a strategy's wrapper.
+
+    Args:
+        setting: what names the strategy, for the message.
+
+    Raises:
+        ConfigError: none of `STRATEGIES`.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"{setting} is {strategy!r}; {choices(str(strategy), STRATEGIES)}")
     return class_for_strategy(strategy == FSDP2, strategy)
+
+
+def reject_reproducible(config: DistributedDataParallelConfig) -> None:
+    """Raises for a setting that the samplers of a trainer cannot honour.
+
+    Raises:
+        ConfigError: ``reproducible_across_ranks``.
+    """
+    if config.reproducible_across_ranks:
+        raise ConfigError(
+            "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and this trainer's "
+            "data loaders deal them out by rank; drop it, or train as docs/reproducible.md does"
+        )
 
 
 def config_of(
@@ -124,7 +148,7 @@ def config_of(
 
 
 class Replicas(DistributedDataParallel):
-    """`DistributedDataParallel` that finishes gradients in backward; its settings need no choice.
+    """`DistributedDataParallel` that finishes gradients in backward. Its settings need no choice.
 
     Args:
         module: the model.
@@ -201,12 +225,12 @@ SUPPORTED = {
     "torchtitan": ("0.3", "0.4", "titan"),
     "transformers": ("5.23", "6", "hf"),
 }
-"""The first version that an adapter supports, the first that it does not, and the extra that installs it; `setup.py`
-has the same."""
+"""The first version that an adapter supports, the first that it does not, and the extra that installs it.
+`setup.py` has the same."""
 
 
 def check_version(package: str, adapter: str) -> None:
-    """Raises unless a supported version of a package is installed; adapters call it when they are imported.
+    """Raises unless a supported version of a package is installed. Adapters call it when they are imported.
 
     Args:
         package: of `SUPPORTED`.

@@ -12,7 +12,7 @@ from ...base.errors import WrapError
 from ...base.text import choices
 
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
-"""As classes of units they make every item of such a container a unit; `find_units` looks into nested ones."""
+"""As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
 _KEPT_WHOLE = (nn.MultiheadAttention,)
 
 
@@ -28,7 +28,7 @@ def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
-    """Adds the units in a module, which may be one itself, to `chosen`; returns the number of their parameters."""
+    """Adds the units in a module, which may be one itself, to `chosen`. Returns the number of their parameters."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total < least or isinstance(module, _KEPT_WHOLE):
         return 0
@@ -40,8 +40,7 @@ def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 
 def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[type[nn.Module]]:
-    """Returns the classes that `names` lists, separated by commas; by default those of the layers that the model
-    repeats.
+    """Returns the classes that `names` lists, separated by commas. None: those of the layers that the model repeats.
 
     A dotted name is imported; a plain one is looked for among the model's modules.
 
@@ -68,7 +67,7 @@ def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
 
 
 def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
-    """Returns the classes that the model declares whole, as Hugging Face's do; else the largest class in its lists."""
+    """Returns the classes that the model declares whole, as Hugging Face's do, or the largest class in its lists."""
     declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     found = {type(module) for module in model.modules() if type(module).__name__ in declared}
     if not found:
@@ -91,7 +90,7 @@ def _items(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def import_classes_from_paths(class_paths: Iterable[str | type[nn.Module]]) -> list[type[nn.Module]]:
-    """Returns the module classes of these dotted paths, as ``"torch.nn.Linear"``; a class is taken as it is.
+    """Returns the module classes of these dotted paths, as ``"torch.nn.Linear"``. A class is taken as it is.
 
     Raises:
         WrapError: a path that does not import, or is not that of a module class; it names the path, what the module

@@ -12,18 +12,13 @@ from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 
 from ..bridge.translation import FSDP2, STRATEGIES  # noqa: E402
 from .fabric_strategy import ShardstackFabricStrategy  # noqa: E402
-from .shared import ShardstackOptimizer  # noqa: E402
 from .trainer_strategy import ShardstackStrategy  # noqa: E402
 
-__all__ = ["ShardstackFabricStrategy", "ShardstackOptimizer", "ShardstackStrategy"]
+__all__ = ["ShardstackFabricStrategy", "ShardstackStrategy"]
 
 
-def _register() -> None:
-    """Registers the strategies with the Trainer and with Fabric; a second call replaces the first's."""
-    for registry, strategy in ((StrategyRegistry, ShardstackStrategy), (STRATEGY_REGISTRY, ShardstackFabricStrategy)):
-        registry.register("shardstack", strategy, f"Sharding by {FSDP2}", override=True, sharding=FSDP2)
-        for name in STRATEGIES:
-            registry.register(f"shardstack_{name}", strategy, f"Sharding by {name}", override=True, sharding=name)
-
-
-_register()
+# A second import replaces what the first has registered.
+for _registry, _strategy in ((StrategyRegistry, ShardstackStrategy), (STRATEGY_REGISTRY, ShardstackFabricStrategy)):
+    _registry.register("shardstack", _strategy, f"Sharding by {FSDP2}", override=True, sharding=FSDP2)
+    for _name in STRATEGIES:
+        _registry.register(f"shardstack_{_name}", _strategy, f"Sharding by {_name}", override=True, sharding=_name)

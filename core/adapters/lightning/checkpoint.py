@@ -28,7 +28,7 @@ _VALUES = "values"
 def save_folder(
     folder: Path, trained: Trained, model: Mapping[str, torch.Tensor], values: Any, *, with_optimizer: bool
 ) -> None:
-    """Writes a checkpoint, atomically; replaces one of that name. Collective.
+    """Writes a checkpoint atomically, in place of one of that name. Collective.
 
     Args:
         model: the tensors of the model to save, by name.
@@ -48,7 +48,7 @@ def save_folder(
 
 
 def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer: bool) -> Any:
-    """Fills the model, and the optimizer if asked, from a checkpoint; returns the tree of other values. Collective.
+    """Fills the model, and the optimizer if asked, from a checkpoint. Returns the tree of other values. Collective.
 
     Args:
         strict: the checkpoint has to hold all of the model's tensors and no others.

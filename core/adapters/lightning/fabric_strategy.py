@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
@@ -16,11 +15,10 @@ from torch.optim import Optimizer
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
 from ...distributed.gradient_state import Phase
-from ...distributed.parameter_owner import owner_of
 from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
 from .checkpoint import load_folder, save_folder
-from .shared import Processes, ShardstackOptimizer, ZeroesThroughWrapper, check_precision, trained_of, updates_of, wrap
+from .shared import Processes, ZeroesThroughWrapper, check_precision, take_optimizer, trained_of, wrap
 
 
 class NoSync(_BackwardSyncControl):
@@ -51,25 +49,16 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         # For each optimizer of the user, its model. Added when an optimizer is set up; never cleared.
         self._trained: dict[Optimizer, Trained] = {}
 
-    @property
-    def precision(self) -> Precision:
-        """Fabric's plugin."""
-        return Precision() if self._precision is None else self._precision
-
-    @precision.setter
-    def precision(self, plugin: Precision | None) -> None:
-        if plugin is not None:
-            check_precision(plugin)
-        self._precision = plugin  # Lightning's attribute; Fabric sets it through here, None before
+    def _configure_launcher(self) -> None:
+        """Checks the precision. Fabric calls it when it has set the strategy's parts."""
+        check_precision(self.precision)
+        super()._configure_launcher()
 
     # ---- setup
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Builds a module on this rank's device; on meta with ``empty_init``."""
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        """Builds a module on this rank's device, or on meta with ``empty_init``."""
+        return self.built_here(empty_init, self.precision.module_init_context())
 
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
         """Wraps a module."""
@@ -83,16 +72,13 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             OptimizerError: an optimizer of other parameters, or that has stepped already.
         """
-        before = dict(module.named_parameters())
-        known = set(before.values())
         for optimizer in optimizers:
-            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-            if foreign or optimizer.state:
-                found = f"{len(foreign)} parameters of another model" if foreign else "the state of earlier steps"
+            if optimizer.state:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} was given to fabric.setup with {found}; build it from the model's "
-                    "parameters right before"
+                    f"{type(optimizer).__name__} was given to fabric.setup with the state of earlier steps; build it "
+                    "from the model's parameters right before"
                 )
+        before = dict(module.named_parameters())
         wrapper = self.setup_module(module)
         after = dict(module.named_parameters())
         for optimizer in optimizers:
@@ -105,22 +91,14 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             OptimizerError: built before the model was wrapped, or one that cannot update its shards.
         """
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        wrapper = optimizer.wrapper if isinstance(optimizer, ShardstackOptimizer) else owner_of(first)
-        if not isinstance(wrapper, _BaseDataParallel):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} was built before its model was wrapped; give both to fabric.setup, or "
-                "build it after fabric.setup_module"
-            )
-        if any(known.wrapper is wrapper for known in self._trained.values()):
+        trained = take_optimizer(optimizer)
+        if any(known.wrapper is trained.wrapper for known in self._trained.values()):
             raise OptimizerError(
                 f"{type(optimizer).__name__} is a second optimizer of one model; a step of the first zeroes the "
                 "gradients of all: use one, with a group of parameters for each setting"
             )
-        trained = trained_of(wrapper)
-        trained.optimizer, trained.updates = optimizer, updates_of(optimizer, wrapper)
         self._trained[optimizer] = trained
-        vars(optimizer)["wrapper"] = wrapper
+        vars(optimizer)["wrapper"] = trained.wrapper
         mix_in(optimizer, ZeroesThroughWrapper)
         return optimizer
 
@@ -203,7 +181,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fills the model, and its optimizer if given, from a folder; puts saved values into `state`.
+        """Fills the model, and its optimizer if given, from a folder, and puts saved values into `state`.
 
         Returns:
             The values that `state` does not name.

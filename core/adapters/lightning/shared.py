@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,16 +18,13 @@ from torch.optim import Optimizer
 
 from ...base import device
 from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
-from ...base.text import choices
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
 from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
-from ...distributed.parameter_owner import owner_of
 from ...distributed.plan.units import UnitChoice
-from ...optimizer import OptimizerConfig, get_megatron_optimizer
 from ..bridge.meshes import world_mesh
-from ..bridge.trained import TorchOptimizer, Trained, Updates, build_update, wrapper_of
-from ..bridge.translation import FSDP2, STRATEGIES, config_of
+from ..bridge.trained import TorchOptimizer, Trained, build_update, wrapper_of
+from ..bridge.translation import FSDP2, config_of, reject_reproducible
 from ..bridge.units import units_by_class
 
 Units = Sequence[type[nn.Module] | str]
@@ -36,7 +34,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Processes:
-    """The arguments and the process group of a strategy; mixed in before one of Lightning's two `DDPStrategy`.
+    """The arguments and the process group of a strategy. Mixed in before one of Lightning's two `DDPStrategy`.
 
     From that class come launcher, ranks, samplers and collectives of Lightning; nothing is wrapped in torch's DDP. A
     process group that exists already, as under Ray Train, is used as it is.
@@ -50,7 +48,8 @@ class Processes:
     def __init__(
         self, sharding: str | DistributedDataParallelConfig = FSDP2, *, units: Units | None = None, **lightning: Any
     ) -> None:
-        self.settings = sharding_config(sharding)
+        self.settings = config_of(sharding) if isinstance(sharding, str) else sharding
+        reject_reproducible(self.settings)
         self.units = units
         strategy: Any = super()
         strategy.__init__(**lightning)
@@ -62,7 +61,7 @@ class Processes:
             )
 
     def setup_distributed(self) -> None:
-        """Joins the default process group, unless it exists; Lightning's Trainer calls it.
+        """Joins the default process group, unless it exists. Lightning's Trainer calls it.
 
         Raises:
             ConfigError: a device that there are no collectives for, or a process group for another one.
@@ -99,30 +98,19 @@ class Processes:
             raise CheckpointError(f"{path} is remote, and checkpoints are folders of a file system that ranks share")
         return Path(path)
 
+    def built_here(
+        self, empty_init: bool | None, of_precision: AbstractContextManager[Any]
+    ) -> AbstractContextManager[Any]:
+        """Builds a module inside it on this rank's device, or on meta with ``empty_init``, in a precision."""
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
+        stack.enter_context(of_precision)
+        return stack
+
     def module_to_device(self, module: nn.Module) -> None:
         """Moves a module to this rank's device, unless it is on the meta device, from which wrapping takes it."""
         if not any(parameter.is_meta for parameter in module.parameters()):
             module.to(self.root_device)
-
-
-def sharding_config(sharding: str | DistributedDataParallelConfig) -> DistributedDataParallelConfig:
-    """Returns the wrapper's settings for the name of a sharding; settings as they are.
-
-    Raises:
-        ConfigError: no such name, or settings that a trainer cannot honour.
-    """
-    if isinstance(sharding, DistributedDataParallelConfig):
-        if sharding.reproducible_across_ranks:
-            raise ConfigError(
-                "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and "
-                "Lightning's sampler deals them out by rank; drop it, or use core.training"
-            )
-        return sharding
-    if sharding not in STRATEGIES:
-        raise ConfigError(
-            f"sharding is {sharding!r}; {choices(str(sharding), STRATEGIES)}, or a config of core.distributed"
-        )
-    return config_of(sharding)
 
 
 def wrap(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> Trained:
@@ -189,7 +177,7 @@ class ZeroesThroughWrapper(Optimizer):
     """Mixed into the class of an optimizer: ``zero_grad()`` zeroes the wrapper's gradients, not those in ``grad``."""
 
     wrapper: _BaseDataParallel
-    """The wrapper of its parameters. Set when the optimizer is built or set up; never cleared."""
+    """The wrapper of its parameters. Set when the optimizer is set up. Never cleared."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""
@@ -199,58 +187,14 @@ class ZeroesThroughWrapper(Optimizer):
             self.wrapper.zero_grad_buffer()
 
 
-class ShardstackOptimizer(ZeroesThroughWrapper):
-    """The optimizer of `get_megatron_optimizer` with torch's interface, for schedulers and trainers.
-
-    Build it after the model is wrapped: in ``configure_optimizers``, or after ``fabric.setup_module``.
-
-    Args:
-        params: the model's parameters; all trainable ones of the model are updated.
-        config: the update rule. Its ``clip_grad`` clips in the step, by the norm of the whole model.
-
-    Raises:
-        OptimizerError: the parameters' model is not wrapped.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
-        wrapper = owner_of(next(iter(params), None))
-        if not isinstance(wrapper, _BaseDataParallel):
-            raise OptimizerError(
-                "ShardstackOptimizer was given parameters of a model that is not wrapped; build it in "
-                "configure_optimizers, or after fabric.setup_module, from the parameters that the model has then"
-            )
-        self.wrapper = wrapper
-        self.megatron = get_megatron_optimizer(config, [wrapper])
-        super().__init__(self.megatron.param_groups, {})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs `closure` if given, which has to leave reduced gradients, and updates the parameters."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-        self.megatron.step()
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state, in torch's layout."""
-        return self.megatron.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`."""
-        self.megatron.load_state_dict(state_dict)
-
-
-def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
-    """Returns what updates the parameters of a wrapped model for an optimizer.
+def take_optimizer(optimizer: Optimizer) -> Trained:
+    """Lets an optimizer of the user update its wrapped model, and returns that.
 
     Raises:
         OptimizerError: built before the model was wrapped, or one that cannot update it.
     """
-    if isinstance(optimizer, ShardstackOptimizer):
-        return optimizer.megatron
-    own = set(wrapper.parameters())
-    if any(param not in own for group in optimizer.param_groups for param in group["params"]):
+    trained = Trained.of_parameters(param for group in optimizer.param_groups for param in group["params"])
+    if trained is None:
         raise OptimizerError(
             f"{type(optimizer).__name__} holds parameters that the wrapped model has not: it was built before the "
             "model was wrapped, or for another one; build it in configure_optimizers, or give it to fabric.setup "
@@ -260,7 +204,9 @@ def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
         raise OptimizerError(
             "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
         )
-    if shards_buffers(wrapper):
-        advice = "ShardstackOptimizer, or the sharding 'fsdp2' or 'no_shard'"
-        return build_update(optimizer, wrapper, advice)
-    return TorchOptimizer(optimizer, wrapper.module)
+    trained.optimizer = optimizer
+    if shards_buffers(trained.wrapper):
+        trained.updates = build_update(optimizer, trained.wrapper, "the sharding 'fsdp2' or 'no_shard'")
+    else:
+        trained.updates = TorchOptimizer(optimizer, trained.wrapper.module)
+    return trained

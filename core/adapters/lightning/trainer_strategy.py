@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,30 +16,32 @@ from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
 from ...distributed import _BaseDataParallel, finalize_model_grads
-from ...optimizer import MegatronOptimizer
 from ..bridge.trained import Trained, mix_in
 from .checkpoint import load_folder, save_folder
-from .shared import Processes, check_precision, updates_of, wrap
+from .shared import Processes, check_precision, take_optimizer, wrap
 
 
 class StepsThroughStrategy(Precision):
     """Mixed into the class of the Trainer's precision plugin, which clips and steps: the strategy does."""
 
     strategy: ShardstackStrategy
-    """Set by the strategy when it gets the plugin; never cleared."""
+    """Set by the strategy when it gets the plugin. Never cleared."""
 
     def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
+        """Runs forward and backward, clips, and makes the step, unless ``training_step`` returned None."""
+        norm_before = self.strategy.grad_norm
         result = self._wrap_closure(model, optimizer, closure)
         if result is not None:
-            self.strategy.make_step()
+            measured = self.strategy.trained.step()
+            if self.strategy.grad_norm is norm_before:  # nothing was clipped
+                self.strategy.grad_norm = None if measured is None else torch.tensor(measured)
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips the gradient of the model by its global norm."""
-        self.strategy.clip_by_norm(float(clip_val))
+        """Clips the gradient of the model by its global norm, which becomes the strategy's `grad_norm`."""
+        self.strategy.grad_norm = self.strategy.trained.norm.clip(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clamps every element of the gradient."""
@@ -65,15 +67,12 @@ class ShardstackStrategy(Processes, DDPStrategy):
     """
 
     strategy_name = "shardstack"
+    # Lightning's. Its constructor and the Trainer set it, and `_configure_launcher` replaces None by a plugin.
     _precision_plugin: Precision | None
-    """Lightning's. Its constructor and the setter of `precision_plugin` set it."""
-
     grad_norm: Tensor | None = None
-    """The norm of the last step's gradient before clipping, 0-dim in fp32; None if it was not measured. `make_step`
-    sets it."""
+    """The norm of the last step's gradient before clipping, 0-dim in fp32. None if it was not measured. Clipping sets
+    it, or else the step."""
 
-    # The norm of the current step's gradient before clipping. `clip_by_norm` sets it, `make_step` clears it.
-    _clipped_norm: Tensor | None = None
     # The wrapped model and its optimizer. `setup` sets it, again for another model; None before.
     _trained: Trained | None = None
     # Of Lightning: a checkpoint fills the sharded model in place, and `load_checkpoint` continues the optimizer too.
@@ -82,20 +81,14 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     # ---- parts
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The plugin of the Trainer's precision, which clips and steps by this strategy."""
-        if self._precision_plugin is None:
-            self.precision_plugin = Precision()
-        return cast(Precision, self._precision_plugin)
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None:
-            check_precision(plugin)
-            mix_in(plugin, StepsThroughStrategy)
-            vars(plugin)["strategy"] = self
+    def _configure_launcher(self) -> None:
+        """Lets the Trainer's precision plugin clip and step by this strategy. Lightning calls it."""
+        plugin: Any = self._precision_plugin or Precision()
+        check_precision(plugin)
+        mix_in(plugin, StepsThroughStrategy)
+        plugin.strategy = self
         self._precision_plugin = plugin
+        super()._configure_launcher()
 
     @property
     def trained(self) -> Trained:
@@ -110,17 +103,14 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
     @property
     def wrapper(self) -> _BaseDataParallel:
-        """The wrapped LightningModule; see `trained`."""
+        """The wrapped LightningModule. Raises as `trained` does."""
         return self.trained.wrapper
 
     # ---- setup
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Builds what ``configure_model`` makes on this rank's device; on meta with ``empty_init``."""
-        place = torch.device("meta") if empty_init else self.root_device
-        with place, self.precision_plugin.tensor_init_context():
-            yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Builds what ``configure_model`` makes on this rank's device, or on meta with ``empty_init``."""
+        return self.built_here(empty_init, self.precision_plugin.tensor_init_context())
 
     def setup(self, trainer: Trainer) -> None:
         """Wraps the model, then lets ``configure_optimizers`` see its sharded parameters."""
@@ -160,44 +150,18 @@ class ShardstackStrategy(Processes, DDPStrategy):
             raise ConfigError(
                 f"configure_optimizers gave {names or 'nothing'}; this strategy takes one torch optimizer"
             )
-        self.trained.optimizer, self.trained.updates = (
-            self.optimizers[0],
-            updates_of(self.optimizers[0], self.wrapper),
-        )
+        take_optimizer(self.optimizers[0])
 
     # ---- a step
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Lets gradients accumulate on this rank; no collective runs in backward."""
+        """Lets gradients accumulate on this rank. No collective runs in backward."""
         return self.wrapper.no_sync()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Finishes the gradients of a step, after its last backward."""
         if self.wrapper.syncs_gradients:
             finalize_model_grads([self.wrapper])
-
-    def clip_by_norm(self, max_norm: float) -> None:
-        """Clips the gradient of the whole model by its norm, and keeps that as `grad_norm`.
-
-        Raises:
-            ConfigError: the optimizer clips too, by another norm.
-        """
-        trained = self.trained
-        updates = trained.updates
-        own = updates.config.clip_grad if isinstance(updates, MegatronOptimizer) else 0.0
-        if own and own != max_norm:
-            raise ConfigError(
-                f"gradient_clip_val is {max_norm} in the Trainer and clip_grad {own} in OptimizerConfig; give one "
-                "alone (clip_grad=0.0 turns the optimizer's off)"
-            )
-        if not own:
-            self._clipped_norm = trained.norm.clip(max_norm)
-
-    def make_step(self) -> None:
-        """Updates the parameters, and zeroes gradients."""
-        measured = self.trained.step()
-        norm, self._clipped_norm = self._clipped_norm, None
-        self.grad_norm = torch.tensor(measured) if norm is None and measured is not None else norm
 
     # ---- checkpoints
 
@@ -244,7 +208,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
         return values | {"state_dict": self.trained.model_tensors()}
 
     def teardown(self) -> None:
-        """Ends what the parts hold; the model stays where it is, and wrapped."""
+        """Ends what the parts hold. The model stays where it is, and wrapped."""
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             if part is not None:
                 part.teardown()

@@ -36,7 +36,7 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     RotaryEmbedding,
     tensor_parallel.ColumnParallelLinear,
 )
-"""Megatron-LM's layers that become units, as in its own wrapper; only outermost instances count."""
+"""Megatron-LM's layers that become units, as in its own wrapper. Only outermost instances count."""
 
 
 def _is_several(value: Any) -> bool:
@@ -60,17 +60,18 @@ _UNSUPPORTED = (
         _is_several,
     ),
 )
-_REFUSED_FLAGS = (
-    refused("--use-distributed-optimizer", "FSDP2 shards the optimizer's state already; drop the flag"),
-    refused("--use-megatron-fsdp", "one wrapper shards a model; drop the flag"),
+_REFUSED_ARGUMENTS = (
+    refused("use_distributed_optimizer", "FSDP2 shards its state already; drop --use-distributed-optimizer"),
+    refused("use_megatron_fsdp", "one wrapper shards a model; drop --use-megatron-fsdp"),
     refused(
-        "--ckpt-format",
-        "other formats store each rank's tensors as they are, without their place in the whole; use torch_dist",
+        "ckpt_format",
+        "other formats store each rank's tensors as they are, without their place in the whole; use --ckpt-format "
+        "torch_dist",
         lambda name: name not in (None, "torch_dist", "torch_dcp"),
     ),
     refused(
-        "--optimizer",
-        "others need whole matrices, and a rank has rows of them; use adam or sgd",
+        "optimizer",
+        "others need whole matrices, and a rank has rows of them; use --optimizer adam or sgd",
         lambda name: name not in (None, "adam", "sgd"),
     ),
 )
@@ -173,8 +174,7 @@ def _reject_unsupported(config: Any) -> None:
         raise ParallelConfigError(
             f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own no_sync; leave it None"
         )
-    settings = {row.name: getattr(config, row.name, None) for row in _UNSUPPORTED}
-    translate(settings, _UNSUPPORTED, where=" with --use-torch-fsdp2")
+    translate(vars(config), _UNSUPPORTED, where=" with --use-torch-fsdp2")
 
 
 def _mark_embeddings(module: nn.Module) -> None:
@@ -192,7 +192,7 @@ def _mark_embeddings(module: nn.Module) -> None:
 
 
 def register(**settings: Any) -> None:
-    """Makes ``--use-torch-fsdp2`` select this library's wrapper; importing `core.adapters.megatron_lm` calls it.
+    """Makes ``--use-torch-fsdp2`` select this library's wrapper. Importing `core.adapters.megatron_lm` calls it.
 
     The class is replaced in every module of Megatron-LM that has it, also in those that were imported before.
 
@@ -242,9 +242,7 @@ def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Mod
     def provide(*args: Any, **kwargs: Any) -> nn.Module:
         # Imported here: `core.adapters.megatron_lm` is imported before `megatron.training`.
         arguments = importlib.import_module("megatron.training.global_vars").get_args()
-        flags = {row.name: row.name.removeprefix("--").replace("-", "_") for row in _REFUSED_FLAGS}
-        given = {flag: getattr(arguments, name, None) for flag, name in flags.items()}
-        translate(given, _REFUSED_FLAGS, where=" with with_fsdp2")
+        translate(arguments, _REFUSED_ARGUMENTS, where=" with with_fsdp2")
         arguments.use_torch_fsdp2 = True
         return model_provider(*args, **kwargs)
 

@@ -37,7 +37,18 @@ from ...distributed.model.unfit_models import reject_wrapped
 from ..bridge.meshes import mesh_axes
 from ..bridge.translation import FSDP2, config_of, honoured, ignored, wrap_for_trainer
 from ..bridge.units import CONTAINERS, check_classes_are_in, import_classes_from_paths
-from .tensor_parallel_plan import Plan, cut_as_planned
+from .tensor_parallel_plan import Plan, cut_as_planned, get_hf_tp_shard_plan, translate_to_torch_parallel_style
+
+__all__ = [
+    "HAVE_NVFSDP",
+    "_destroy_dist_connection",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize",
+    "to_cpu",
+    "translate_to_torch_parallel_style",
+]
 
 _FSDP2 = (
     honoured("activation_checkpointing", value=lambda asked: {True: "full", False: "none"}.get(asked, asked)),
@@ -75,7 +86,7 @@ _RUN_AS_FULLY_SHARDED = ("grads_params", "params")
 
 
 HAVE_NVFSDP = any(importlib.util.find_spec(package) for package in ("megatron_fsdp", "nvfsdp"))
-"""Whether NVIDIA's own package can be imported; nothing here needs it."""
+"""Whether NVIDIA's own package can be imported. Nothing here needs it."""
 
 
 def fsdp2_strategy_parallelize(
@@ -118,7 +129,7 @@ def fsdp2_strategy_parallelize(
     options = dict(locals())
     axes = mesh_axes(device_mesh)
     reject_wrapped(model)
-    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
+    cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
     config = config_of(FSDP2, options, _FSDP2)
     if config.activation_checkpointing != "none":
         _keep_no_cache_in_training(model)
@@ -214,7 +225,7 @@ def nvfsdp_strategy_parallelize(
     else:
         gathers = overlap_param_gather and strategy != "no_shard"
         config = config_of(strategy, options, _ON_BUFFERS, overlap_param_gather=gathers)
-    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
+    cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
     return wrap_for_trainer(
         model,
         config,
@@ -233,11 +244,10 @@ def _as_strategy(asked: str | int) -> str:
             "the optimizer's state is too. No number changes"
         )
         return "optim_grads_params"
-    by_number = dict(enumerate(SHARDING_STRATEGIES))
-    if isinstance(asked, int) and not isinstance(asked, bool) and asked in by_number:
-        return by_number[asked]
     if asked in SHARDING_STRATEGIES:
         return str(asked)
+    if type(asked) is int and 0 <= asked < len(SHARDING_STRATEGIES):
+        return SHARDING_STRATEGIES[asked]
     raise ParallelConfigError(
         f"data_parallel_sharding_strategy is {asked!r}; "
         f"{choices(str(asked), (*SHARDING_STRATEGIES, *_RUN_AS_FULLY_SHARDED))}, or a number from 0 to 3"

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from ...base.errors import ParallelConfigError, WrapError, warn_once
 from ...base.text import choices
 from ...distributed.model.initial_values import broadcast_tensors, parameter_attributes_kept
-from ..bridge.meshes import TENSOR_AXES, MeshAxes, axis_sizes
+from ..bridge.meshes import TENSOR_AXES, axis_sizes
 
 Plan = Mapping[str, ParallelStyle]
 """By module name, in which ``*`` matches any one part."""
@@ -51,7 +51,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 @functools.cache
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Returns torch's style for one of Hugging Face's names; the same object each time.
+    """Returns torch's style for one of Hugging Face's names, the same object each time.
 
     Raises:
         ParallelConfigError: (a ValueError) an unknown name, listing the known ones; or one that torch has no means
@@ -93,37 +93,35 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     }
 
 
-def cut_as_planned(model: nn.Module, axes: MeshAxes, plan: Plan | None, device_mesh: DeviceMesh) -> None:
-    """Makes a model tensor parallel, in place, where its mesh has several ranks for it; see `apply_plan`.
-
-    Warns once of a plan for a mesh that has no such axis at all.
-    """
-    if axes.tensor is not None:
-        _check_heads(model, axes.tensor.size())
-        apply_plan(model, axes.tensor, plan, device_mesh)
-    elif plan and not any(name in (device_mesh.mesh_dim_names or ()) for name in TENSOR_AXES):
-        warn_once(
-            f"tp_shard_plan has no effect on a mesh ({axis_sizes(device_mesh)}) without one of the axes "
-            f"{', '.join(TENSOR_AXES)}"
-        )
-
-
-def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, device_mesh: DeviceMesh) -> None:
-    """Cuts the model's parameters over `tensor_mesh` in place; parameters that were one stay one.
+def cut_as_planned(
+    model: nn.Module, tensor_mesh: DeviceMesh | None, plan: Plan | None, device_mesh: DeviceMesh
+) -> None:
+    """Cuts the model's parameters over `tensor_mesh` in place. Parameters that were one stay one.
 
     All its ranks begin with what the first of them holds. Where the plan names one of two modules that share a
-    weight, the other is cut in the way that fits.
+    weight, the other is cut in the way that fits. Warns once of a plan for a mesh that has no such axis at all.
+
+    Args:
+        tensor_mesh: the tensor-parallel axis of `device_mesh`. None, if it has one rank: nothing is cut.
 
     Raises:
         ParallelConfigError: no plan; or one with an entry that matches no module, or for a kind of module that
-            torch cannot cut.
+            torch cannot cut; or a number of attention heads that the ranks do not divide.
         WrapError: a plan that cuts a shared weight in two ways.
     """
+    if tensor_mesh is None:
+        if plan and not any(name in (device_mesh.mesh_dim_names or ()) for name in TENSOR_AXES):
+            warn_once(
+                f"tp_shard_plan has no effect on a mesh ({axis_sizes(device_mesh)}) without one of the axes "
+                f"{', '.join(TENSOR_AXES)}"
+            )
+        return
     if not plan:
         raise ParallelConfigError(
             f"the mesh ({axis_sizes(device_mesh)}) has {tensor_mesh.size()} tensor-parallel ranks, but there is no "
             "tp_shard_plan; give one, as get_hf_tp_shard_plan(model) does, or a mesh without tensor parallelism"
         )
+    _check_heads(model, tensor_mesh.size())
     _check_plan(model, plan)
     broadcast_tensors([*model.parameters(), *model.buffers()], tensor_mesh.get_group())
     ties = _tied_names(model)

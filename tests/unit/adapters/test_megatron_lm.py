@@ -214,7 +214,12 @@ def test_with_fsdp2_selects_the_wrapper_after_the_check_of_flags(monkeypatch: py
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("use_distributed_optimizer", True), ("ckpt_format", "torch"), ("optimizer", "muon")],
+    [
+        ("use_distributed_optimizer", True),
+        ("use_megatron_fsdp", True),
+        ("ckpt_format", "torch"),
+        ("optimizer", "muon"),
+    ],
 )
 def test_with_fsdp2_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch, flag: str, value: Any) -> None:
     name = "--" + flag.replace("_", "-")

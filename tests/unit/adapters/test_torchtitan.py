@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import tempfile
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,6 +73,19 @@ def _rejects() -> None:
             setattr(getattr(config, section), name, value)
             _raises_one_line(ParallelConfigError, name, lambda config=config: Trainer(config))
 
+        for axis in ("tensor", "context", "pipeline", "expert"):
+            config = with_fsdp2(_titan.config_of(folder))
+            shard = config.model_spec.parallelize_fn
+            degree = {f"{axis}_parallel_degree": 2}
+
+            def on_two(model: torch.nn.Module, *, parallelism: Any, **settings: Any) -> torch.nn.Module:
+                return shard(model, parallelism=dataclasses.replace(parallelism, **degree), **settings)  # noqa: B023
+
+            config.model_spec.parallelize_fn = on_two
+            _raises_one_line(
+                ParallelConfigError, f"{axis}_parallel_degree is 2", lambda config=config: Trainer(config)
+            )
+
         def twice(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
             return shard(shard(model, **settings), **settings)
 
@@ -84,19 +97,6 @@ def _rejects() -> None:
 
 def test_a_setting_or_model_that_it_cannot_take_is_one_line() -> None:
     run_distributed(_rejects, 1)
-
-
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
-def test_parallelism_within_a_model_is_refused_by_name(axis: str) -> None:
-    from core.adapters.torchtitan import parallelize
-
-    sizes = SimpleNamespace(**{"tp": 1, "cp": 1, "pp": 1, "ep": 1} | {axis: 2})
-    settings = {"training": None, "parallelism": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
-    _raises_one_line(
-        ParallelConfigError,
-        "_parallel_degree is 2",
-        lambda: parallelize(torch.nn.Linear(1, 1), parallel_dims=sizes, **settings),
-    )
 
 
 def _finds_configs() -> None:

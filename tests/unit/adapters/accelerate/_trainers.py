@@ -139,10 +139,10 @@ def result(trainer: Any, reductions: list[int]) -> Trained:
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
     from core.adapters.bridge.checkpoints import whole_state_dict
 
-    wrapper = getattr(trainer, "_wrapper", None)
-    if wrapper is None:
+    trained = getattr(trainer, "_trained", None)
+    if trained is None:
         return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    state = whole_state_dict(wrapper, keep=True)
+    state = whole_state_dict(trained.wrapper, keep=True)
     return {name: state[name] for name, _ in trainer.model.named_parameters()}
 
 

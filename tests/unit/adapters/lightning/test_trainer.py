@@ -14,10 +14,9 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer, ShardstackStrategy
+from core.adapters.lightning import ShardstackFabricStrategy, ShardstackStrategy
 from core.base.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.optimizer import OptimizerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.lightning._module import (
@@ -63,22 +62,11 @@ def _adamw(sharding: str, folder: str) -> None:
     _, _, weights = serial(2, "adamw")
     with ranks_of_lightning():
         found = whole(_fitted(sharding, folder, Module("adamw")))
-        torch.testing.assert_close(found, weights, **bounds(STEPS))
-        ours = whole(_fitted(sharding, folder, _OwnOptimizer(), gradient_clip_val=None))
-    torch.testing.assert_close(ours, weights, **bounds(STEPS))
-
-
-class _OwnOptimizer(Module):
-    def configure_optimizers(self) -> Any:
-        config = OptimizerConfig(lr=0.01, weight_decay=0.1, clip_grad=CLIP)
-        optimizer = ShardstackOptimizer(self.parameters(), config)
-        for group in optimizer.param_groups:  # torch's AdamW decays every parameter
-            group["weight_decay"] = 0.1
-        return optimizer
+    torch.testing.assert_close(found, weights, **bounds(STEPS))
 
 
 @pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim", "fsdp2")))
-def test_adamw_of_torch_and_our_optimizer_do_the_same(sharding, tmp_path):
+def test_adamw_trains_as_in_one_process(sharding, tmp_path):
     run_distributed(_adamw, 2, sharding, str(tmp_path))
 
 
@@ -229,14 +217,17 @@ def test_a_model_on_meta_is_drawn_after_it_is_sharded(tmp_path):
 
 def _precision(folder: str) -> None:
     with ranks_of_lightning():
-        exact = _fitted("no_shard", folder, _OwnOptimizer(), gradient_clip_val=None)
+        exact = _fitted("no_shard", folder)
         for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
             runs = {}
             for sharding in SHARDINGS:
-                module = _fitted(sharding, folder, _OwnOptimizer(), precision=precision, gradient_clip_val=None)
+                module = _fitted(sharding, folder, precision=precision)
                 assert {p.dtype for p in module.parameters()} == {dtype}
                 runs[sharding] = module.seen
-            assert all(losses == runs["no_shard"] for losses in runs.values()), runs  # two ranks add in one order
+            # Two ranks add in one order. In bf16 torch's SGD, which updates whole parameters, rounds as ours does not.
+            updated_by_torch = ("no_shard", "fsdp2") if precision == "bf16-true" else SHARDINGS
+            for name, losses in runs.items():
+                assert losses == runs["no_shard" if name in updated_by_torch else "optim"], runs
             assert runs["no_shard"] != exact.seen
         for precision in ("16-true", "64-true", "16-mixed"):
             if precision == "16-mixed":  # which Lightning makes bf16-mixed on CPU, and says so
@@ -283,12 +274,6 @@ def _refusals(folder: str) -> None:
         refused(ConfigError, "automatic_optimization=False", _Manual(), **one)
         refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
         refused(OptimizerError, r"AdamW\(amsgrad=True\) cannot update the shards of optim", _Foreign(), "optim")
-        refused(
-            ConfigError,
-            "gradient_clip_val is 1.0 in the Trainer and clip_grad 0.05",
-            _OwnOptimizer(),
-            gradient_clip_val=1.0,
-        )
         wrapped = _fitted("optim", folder)
         refused(WrapError, "wrapped already, with another sharding", wrapped, "no_shard")
         Path(folder, f"file{rank}.ckpt").write_bytes(b"")

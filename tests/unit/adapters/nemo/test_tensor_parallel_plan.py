@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from core.adapters.nemo import get_hf_tp_shard_plan, translate_to_torch_parallel_style
-from core.adapters.nemo.tensor_parallel_plan import apply_plan
+from core.adapters.nemo.tensor_parallel_plan import cut_as_planned
 from core.base.errors import ParallelConfigError, WrapError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import hugging_face_model
@@ -91,12 +91,12 @@ def _ties() -> None:
     for plan in ({"head": colwise}, {"embedding": embedding}):  # as transformers 4.5x and 5.x have it
         model = toy(tied=True)
         expected = toy(tied=True)(tokens)
-        apply_plan(model, mesh, plan, mesh)
+        cut_as_planned(model, mesh, plan, mesh)
         assert model.head.weight is model.embedding.weight
         assert model.head.weight.placements == (Shard(0),) and model.head.weight.partition_dim == 0
         torch.testing.assert_close(model(tokens), expected)
     with pytest.raises(WrapError, match=r"embedding\.weight and head.weight are one parameter"):
-        apply_plan(toy(tied=True), mesh, {"head": colwise, "embedding": ColwiseParallel()}, mesh)
+        cut_as_planned(toy(tied=True), mesh, {"head": colwise, "embedding": ColwiseParallel()}, mesh)
 
 
 def test_a_shared_weight_stays_one_whichever_module_is_planned():
