@@ -191,7 +191,8 @@ def plan_gathered(
         units = _keep_by_torch(units, settings, num_shards)
     else:
         # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
-        is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
+        num_most = max((piece.num_param_shards for unit in units for piece in unit.pieces), default=num_shards)
+        is_whole = num_most == 1 and precision.param_dtype is None and not settings.cpu_offload
         units = _keep_in_slots(units, settings, num_shards, has_slots=not is_whole)
     given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
     return Plan(
