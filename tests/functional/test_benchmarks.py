@@ -34,6 +34,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
     "trainers": ("adapters",),
     "two_checkouts": (str(REPOSITORY), "ZeRO-3, 128 tokens", *ONCE),
+    "weights_out": ONCE,
     "wrapper_overhead": ("defaults, 128 tokens", *ONCE, "--only", "time"),
 }
 NEEDS = {"accelerate_trainer": "accelerate", "lightning_strategies": "lightning", "trainers": "lightning"}
