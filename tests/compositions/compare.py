@@ -15,10 +15,6 @@ LONGEST_SUM_OF_MODEL = 400
 """Addends that a gradient has gone through in addition to the tokens of a step: the vocabulary, and the widths of
 layers."""
 
-OF_A_CHOICE = 0.03
-"""What a token or two, of some ten to a hundred, can change that take another expert: rounding decides between experts
-of almost equal scores. The twin under DDP has the same bits all the same."""
-
 
 def adds_in_one_order(composition: Composition) -> bool:
     """Whether the design promises the bits of the twin under DDP.
@@ -56,8 +52,6 @@ def tolerance(composition: Composition) -> float:
     """
     if composition.precision != "fp32":
         return 32 * _eps(composition)
-    if composition.experts != "none":
-        return OF_A_CHOICE
     tokens = 2 * SEQUENCE * composition.shape.dp * composition.number
     return STEPS * (tokens + LONGEST_SUM_OF_MODEL) * _eps(composition)
 

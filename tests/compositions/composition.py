@@ -52,7 +52,6 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "embeddings": ("tied", "untied"),
     "widths": ("even", "odd"),
     "heads": ("all", "grouped", "one group"),
-    "experts": ("none", "balanced by losses", "balanced by a bias"),
     "recompute": ("none", "full", "selective", "units", "products of units"),
     "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
     "unused": ("nothing", "on some ranks", "in some steps", "ever"),
@@ -125,7 +124,6 @@ class Composition:
     embeddings: str = "tied"
     widths: str = "even"
     heads: str = "all"
-    experts: str = "none"
     recompute: str = "none"
     trained: str = "all"
     unused: str = "nothing"
@@ -286,12 +284,6 @@ def _may_step_by_torch(c: Composition) -> bool:
     return is_kept and _shows_gradients(c) and c.precision == "fp32" and c.shape.tp == 1
 
 
-def _counts_tokens_of_steps(c: Composition) -> bool:
-    """Whether the tokens of experts are counted in the forwards of steps alone, and biases moved once by each."""
-    trains_elsewhere = c.evaluates in ("before the update", "after the update") and c.zeroes == "optimizer"
-    return c.fails != "forward" and c.mistake != "finalizes twice" and not trains_elsewhere
-
-
 def _shapes(c: Composition) -> list[Layout]:
     """Returns the layouts of all parts."""
     return [c.shape] if c.continues == "no" else [c.shape, LAYOUTS[c.continues.split(" on ")[1]]]
@@ -355,7 +347,6 @@ RULES: tuple[Rule, ...] = (
     ("rates", (), lambda c: not c.steps_by_torch),
     ("schedule", (), lambda c: not c.steps_by_torch),
     ("zeroes", ("optimizer",), lambda c: not c.steps_by_torch),
-    ("experts", ("balanced by a bias",), _counts_tokens_of_steps),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
 )
