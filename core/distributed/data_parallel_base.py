@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.local_parts import kept_range
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.flat_range import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
@@ -342,11 +343,11 @@ class _BaseDataParallel(nn.Module, ABC):
         """
         self.settle_parameters()
         broadcast_tensors(self.module.buffers(), self.process_group)
-        for tensor in self.held_tensors()["parameters"]:
-            groups = self.plan.groups.of(tensor)
+        for parameter in self.module.parameters():
+            groups, kept = self.plan.groups.of(parameter), kept_range(parameter)
             replicas = groups.replicate if self.plan.shards_parameters else groups.whole
             if replicas is not None:
-                broadcast_tensors([tensor], replicas)
+                broadcast_tensors([parameter if kept is None else kept[0]], replicas)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

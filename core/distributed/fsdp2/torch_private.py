@@ -263,7 +263,7 @@ class TorchState:
         for group in self._groups:
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
-            last = group.comm_ctx.all_gather_state
+            last = getattr(group.comm_ctx, "all_gather_state", None)  # the first forward makes it
             for result in (group._all_gather_result, None if last is None else last.all_gather_result):
                 if result is not None:
                     yield result.all_gather_output
