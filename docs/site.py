@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 PUBLIC = (
     "core.distributed",
     "core.optimizer",
+    "core.weights",
     "core.models.gpt",
     "core.transformer",
     "core.transformer.moe",
