@@ -24,7 +24,7 @@ from ..base.dtypes import LOW_PRECISION
 from ..base.errors import warn_once
 from ..base.host_memory import transient_memory
 from . import gloo
-from .call import Collective, message_tag
+from .call import message_tag
 from .gloo import EXCHANGE_TAG, SumOrder, add_in_fp32, add_in_tree, store
 from .record import recorded
 
@@ -132,10 +132,6 @@ def _run(
     return recorded(kind, what, payload, group).run(start)
 
 
-What = str | Collective
-"""A collective's payload as messages name it ("the gradients of bucket a to b"), or the record of a call begun."""
-
-
 SKIPS_GROUPS_OF_ONE = True
 """Whether a rank that is alone in its group calls no backend. Tests set it to False, to run the calls of several ranks
 on one GPU. Read at each call, on any thread."""
@@ -146,7 +142,7 @@ def reduce_scatter(
     input_: Tensor,
     group: ProcessGroup,
     *,
-    what: What,
+    what: str,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     scale: float = 1.0,
     fp32_accumulation: bool = False,
@@ -170,11 +166,11 @@ def reduce_scatter(
     Raises:
         OutOfStepError: other ranks did not join.
     """
-    with _recorded("reduce-scatter", what, input_, group):
+    with recorded("reduce-scatter", what, input_, group):
         _reduce_scatter(output, input_, group, op, scale, fp32_accumulation, accumulate, order)
 
 
-def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: What) -> None:
+def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str) -> None:
     """Puts rank `r`'s `input_` into the `r`-th of `n` equal parts of `output`, on every rank.
 
     Args:
@@ -185,7 +181,7 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: Wha
     Raises:
         OutOfStepError: other ranks did not join.
     """
-    with _recorded("all-gather", what, output, group):
+    with recorded("all-gather", what, output, group):
         _all_gather(output, input_, group)
 
 
@@ -193,7 +189,7 @@ def all_reduce(
     tensor: Tensor,
     group: ProcessGroup,
     *,
-    what: What,
+    what: str,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     scale: float = 1.0,
     fp32_accumulation: bool = False,
@@ -213,7 +209,7 @@ def all_reduce(
         or order is not None
         or (fp32_accumulation and tensor.dtype in LOW_PRECISION)
     )
-    with _recorded("all-reduce", what, tensor, group):
+    with recorded("all-reduce", what, tensor, group):
         if is_alone(group) or not in_two_steps:
             if not is_alone(group):
                 op, scale = _for_backend(op, scale, group, tensor)
@@ -246,10 +242,6 @@ def _for_backend(
     if op == ReduceOp.AVG and gloo.is_gloo(group, tensor.device):
         return ReduceOp.SUM, scale / group.size()
     return op, scale
-
-
-def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None) -> Collective:
-    return what if isinstance(what, Collective) else recorded(kind, what, payload, group)
 
 
 def _added(addends: Sequence[Tensor], fp32_accumulation: bool, order: SumOrder | None) -> Tensor:

@@ -22,11 +22,10 @@ from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.module import Float16Module
 from ..transformer.moe.step import restart_step
 from ..transformer.transformer_layer import TransformerLayer
-from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .gradient_state import GradientState
+from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from .gradient_state import GradientChecks, GradientState
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
-from .model.gradient_checks import GradientChecks
 from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
 from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
 from .model.unit_transforms import transform_units
@@ -34,7 +33,6 @@ from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
 from .report import describe, model_facts
-from .torch_fully_sharded_data_parallel_config import Engine
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -85,7 +83,8 @@ class _BaseDataParallel(nn.Module, ABC):
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
         reject_different_models(plan)
-        transform_units(plan.transforms)
+        if plan.transforms:
+            transform_units(plan.transforms)
         self.config = config
         self.module = module
         self.ddp_config = ddp_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,16 +12,15 @@ from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
-from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import ParamAndGradBuffer
-from .engine.install import build_units, wait_before_forwards
+from .engine.unit import Unit, build_units
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
 from .model.initial_values import start_equal
 from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
-from .torch_fully_sharded_data_parallel_config import Engine
 
 
 class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
@@ -157,3 +156,36 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         self._pre_hooks.clear()
         if param_sync:
             self.finish_param_sync()
+
+
+def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
+    """Makes each module below `module` wait for its parameters before its forward; yields the hooks' handles.
+
+    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children waits for
+    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
+    """
+    unit_of = {param: unit for unit in units for param in unit.name_of}
+    for submodule in module.modules():
+        params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
+        awaited = {unit_of[param]: None for param in params if param in unit_of}
+        if awaited:  # before all other hooks, which may read parameters
+            yield submodule.register_forward_pre_hook(_Waiter(list(awaited)), prepend=True)
+
+
+class _Waiter:
+    """Waits for the parameters of some units; in a pickled module it does nothing."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def __call__(self, *unused: Any) -> None:
+        for unit in self._units:
+            unit.wait_until_readable()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Waiter, ([],)
+
+
+def _reads_weights_of_children(module: nn.Module) -> bool:
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Literal
 
 from ..base.errors import GradSyncError, ParallelConfigError, warn_once
@@ -14,6 +15,17 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
 """What backward computes again of a unit: nothing; all but its inputs; or all but its inputs and long operations."""
+
+
+class Engine(Enum):
+    """The engine that holds the parameters and gradients of a wrapped model."""
+
+    FLAT_BUFFERS = auto()
+    """Whole parameters on every rank, gradients in flat buffers: ``no_shard``, ``optim`` and ``optim_grads``."""
+    FULLY_SHARDED = auto()
+    """Parameters in flat buffers that ranks share, gathered a unit at a time: ``optim_grads_params``."""
+    FSDP2 = auto()
+    """PyTorch's ``fully_shard``."""
 
 
 def shards_parameters(strategy: str) -> bool:
@@ -199,3 +211,8 @@ class DistributedDataParallelConfig:
     def shards_parameters(self) -> bool:
         """Whether parameters are cut too, so that they are gathered for their use."""
         return shards_parameters(self.sharding_strategy)
+
+    @property
+    def engine(self) -> Engine:
+        """What holds the model: FSDP2 by the type of the settings, the others by the sharding strategy."""
+        return Engine.FULLY_SHARDED if self.shards_parameters else Engine.FLAT_BUFFERS

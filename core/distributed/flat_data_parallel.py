@@ -21,8 +21,8 @@ from .engine.reduction import BucketReduction
 from .engine.schedule import ReductionSchedule
 from .gradient_state import Phase
 from .groups import twin_group
+from .parameter_owner import UNREADABLE, is_unreadable, take_added
 from .plan import Plan
-from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
 
 class _FlatDataParallel(_BaseDataParallel):

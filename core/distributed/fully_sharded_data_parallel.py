@@ -20,17 +20,15 @@ from ..diagnostics.step_marks import replaced_parameters_marked
 from ..dist_checkpointing.flat_range import whole_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
-from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import ParamAndGradBuffer
-from .engine.gathering import ParameterGathering
-from .engine.install import build_units, install_call_hooks
-from .engine.unit import Unit
+from .engine.gathering import ParameterGathering, install_call_hooks
+from .engine.unit import Unit, build_units
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, cast_buffers
 from .plan import Plan
 from .plan.units import UnitChoice
-from .torch_fully_sharded_data_parallel_config import Engine
 
 
 class FullyShardedDataParallel(_FlatDataParallel):

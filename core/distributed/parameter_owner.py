@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..base.errors import ShardstackError
 from ..base.local_parts import local_part
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from .plan import Plan
-from .unreadable_gradient import is_unreadable
 
 
 class TrainsParameters(Protocol):
@@ -101,3 +101,54 @@ def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:
     """Returns the attributes of a parameter to pickle."""
     return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}
+
+
+# ---- ``param.grad`` of gradients that are sharded, or in another dtype: a tensor that raises when it is read. With
+# None, `torch.nn.utils.clip_grad_norm_` and loops over gradients would silently skip the parameter.
+
+UNREADABLE = (
+    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, or keeps it in "
+    "another dtype; clip by OptimizerConfig(clip_grad=...) and step by get_megatron_optimizer, read this rank's part "
+    "with wrapper.local_gradient(param), or use the sharding strategy 'no_shard', and no setting that keeps gradients "
+    "in fp32"
+)
+
+
+def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
+    """Returns a tensor without memory that can be assigned to ``param.grad`` and that raises whenever it is used."""
+    return _UnreadableGradient(param)
+
+
+def is_unreadable(gradient: Any) -> bool:
+    """Returns whether `make_unreadable_gradient` made it."""
+    return type(gradient) is _UnreadableGradient
+
+
+def take_added(gradient: Tensor) -> Tensor:
+    """Returns what autograd has just added to an unreadable gradient, which does not hold it any longer."""
+    added: Tensor = vars(gradient).pop("added")
+    return added
+
+
+class _UnreadableGradient(Tensor):
+    added: Tensor
+    """The gradient of a backward. Autograd's accumulation sets it, on its thread. The wrapper's hook, which autograd
+    calls next, takes it away (`take_added`). It exists only between the two."""
+
+    @staticmethod
+    def __new__(cls, param: nn.Parameter) -> _UnreadableGradient:
+        return Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ShardstackError(UNREADABLE)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # Autograd adds a new gradient to `param.grad` in C++. Keep it for the wrapper's hook, which comes next.
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
+            vars(args[0])["added"] = args[1]
+            return args[0]
+        raise ShardstackError(UNREADABLE)

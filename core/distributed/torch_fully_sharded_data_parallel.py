@@ -14,7 +14,7 @@ from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, unwrap_model
-from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .fsdp2.gathered_weights import reject_graph_of_gradients
 from .fsdp2.sharded_model import ShardedModel
 from .gradient_state import Phase
@@ -23,7 +23,6 @@ from .model.initial_values import parameter_attributes_kept
 from .model.unfit_models import reject_changed
 from .parameter_owner import local_gradient
 from .plan.units import UnitChoice
-from .torch_fully_sharded_data_parallel_config import Engine
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):

@@ -10,12 +10,11 @@ from torch import nn
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
-from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .groups import Ranks
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
-from .torch_fully_sharded_data_parallel_config import Engine, engine_of
 
 
 def wrap_model(
@@ -44,7 +43,7 @@ def wrap_model(
         "pg_collection": pg_collection,
         "disable_bucketing": disable_bucketing,
     }
-    wrapper = _WRAPPERS[engine_of(ddp_config)]
+    wrapper = _WRAPPERS[ddp_config.engine]
     return wrapper(config, ddp_config, module, sub_modules_to_wrap=sub_modules_to_wrap, **common)
 
 

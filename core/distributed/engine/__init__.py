@@ -9,6 +9,5 @@ bucket_group   takes the gradient of a bucket through a step
 schedule       when buckets are sent
 between_steps  parameters that were moved, and ``param.grad``
 unit           buckets whose parameters are gathered together: in place, or under ZeRO-3 in slots that units share
-gathering      ZeRO-3: when units are gathered, in the order of the last step
-install        builds units, and the hooks around each call of modules, which gather and cast, or wait for replicas
+gathering      ZeRO-3: when units are gathered, in the order of the last step, and the hooks around calls of modules
 """

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...base.errors import WrapError
 from ..model.unfit_models import reject_changed
-from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
+from ..parameter_owner import is_unreadable, make_unreadable_gradient
 from .bucket_group import BucketGroup
 
 

@@ -1,19 +1,24 @@
-"""Gathers units before their forward and backward, and prefetches them in the order of the last step."""
+"""Gathers units before their forward and backward, and prefetches them in the order of the last step.
+
+Hooks around calls of modules gather parameters and cast inputs.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
 from ..plan import Plan
+from ..plan.units import find_forward_methods
 from ..saved_weights import SavedWeights, in_use_message
 from .unit import Unit
 
@@ -193,3 +198,93 @@ class ParameterGathering:
         """Gathers a unit, of which backward is about to read a weight that autograd has saved."""
         if not unit.is_ready or unit.used_in != current_backward():
             self.ensure_gathered(unit)
+
+
+def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
+    """Gathers parameters around every forward of the units' modules, and around the methods that the plan names.
+
+    Also makes a state dict hold this rank's shards. Hooks and replaced methods are never removed.
+
+    Args:
+        units: in the plan's order, the root last.
+
+    Raises:
+        WrapError: the plan names a method that no unit has.
+    """
+    (root,) = plan.units[-1].modules
+    members = [module for planned in plan.units[:-1] for module in planned.modules]
+    methods = find_forward_methods(root, members, plan.forward_methods)
+    shows_ranges = _CallHooks(units[-1], gathering).before_state_dict
+    for module in root.modules():
+        module.register_state_dict_pre_hook(shows_ranges)
+    for unit in units:
+        around = _CallHooks(unit, gathering)
+        for module in unit.plan.modules:
+            module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(around.after, always_call=True)
+            for name in methods.get(module, ()):
+                setattr(module, name, around.enclose(getattr(module, name)))
+
+
+class _CallHooks:
+    """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
+
+    def __init__(self, unit: Unit, gathering: ParameterGathering | None) -> None:
+        precision = unit.plan.precision
+        self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
+        self._outputs = precision.output_dtype
+        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.
+        self._unit, self._gathering = unit, gathering
+
+    def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._gathering is None:
+            return None
+        self._gathering.before_call(self._unit)
+        return None if self._inputs is None else (_cast(args, self._inputs), _cast(kwargs, self._inputs))
+
+    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        if self._gathering is None:
+            return None
+        self._gathering.after_call(self._unit, output)
+        return None if self._outputs is None else _cast(output, self._outputs)
+
+    def before_state_dict(self, *unused: Any) -> None:
+        """Hides gathered parameters, so that a state dict has this rank's shards."""
+        if self._gathering is not None and not self._unit.running:
+            self._gathering.settle()
+
+    def enclose(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the method with the work of the forward hooks around it."""
+
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.before(None, args, kwargs) or (args, kwargs)
+            output = None
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                changed = self.after(None, args, output)
+            return output if changed is None else changed
+
+        return called
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _do_nothing, ()
+
+
+def _do_nothing() -> Any:
+    """Returns an `_CallHooks` without a unit, for a copied module."""
+    made = object.__new__(_CallHooks)
+    made._gathering = None
+    return made
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors in a tree to `dtype`; returns the same tree if all of them have it."""
+
+    def is_other(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    if not tree_any(is_other, tree):
+        return tree
+    return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, tree)

@@ -19,9 +19,10 @@ from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
 from ...transformer.module import has_no_memory
-from ..plan import UnitPlan
+from ..groups import neighbour_groups
+from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights
-from .buffer import Bucket
+from .buffer import Bucket, ParamAndGradBuffer
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
@@ -304,3 +305,24 @@ class Unit:
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self.name_of]
+
+
+def build_units(
+    plan: Plan, buffers: Sequence[ParamAndGradBuffer], allocate: Allocate = transient_memory
+) -> list[Unit]:
+    """Builds the units of a plan, in its order, and the slots that they share; every rank calls it.
+
+    Args:
+        buffers: one for each buffer of the plan, in the same order.
+        allocate: allocates the memory of slots.
+    """
+    slots, units = dict[int | None, Slot](), list[Unit]()
+    neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
+    for planned in plan.units:
+        buckets = [buffers[p.bucket[0]].buckets[p.bucket[1]] for p in planned.pieces if p.bucket is not None]
+        if planned.slot is not None and planned.slot not in slots:
+            sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
+            slots[planned.slot] = Slot(sizes, allocate)
+        slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
+        units.append(Unit(planned, slot, buckets, kept_among))
+    return units

@@ -15,8 +15,8 @@ from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..gradient_tree import GradientTree
 from ..model.initial_values import InitialValues, cast_buffers
-from ..model.unit_transforms import find_forward_methods
 from ..plan import Plan
+from ..plan.units import find_forward_methods
 from .collectives import set_collectives
 from .gathered_weights import FreedWeights, GatheredValues
 from .gradient_sums import GradientSums

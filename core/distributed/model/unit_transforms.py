@@ -5,14 +5,13 @@ sharding. Each wraps the one before, so that compiled code includes recomputatio
 free parameters, are outside of both.
 
 Replaces only a module's `forward`, on the instance, and adds no module, so that names in state dicts do not change.
-Also finds methods other than `forward` that need gathered parameters, as `generate` or `encode_image`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ...base._torch_compat import NO_BACKWARD, compiler_cause, current_backward, missing_compiler
-from ...base.errors import ParallelConfigError, ShardstackError, WrapError
+from ...base.errors import ParallelConfigError, ShardstackError
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..plan.parts import UnitTransform
@@ -200,26 +199,3 @@ def _draws(node: torch.fx.Node) -> bool:
             given = node.args[index] if index < len(node.args) else argument.default_value
             return bool(node.kwargs.get(argument.name, given) != 0.0)
     return True
-
-
-def find_forward_methods(
-    root: nn.Module, members: Iterable[nn.Module], names: Sequence[str]
-) -> dict[nn.Module, list[str]]:
-    """Returns which of the named methods the root and each module of the units have.
-
-    Raises:
-        WrapError: a name that neither the root nor a unit has as a method.
-    """
-    modules = list(dict.fromkeys([root, *members]))
-    found: dict[nn.Module, list[str]] = defaultdict(list)
-    for name in names:
-        holders = [module for module in modules if callable(getattr(module, name, None))]
-        if not holders:
-            kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
-            raise WrapError(
-                f"forward_methods names {name!r}, which is a method of neither the model nor its units "
-                f"({', '.join(kinds)}); name methods of these, and classes that have it in sub_modules_to_wrap"
-            )
-        for module in holders:
-            found[module].append(name)
-    return found

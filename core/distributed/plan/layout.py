@@ -8,13 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ..fully_sharded_data_parallel_config import ShardCut
-
-Cut = Literal["whole", "flat", "rows", "tensor", "block"]
-"""How a parameter is divided: not at all (``whole``), between any elements, by its first dimension as DTensors are,
-not at all but held by one rank (``tensor``), or between blocks of elements."""
 
 PARAM_ALIGNMENT = 64
 """Elements. Where buckets are cut, and where a layer computes its gradient in the buffer, a parameter starts at a
@@ -119,8 +114,8 @@ Shape = Sequence[int]
 
 def lay_out_unit(
     shapes: Sequence[Shape], num_shards: int, cut: ShardCut, *, for_high_busbw: bool = False
-) -> tuple[BucketLayout, Cut]:
-    """Places parameters of these shapes in a bucket of `num_shards` equal parts. Returns its layout and its cut.
+) -> BucketLayout:
+    """Places parameters of these shapes in a bucket of `num_shards` equal parts.
 
     Every parameter starts at a multiple of `PARAM_ALIGNMENT`, so that a layer may compute its gradient there.
 
@@ -130,13 +125,13 @@ def lay_out_unit(
     alignment = math.lcm(num_shards * PARAM_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if for_high_busbw else 1) // num_shards
     flat = _by_grains(shapes, num_shards, alignment, ShardCut("flat"))
     if num_shards == 1:
-        return flat, "whole"
+        return flat
     if cut.kind == "tensor":
-        return _by_tensors(shapes, num_shards, alignment), "tensor"
+        return _by_tensors(shapes, num_shards, alignment)
     if cut.kind != "auto":
-        return _by_grains(shapes, num_shards, alignment, cut), cut.kind
+        return _by_grains(shapes, num_shards, alignment, cut)
     rows = _by_grains(shapes, num_shards, alignment, ShardCut("rows"))
-    return (rows, "rows") if rows.end - flat.end < _MOST_PADDING * flat.end else (flat, "flat")
+    return rows if rows.end - flat.end < _MOST_PADDING * flat.end else flat
 
 
 def _grain(shape: Shape, cut: ShardCut) -> int:

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...base import device
 from ...base.errors import ParallelConfigError
-from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import Engine, engine_of
-from .layout import BucketLayout, Cut, default_bucket_size, lay_out_unit
+from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan
 from .pieces import Pieces, lay_out_params
 from .settings import (
@@ -58,7 +57,7 @@ def plan_model(
             present.
         unit_classes: classes whose outermost instances become units, or single modules. Where parameters stay whole
             these are only recomputed or compiled.
-        engine: None means the engine that the settings choose (`engine_of`).
+        engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
         options: of `plan_whole` or `plan_gathered`.
 
@@ -66,7 +65,7 @@ def plan_model(
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    engine = engine_of(ddp_config) if engine is None else engine
+    engine = ddp_config.engine if engine is None else engine
     if engine is Engine.FLAT_BUFFERS:
         return plan_whole(module, config, ddp_config, groups, unit_classes, caller=caller, **options)
     return plan_gathered(module, config, ddp_config, groups, unit_classes, engine=engine, caller=caller, **options)
@@ -101,15 +100,14 @@ def plan_whole(
     elif bucket_size is None and num_buckets is None and (reduces_during_backward or (overlaps_params and is_sharded)):
         bucket_size = default_bucket_size(groups.whole.size())
 
-    def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[tuple[BucketLayout, Cut]]:
-        layouts = lay_out_params(
+    def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
+        return lay_out_params(
             params,
             dp_size=groups.of(params[0]).whole.size() if is_sharded else None,
             bucket_size=bucket_size,
             num_buckets=num_buckets,
             for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
         )
-        return [(layout, "flat") for layout in layouts]
 
     pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
     params = list(pieces.names.of)

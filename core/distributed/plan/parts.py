@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..distributed_data_parallel_config import ActivationCheckpointing
-from .layout import BucketLayout, Cut
+from .layout import BucketLayout
 
 NO_CASTS = MixedPrecisionPolicy()
 _NO_LAYOUT = BucketLayout(0, 0, (), ())
@@ -27,7 +27,6 @@ class ParamPlan:
     shape: tuple[int, ...]
     accumulates_in_fp32: bool = False
     """Its gradient accumulates over micro-batches in an fp32 tensor of its own."""
-    cut: Cut
     bounds: tuple[int, ...]
     """Rank `i` of the ranks that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
     parameter."""
@@ -190,6 +189,21 @@ class UnitPlan:
     @property
     def params(self) -> tuple[ParamPlan, ...]:
         return tuple(param for piece in self.pieces for param in piece.params)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the parameters that this rank always keeps."""
+        return sum(piece.kept_bytes for piece in self.pieces)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return sum(piece.gathered_bytes for piece in self.pieces)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of this rank's gradients after the reduction."""
+        return sum(piece.gradient_bytes for piece in self.pieces)
 
     @property
     def holds_experts(self) -> bool:

@@ -17,15 +17,14 @@ from ...base.errors import WrapError
 from ...base.local_parts import local_part
 from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
-from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..groups import DataParallelGroups, is_expert_parameter
-from ..torch_fully_sharded_data_parallel_config import Engine
-from .layout import BucketLayout, Cut, FullParamLayout, bounds_by_rows, lay_out
+from .layout import BucketLayout, FullParamLayout, bounds_by_rows, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
 from .units import ParameterNames
 
-LayOut = Callable[[Sequence[nn.Parameter]], Iterable[tuple[BucketLayout, Cut]]]
-"""Places parameters of one kind in buckets, one after the other, and says how each bucket is cut."""
+LayOut = Callable[[Sequence[nn.Parameter]], Iterable[BucketLayout]]
+"""Places parameters of one kind in buckets, one after the other."""
 
 
 class Pieces:
@@ -87,9 +86,9 @@ class Pieces:
         for kind, of_kind in _grouped(reversed(params), self._kind_of).items():
             buckets = self._buffers.setdefault(kind, [])
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
-            for layout, cut in lay_out_kind(of_kind):
+            for layout in lay_out_kind(of_kind):
                 members = [
-                    self._plan_of(of_kind[i], kind, cut, layout.bounds(place, self.num_parts(of_kind[i])))
+                    self._plan_of(of_kind[i], kind, layout.bounds(place, self.num_parts(of_kind[i])))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
                 ]
                 moved = replace(layout, start=first + layout.start, end=first + layout.end)
@@ -105,10 +104,7 @@ class Pieces:
                 **vars(kind),
                 params=tuple(
                     self._plan_of(
-                        param,
-                        kind,
-                        "rows",
-                        bounds_by_rows(_local_shape(param), self.num_parts(param) if is_cut else 1),
+                        param, kind, bounds_by_rows(_local_shape(param), self.num_parts(param) if is_cut else 1)
                     )
                     for param in of_kind
                 ),
@@ -116,7 +112,7 @@ class Pieces:
             for kind, of_kind in _grouped(params, self._kind_of).items()
         )
 
-    def _plan_of(self, param: nn.Parameter, kind: PieceKind, cut: Cut, bounds: tuple[int, ...]) -> ParamPlan:
+    def _plan_of(self, param: nn.Parameter, kind: PieceKind, bounds: tuple[int, ...]) -> ParamPlan:
         names, places = self.names.of[param], self.names.places
         has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
         return ParamPlan(
@@ -125,7 +121,6 @@ class Pieces:
             shape=_local_shape(param),
             accumulates_in_fp32=has_own_dtype
             and any(pattern == "all" or fnmatch(names[0], pattern) for pattern in self._fp32_patterns),
-            cut=cut if len(bounds) > 2 else "whole",
             bounds=bounds,
         )
 

@@ -19,10 +19,10 @@ from ...base.errors import ParallelConfigError, warn_once
 from ...base.micro_batch_tree import odd_part
 from ...comm import streams
 from ...model_parallel_config import ModelParallelConfig
-from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import Engine, TorchFullyShardedDataParallelConfig, engine_of
+from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .parts import PiecePlan
 from .values import GradientReduction, Plan
 
@@ -265,7 +265,7 @@ def check_contradictions(
     Raises:
         ParallelConfigError: says what to change.
     """
-    averages = settings.average_in_collective and engine_of(settings) is not Engine.FSDP2  # which ignores it
+    averages = settings.average_in_collective and settings.engine is not Engine.FSDP2  # which ignores it
     if averages and getattr(config, "calculate_per_token_loss", False):
         raise ParallelConfigError(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"

@@ -16,9 +16,8 @@ from typing import Literal
 import torch
 
 from ...base.micro_batch_tree import MicroBatchTree
-from ..distributed_data_parallel_config import shards_parameters
+from ..distributed_data_parallel_config import Engine, shards_parameters
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import Engine
 from .layout import FullParamLayout
 from .parts import Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 
@@ -225,18 +224,6 @@ class Plan:
             return self.shard_index
         return self.shard_index * self.groups.num_replicas + self.groups.replicate.rank()
 
-    def kept_bytes(self) -> int:
-        """Returns the bytes of the parameters that this rank always keeps."""
-        return sum(piece.kept_bytes for piece in self._pieces())
-
-    def gathered_bytes(self) -> int:
-        """Returns the bytes of all whole parameters that are gathered before use, as if all were at once."""
-        return sum(piece.gathered_bytes for unit in self.units if unit.is_gathered for piece in unit.pieces)
-
-    def gradient_bytes(self) -> int:
-        """Returns the bytes of this rank's gradients after a step's reduction."""
-        return sum(piece.gradient_bytes for piece in self._pieces())
-
     def traffic(self, num_microbatches: int = 1, unit: UnitPlan | None = None) -> tuple[Traffic, ...]:
         """Returns the collectives of a step, of one unit or of all of them.
 
@@ -256,17 +243,17 @@ class Plan:
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
         reductions = num_microbatches if self.reduces_every_micro_batch else 1
         if unit.is_gathered:
-            gathered_bytes = sum(piece.gathered_bytes for piece in unit.pieces)
             # From one micro-batch to the next a unit is gathered if it never was freed, or since backward gathered it.
             stays = unit.is_kept and (unit.stays_whole or unit.gathered_again_over)
             gathers, again = 1 if stays else num_microbatches, num_microbatches if unit.gathered_again_over else 0
             if unit.gathered_again_over == self.num_shards:
                 gathers, again = gathers + again, 0
         else:  # whole parameters are gathered once, after an update that ranks share
-            gathered_bytes, gathers, again = sum(piece.kept_bytes for piece in trained), 1, 0
+            gathers, again = 1, 0
+        gathered_bytes = unit.gathered_bytes if unit.is_gathered else sum(piece.kept_bytes for piece in trained)
         shares_update = self.shards_update_over_replicas and trained
         over_replicas: Kind = "reduce-scatter" if shares_update else "all-reduce"
-        shard_bytes = sum(piece.kept_bytes for piece in unit.pieces) if shares_update else 0
+        shard_bytes = unit.kept_bytes if shares_update else 0
         planned = (
             Traffic("all-gather", gathers, gathered_bytes, self.num_shards),
             Traffic("all-gather", again, gathered_bytes, unit.gathered_again_over),

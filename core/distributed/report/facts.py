@@ -99,17 +99,14 @@ def _unit_facts(plan: Plan, unit: UnitPlan, num_microbatches: int) -> UnitFacts:
         first, last = (pick(unit.params, key=lambda param: param.places[0]).name for pick in (min, max))
         name = "frozen" if unit.modules else first if first == last else f"{first}{RANGE}{last}"
         kind, after_forward = f"{len(unit.params)} parameter{'s' if len(unit.params) != 1 else ''}", "-"
-    gathered = Held(sum(p.gathered_bytes for p in pieces), _distinct(p.gathered_dtype for p in pieces))
     return UnitFacts(
         name=name,
         kind=kind,
         num_parameters=sum(piece.numel for piece in pieces),
         num_trainable=sum(piece.numel for piece in pieces if piece.is_trained),
-        kept=Held(sum(p.kept_bytes for p in pieces), _distinct(p.param_dtype for p in pieces)),
-        gathered=gathered if unit.is_gathered else None,
-        gradient=Held(
-            sum(p.gradient_bytes for p in pieces), _distinct(dtype for p in pieces for dtype in p.gradient_dtypes)
-        ),
+        kept=Held(unit.kept_bytes, _distinct(p.param_dtype for p in pieces)),
+        gathered=Held(unit.gathered_bytes, _distinct(p.gathered_dtype for p in pieces)) if unit.is_gathered else None,
+        gradient=Held(unit.gradient_bytes, _distinct(dtype for p in pieces for dtype in p.gradient_dtypes)),
         after_forward=after_forward,
         traffic=plan.traffic(num_microbatches, unit),
         is_offloaded=plan.cpu_offload,

@@ -22,7 +22,8 @@ from ...datasets.data_samplers import num_microbatches
 from ...distributed import (
     DistributedDataParallelConfig,
 )
-from ...distributed.torch_fully_sharded_data_parallel_config import Engine, config_class, engine_of
+from ...distributed.distributed_data_parallel_config import Engine
+from ...distributed.torch_fully_sharded_data_parallel_config import config_class
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces
@@ -48,7 +49,7 @@ class PretrainConfig:
     @property
     def use_torch_fsdp2(self) -> bool:
         """Whether the model is wrapped in PyTorch's FSDP2."""
-        return engine_of(self.ddp) is Engine.FSDP2
+        return self.ddp.engine is Engine.FSDP2
 
     @property
     def max_sequence_length(self) -> int:

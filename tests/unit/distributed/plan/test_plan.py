@@ -26,9 +26,9 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
+from core.distributed.distributed_data_parallel_config import Engine
 from core.distributed.groups import DataParallelGroups, find_groups
 from core.distributed.plan import GradientReduction, PieceKind, Plan, UnitPlan, plan_model
-from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from core.transformer import TransformerConfig
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -122,7 +122,7 @@ def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
             assert param.bounds[rank + 1] - param.bounds[rank] == len(held)
             assert place == ((held[0] - length * rank, held[-1] + 1 - length * rank) if held else (0, 0))
             assert (param.bounds[0], param.bounds[-1]) == (0, slot.param.numel())
-            assert param.cut == ("flat" if plan.num_shards > 1 else "whole")
+            assert param.num_parts == plan.num_shards
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
@@ -173,9 +173,7 @@ def test_a_setting_is_written_only_where_it_is_planned():
 def test_one_function_says_which_engine_a_strategy_means():
     configs = {"distributed/distributed_data_parallel_config.py"}
     assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
-    assert _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)") == {
-        "distributed/torch_fully_sharded_data_parallel_config.py"
-    }
+    assert not _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)")
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/parallelize.py"}
     plans = {f"distributed/plan/{file}.py" for file in ("values", "settings", "pieces", "make_plan")}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from core.distributed.distributed_data_parallel_config import Engine
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
-from core.distributed.torch_fully_sharded_data_parallel_config import Engine
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
 
@@ -173,7 +173,7 @@ def test_a_rank_sends_what_is_said(kind, fields):
 def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **fields: Any) -> Plan:
     """A plan of one unit of 200 fp32 elements, which are reduced in double precision."""
     bounds = tuple(range(0, 201, 200 // shards))
-    param = ParamPlan(names=("w",), places=(0,), shape=(200,), cut="flat", bounds=bounds)
+    param = ParamPlan(names=("w",), places=(0,), shape=(200,), bounds=bounds)
     piece = PiecePlan(
         is_trained=is_trained,
         param_dtype=torch.float32,
@@ -246,8 +246,8 @@ def test_a_hybrid_bucket_scatters_within_and_reduces_across():
     assert _planned(**whole, is_trained=False).traffic() == ()  # what is frozen is whole, and never moves
 
 
-def test_bytes_of_a_plan_are_those_of_its_pieces():
-    sharded, whole = _planned(), _planned(is_gathered=False, strategy="optim")
-    assert (sharded.kept_bytes(), sharded.gathered_bytes(), sharded.gradient_bytes()) == (100, 800, 200)
-    assert (whole.kept_bytes(), whole.gathered_bytes(), whole.gradient_bytes()) == (800, 0, 200)
-    assert _planned(is_trained=False).gradient_bytes() == 0
+def test_bytes_of_a_unit_are_those_of_its_pieces():
+    sharded, whole = _planned().root, _planned(is_gathered=False, strategy="optim").root
+    assert (sharded.kept_bytes, sharded.gathered_bytes, sharded.gradient_bytes) == (100, 800, 200)
+    assert (whole.kept_bytes, whole.gradient_bytes) == (800, 200)
+    assert _planned(is_trained=False).root.gradient_bytes == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.base.errors import ShardstackError
-from core.distributed.model import gradient_checks
+from core.distributed import gradient_state as gradient_checks
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import BUFFERED, batches, build, loss_of, toy
 
