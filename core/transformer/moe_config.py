@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -140,6 +141,9 @@ class MoEConfig(ModelParallelConfig):
             self.num_moe_experts = None
         if (self.moe_expert_capacity_factor or 0) < 0:
             self.moe_expert_capacity_factor = None
+        if isinstance(self.moe_layer_freq, str):
+            with suppress(ConfigError):  # `_layer_problems` raises it
+                self.moe_layer_freq = _layer_pattern(self.moe_layer_freq)  # in one form, because runs are compared
         for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
             values = getattr(self, name)
             if isinstance(values, (tuple, list)):

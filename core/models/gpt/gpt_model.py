@@ -14,6 +14,7 @@ from ...base.errors import ConfigError, DataError, ParallelConfigError
 from ...base.megatron_names import checks_arguments, refuse
 from ...base.ranges import check_positive
 from ...process_groups_config import ProcessGroupCollection
+from ...tensor_parallel.cross_entropy import IGNORE_INDEX
 from ...tensor_parallel.initialization import (
     deferred_initialization,
     draw_init_seed,
@@ -24,7 +25,7 @@ from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
 from ...transformer.document_masks import PackedDocuments
-from ...transformer.moe.load_balancing import add_auxiliary_losses
+from ...transformer.moe.load_balancing import add_auxiliary_losses, forget_losses
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
@@ -219,6 +220,7 @@ class GPTModel(LanguageModule):
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
         _check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
+        forget_losses(self.decoder)
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
             documents = PackedDocuments(document_starts, rank, size)
@@ -247,16 +249,18 @@ class GPTModel(LanguageModule):
             losses: torch.Tensor = self.output_layer(
                 output, weight=weight, output_cross_entropy_loss=True, labels=labels
             )
-            return self._with_expert_losses(losses)
+            return self._with_expert_losses(losses, labels)
         logits: torch.Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
-            return self._with_expert_losses(self.compute_language_model_loss(labels, logits))
+            return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels)
         if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
         return transposed(logits)
 
-    def _with_expert_losses(self, losses: torch.Tensor) -> torch.Tensor:
-        return losses if self.config.num_moe_experts is None else add_auxiliary_losses(losses, self.decoder)
+    def _with_expert_losses(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.config.num_moe_experts is None:
+            return losses
+        return add_auxiliary_losses(losses, self.decoder, labels != IGNORE_INDEX)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.

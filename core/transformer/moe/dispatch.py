@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ... import parallel_state
-from ...comm.collectives import all_to_all_by_backend
+from ...base.errors import DataError
+from ...comm.collectives import all_reduce_by_backend, all_to_all_by_backend
 from ...tensor_parallel.groups import group_size
 from ...tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -60,10 +61,24 @@ def dispatch(
 def gather_tokens(
     tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gathers tokens, and the choice of their experts, of all ranks; these have equally many. Gradients are partial
-    sums, which are added over ranks."""
+    """Gathers tokens, and the choice of their experts, of all ranks. Gradients are partial sums, which are added over
+    ranks.
+
+    Raises:
+        DataError: ranks have other numbers of tokens. On a GPU, whose host does not wait for it, the device stops.
+    """
     if group_size(group) == 1:
         return tokens, probs, experts
+    extremes = torch.stack([experts.new_full((), n) for n in (len(tokens), -len(tokens))])
+    all_reduce_by_backend(extremes, group, what="the number of tokens", op=dist.ReduceOp.MAX)
+    message = (
+        f"expert-parallel ranks have micro-batches of different sizes, and this one of {len(tokens)} tokens; take "
+        "moe_token_dispatcher_type 'alltoall', or micro-batches of one shape"
+    )
+    if extremes.is_cuda:
+        torch._assert_async(extremes.sum() == 0, message)
+    elif extremes.sum():
+        raise DataError(message)
     gathered, _ = gather_first_dim(experts, group, what="the experts of tokens")
     return (
         gather_from_sequence_parallel_region(tokens, group=group),

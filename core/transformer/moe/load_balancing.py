@@ -74,7 +74,7 @@ def replica_group() -> Group:
     return None
 
 
-def add_auxiliary_losses(losses: torch.Tensor, model: nn.Module) -> torch.Tensor:
+def add_auxiliary_losses(losses: torch.Tensor, model: nn.Module, has_loss: torch.Tensor | None = None) -> torch.Tensor:
     """Adds the losses of the model's routers, of its last forward, to the gradient of every token's loss.
 
     `GPTModel` calls it where it is given labels. Call it yourself on losses that you compute from logits, before they
@@ -82,37 +82,51 @@ def add_auxiliary_losses(losses: torch.Tensor, model: nn.Module) -> torch.Tensor
 
     Args:
         losses: losses of tokens, of any shape; with context parallelism of this rank's tokens.
+        has_loss: False for tokens without a loss, such as those of label -100, in the shape of `losses`: a loop that
+            sums their zeros gives them no weight. None: every token has one.
     """
     pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
     if not pending or not torch.is_grad_enabled():
         return losses
-    joined: torch.Tensor = _WithLosses.apply(losses, context_group(), *pending)
+    joined: torch.Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
     return joined
 
 
 def take_pending(module: nn.Module) -> torch.Tensor | None:
-    """Returns the loss that a router's last forward left, and forgets it; None if there is none."""
+    """Returns the loss that a router's last forwards left, and forgets it; None if there is none."""
     loss: torch.Tensor | None = getattr(module, "pending_loss", None)
     if loss is not None:
         module.pending_loss = None  # type: ignore[assignment]
     return loss
 
 
+def forget_losses(model: nn.Module) -> None:
+    """Drops the losses of forwards that raised, or whose losses nothing added; `GPTModel` calls it first."""
+    for module in model.modules():
+        take_pending(module)
+
+
 class _WithLosses(torch.autograd.Function):
-    """Identity of its first argument; the gradients of the others are the sum of its gradient over all tokens."""
+    """Identity of its first argument; the gradients of `pending` are the sum of its gradient over tokens with a
+    loss."""
 
     @staticmethod
-    def forward(ctx: Any, losses: torch.Tensor, group: Group, *pending: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, losses: torch.Tensor, has_loss: torch.Tensor | None, group: Group, *pending: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(has_loss)
         ctx.group, ctx.kinds = group, [(loss.dtype, loss.device) for loss in pending]
         return losses.clone()  # FSDP2 warns of outputs that are views
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight = grad.sum(dtype=torch.float64)
+        (has_loss,) = ctx.saved_tensors
+        counted = grad if has_loss is None else grad.masked_fill(~has_loss, 0.0)
+        weight = counted.sum(dtype=torch.float64)
         # Masks may give the parts of a sequence different weights: each addend has that of the whole sequences.
         if group_size(ctx.group) > 1:
             all_reduce_by_backend(weight, ctx.group, what="the weight of losses of experts")
-        return grad, None, *(weight.to(device, dtype) for dtype, device in ctx.kinds)
+        return grad, None, None, *(weight.to(device, dtype) for dtype, device in ctx.kinds)
 
 
 def modules_of(chunks: Iterable[nn.Module], kind: type[Any]) -> list[Any]:

@@ -83,7 +83,7 @@ class MoELayer(MegatronModule):
         tokens = self._enter(hidden_states)
         probs, experts = self.router(tokens)
         experts = drop_over_capacity(experts, probs.detach(), self.config)
-        self.router.note_dropped(experts)
+        self.router.note_dropped(probs, experts)
         flat = tokens.flatten(0, 1)
         if self.splits_tokens and self.expert_tp_group is not None:
             flat, probs, experts = gather_tokens(flat, probs, experts, self.expert_tp_group)

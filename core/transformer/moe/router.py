@@ -35,12 +35,14 @@ class TopKRouter(ParameterOwner):
         expert_bias: see `moe_router_enable_expert_bias`; `[experts]` in fp32. `finish_step` moves it, once a step.
             None without that setting.
         step_sums: sums since the last step, over this rank's tokens, `[experts + 6]` in double: the tokens of each
-            expert, before any is dropped, then `SUMS`. A training forward adds, `finish_step` and `restart_step` clear
-            it.
-        global_counts: counts of the step's micro-batches on all replicas, `[experts]` in double. A training forward
-            adds with "global_aux_loss"; cleared as `step_sums`.
-        pending_loss: the auxiliary loss of the last training forward, times its coefficients, until
-            `add_auxiliary_losses` takes it.
+            expert, before any is dropped, then `SUMS`. The backward of a training forward adds, so that a forward
+            that raised leaves nothing; `finish_step` and `restart_step` clear it.
+        global_counts: counts of the step's micro-batches on all replicas, `[experts]` in double, with
+            "global_aux_loss". Added to and cleared as `step_sums`.
+        latest_counts: `global_counts` and the counts of the last training forward, which a recomputation reads. The
+            forward sets it; None before the first.
+        pending_loss: the auxiliary loss of training forwards, times its coefficients, until `add_auxiliary_losses`
+            takes it or `clear_step` drops it; the sum, where a layer ran more than once.
     """
 
     weight: torch.nn.Parameter
@@ -48,6 +50,7 @@ class TopKRouter(ParameterOwner):
     expert_bias: torch.Tensor | None
     step_sums: torch.Tensor
     global_counts: torch.Tensor
+    latest_counts: torch.Tensor | None
     pending_loss: torch.Tensor | None
 
     def __init__(self, config: TransformerConfig, tp_group: Group = None, *, splits_tokens: bool = False) -> None:
@@ -67,7 +70,7 @@ class TopKRouter(ParameterOwner):
         self.register_buffer("step_sums", sums, persistent=False)
         self.register_buffer("global_counts", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.initializers.update({name: init_zeros for name, buffer in self._buffers.items() if buffer is not None})
-        self.pending_loss = None
+        self.pending_loss = self.latest_counts = None
         initialize_unless_deferred(self, config)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +82,7 @@ class TopKRouter(ParameterOwner):
             logits = F.linear(self._jittered(hidden).to(dtype), self.weight.to(dtype), bias)  # [s, b, experts]
         probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias)
         if self.training and torch.is_grad_enabled():
-            self._note(logits, experts)
+            self._note(logits, probs, experts)
         return probs, experts
 
     @property
@@ -89,17 +92,33 @@ class TopKRouter(ParameterOwner):
             return parallel_state.get_tensor_and_context_parallel_group()
         return load_balancing.context_group()
 
-    def note_dropped(self, experts: torch.Tensor) -> None:
-        """Adds the choices `[tokens, k]` that `drop_over_capacity` has dropped to those of the step."""
+    def note_dropped(self, probs: torch.Tensor, experts: torch.Tensor) -> None:
+        """Adds the choices `[tokens, k]` that `drop_over_capacity` has dropped to those of the step.
+
+        Args:
+            probs: as `forward` returned them.
+        """
         if self.config.moe_expert_capacity_factor is not None and self._counts():
-            with torch.no_grad():
-                place = len(self.step_sums) - len(SUMS) + SUMS.index("dropped")
-                self.step_sums[place] += experts.eq(len(self.weight)).sum()
+            sums = torch.zeros_like(self.step_sums)
+            sums[len(sums) - len(SUMS) + SUMS.index("dropped")] = experts.eq(len(self.weight)).sum()
+            self._add_in_backward(probs, "step_sums", sums)
 
     def clear_step(self) -> None:
-        """Forgets the sums of a step."""
+        """Forgets the sums of a step, and losses that nothing took."""
         self.step_sums.zero_()
         self.global_counts.zero_()
+        self.pending_loss = None
+
+    def _add_in_backward(self, probs: torch.Tensor, name: str, sums: torch.Tensor) -> None:
+        """Adds to a buffer when the gradient of `probs` is there; at once if it has none, as in frozen layers."""
+
+        def add(_: torch.Tensor | None) -> None:
+            self._buffers[name] += sums  # type: ignore[operator]
+
+        if probs.requires_grad:
+            probs.register_hook(add)
+        else:
+            add(None)
 
     def _counts(self) -> bool:
         """Returns whether this is a training forward. Its recomputation in backward, which torch runs with gradients
@@ -115,26 +134,33 @@ class TopKRouter(ParameterOwner):
         with get_rng_tracker().fork(CONTEXT_PARALLEL_RNG):
             return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
 
-    def _note(self, logits: torch.Tensor, experts: torch.Tensor) -> None:
+    def _note(self, logits: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> None:
         """Computes the auxiliary losses, in a recomputation too; keeps them and the load of the experts if it is
         none."""
         counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
         shares = shares_of_experts(logits if self.config.auxiliary_losses else logits.detach(), self.config)
-        weighted, balance, of_logits = self._auxiliary_losses(logits, shares, experts, counts_tokens)
+        weighted, balance, of_logits = self._auxiliary_losses(logits, shares, probs, experts, counts_tokens)
         if not counts_tokens:
             return
         if weighted.requires_grad:
             # The gradients of tensor-parallel ranks are added. Each computes all of it, or its addend.
-            self.pending_loss = weighted if self.splits_tokens else weighted / group_size(self.tp_group)
+            addend = weighted if self.splits_tokens else weighted / group_size(self.tp_group)
+            self.pending_loss = addend if self.pending_loss is None else self.pending_loss + addend
         with torch.no_grad():
             entropy = torch.special.entr(shares).sum()
             share = entropy.new_full((), 1 / group_size(self.token_group))
             others = [entropy.new_full((), length * batch), torch.zeros_like(entropy), entropy, share]
             counts = count_tokens(experts.flatten(), num_experts)
-            self.step_sums += torch.cat([counts.double(), torch.stack([*others, balance, of_logits]).double()])
+            sums = torch.cat([counts.double(), torch.stack([*others, balance, of_logits]).double()])
+        self._add_in_backward(probs, "step_sums", sums)
 
     def _auxiliary_losses(
-        self, logits: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor, counts_tokens: bool
+        self,
+        logits: torch.Tensor,
+        shares: torch.Tensor,
+        probs: torch.Tensor,
+        experts: torch.Tensor,
+        counts_tokens: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the sum of all losses times their coefficients, and without those the balancing losses and that of
         the logits: this rank's addends.
@@ -158,7 +184,7 @@ class TopKRouter(ParameterOwner):
                 arguments = shares.transpose(0, 1), per_sequence, length * ranks
             else:
                 is_local = kind == "aux_loss"
-                counts = per_sequence.sum(0) if is_local else self._global_mean(per_sequence, counts_tokens)
+                counts = per_sequence.sum(0) if is_local else self._global_mean(per_sequence, probs, counts_tokens)
                 arguments = shares.flatten(0, 1), counts, length * batch * ranks
             loss = load_balancing.switch_loss(*arguments, config.moe_router_topk)
             weighted, balance = weighted + coefficient * loss, balance + loss.detach()
@@ -168,7 +194,7 @@ class TopKRouter(ParameterOwner):
         return weighted, balance, of_logits
 
     @torch.no_grad()
-    def _global_mean(self, per_sequence: torch.Tensor, counts_tokens: bool) -> torch.Tensor:
+    def _global_mean(self, per_sequence: torch.Tensor, probs: torch.Tensor, counts_tokens: bool) -> torch.Tensor:
         """Returns counts for a micro-batch: the mean over data-parallel ranks and the step's micro-batches until now.
 
         Args:
@@ -176,10 +202,12 @@ class TopKRouter(ParameterOwner):
             counts_tokens: whether this is a training forward; a recomputation reads what its forward has counted.
         """
         own = per_sequence.sum(0).double()
-        if counts_tokens:
+        if counts_tokens or self.latest_counts is None:
             shared = own / group_size(load_balancing.context_group())  # each part of a sequence adds its share
-            self.global_counts += load_balancing.sum_counts(shared, load_balancing.replica_group())
-        return self.global_counts * (own.sum() / self.global_counts.sum().clamp(min=1))
+            load_balancing.sum_counts(shared, load_balancing.replica_group())
+            self.latest_counts = self.global_counts + shared
+            self._add_in_backward(probs, "global_counts", shared)
+        return self.latest_counts * (own.sum() / self.latest_counts.sum().clamp(min=1))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TopKRouter:
         """Moves the module; its buffers keep their dtypes, because a cast would round the bias and the counts."""

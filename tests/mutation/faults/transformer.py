@@ -55,11 +55,25 @@ MUTATIONS = (
     ),
     # ---- experts
     Mutation(
-        "experts: recomputed tokens count twice",
+        "experts: a recomputation leaves its losses",
         "core.transformer.moe.router.TopKRouter._counts",
         r" and \(current_backward\(\) == NO_BACKWARD\)",
         "",
         (_MOE_LAYER,),
+    ),
+    Mutation(
+        "experts: a forward that raised leaves its counts",
+        "core.transformer.moe.router.TopKRouter._add_in_backward",
+        r"probs\.register_hook\(add\)",
+        "add(None)",
+        (_BALANCING,),
+    ),
+    Mutation(
+        "experts: tokens without a label have weight",
+        "core.transformer.moe.load_balancing._WithLosses.backward",
+        r"grad if has_loss is None else grad\.masked_fill\(~has_loss, 0\.0\)",
+        "grad",
+        (_BALANCING,),
     ),
     Mutation(
         "experts: balancing losses have no gradient",
@@ -71,7 +85,7 @@ MUTATIONS = (
     Mutation(
         "experts: a balancing loss weighs one, whatever its tokens weigh",
         "core.transformer.moe.load_balancing._WithLosses.backward",
-        r"grad\.sum\(dtype=torch\.float64\)",
+        r"counted\.sum\(dtype=torch\.float64\)",
         "torch.ones((), dtype=torch.float64)",
         (_BALANCING,),
     ),

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.base.errors import ParallelConfigError
+from core.base.errors import DataError, ParallelConfigError
 from core.tensor_parallel.initialization import initialize_parameters
 from core.tensor_parallel.partition import copy_partition
 from core.transformer.moe import MoELayer
+from core.transformer.moe.load_balancing import take_pending
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.transformer.moe._layers import config_of, layer_of
@@ -47,7 +48,7 @@ def _serial(fields: dict[str, Any], replicas: int) -> tuple[list[torch.Tensor], 
         x, weights = _inputs(replica)
         x.requires_grad_()
         output = layer(x)
-        ((output * weights).sum() + layer.router.pending_loss).backward()
+        ((output * weights).sum() + take_pending(layer.router)).backward()
         outputs.append(output.detach())
         of_inputs.append(x.grad)
     found = {name: (p.detach(), p.grad) for name, p in layer.named_parameters()}
@@ -66,7 +67,7 @@ def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split:
     x, weights = _inputs(replica)
     x, weights = x[own].clone().requires_grad_(), weights[own]
     output = layer(x)
-    ((output * weights).sum() + layer.router.pending_loss).backward()
+    ((output * weights).sum() + take_pending(layer.router)).backward()
     torch.testing.assert_close(output, outputs[replica][own])
     torch.testing.assert_close(x.grad, expected["inputs"][replica][own])
     for name, parameter in layer.named_parameters():
@@ -120,7 +121,10 @@ def _drops_as_one_process(dispatcher: str) -> None:
     expected = alone(x)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     layer = _filled(MoELayer(config_of(**fields, expert_model_parallel_size=2)))
-    torch.testing.assert_close(layer(x), expected)
+    found = layer(x)
+    torch.testing.assert_close(found, expected)
+    for output in (expected, found):
+        output.sum().backward()
     assert torch.equal(alone.router.step_sums, layer.router.step_sums) and layer.router.step_sums[5] > 0
 
 
@@ -158,6 +162,19 @@ def _of_other_lengths() -> None:
     layer, rank = _filled(MoELayer(config_of(**fields, expert_model_parallel_size=2))), dist.get_rank()
     outputs = layer(_inputs(rank)[0][: 3 + rank])
     assert outputs.shape == (3 + rank, BATCH, 8)
+
+
+def _refuses_other_lengths() -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    layer, rank = MoELayer(config_of(expert_model_parallel_size=2)), dist.get_rank()
+    with pytest.raises(
+        DataError, match=rf"of different sizes, and this one of {9 + 3 * rank} tokens; take .* 'alltoall'"
+    ):
+        layer(torch.randn(3 + rank, BATCH, 8))
+
+
+def test_allgather_refuses_micro_batches_of_other_shapes():
+    run_distributed(_refuses_other_lengths, 2)
 
 
 def test_alltoall_takes_micro_batches_of_other_shapes():

@@ -1,6 +1,7 @@
 """Losses that balance experts: their formulas, and one meaning of a coefficient."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_a_router_computes_its_losses(kind):
     seen, expected = torch.zeros(4, dtype=torch.float64), None
     for _ in range(2):  # the second micro-batch of a step has the counts of both, with "global_aux_loss"
         x = torch.randn(6, 3, 8, dtype=torch.float64)
-        layer(x)
+        layer(x).sum().backward()
         logits = x @ layer.router.weight.t()  # [s, b, experts]
         shares, chosen = logits.softmax(-1), torch.nn.functional.one_hot(logits.topk(2).indices, 4).sum(-2)
         seen += chosen.sum((0, 1))
@@ -75,6 +76,49 @@ def test_counts_of_the_loss_are_those_without_bias():
         layer(x)
         losses.append(load_balancing.take_pending(layer.router))
     assert torch.equal(*losses)
+
+
+def test_a_layer_that_runs_twice_has_both_losses():
+    layer = layer_of(moe_aux_loss_coeff=1.0)
+    inputs, each = torch.randn(2, 6, 3, 8), []
+    for x in inputs:
+        layer(x)
+        each.append(load_balancing.take_pending(layer.router))
+    for x in inputs:
+        layer(x)
+    torch.testing.assert_close(load_balancing.take_pending(layer.router), sum(each))
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
+def test_a_forward_that_raised_leaves_nothing(kind):
+    def train(model):
+        model(TOKENS, labels=TOKENS).mean().backward()
+
+    def fail_and_train(model):
+        with pytest.raises(ZeroDivisionError), _failing(model.decoder.layers[1]):
+            model(TOKENS.roll(1, 0), labels=TOKENS)
+        train(model)
+
+    found = []
+    for use in (train, fail_and_train):
+        model = _gpt(moe_aux_loss_coeff=1.0, moe_router_load_balancing_type=kind)
+        for _ in range(2):  # "global_aux_loss" reads the counts of the first
+            use(model)
+        sums = [layer.mlp.router.step_sums.clone() for layer in model.decoder.layers]
+        found.append([*sums, _router_gradients(model)])
+    assert all(map(torch.equal, *found))
+
+
+@contextmanager
+def _failing(module):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def test_evaluation_leaves_nothing_behind():
@@ -130,6 +174,10 @@ def test_the_effect_follows_the_weight_of_the_tokens():
         mask = torch.arange(8) % 2
         (model(TOKENS, labels=TOKENS) * mask).sum().div(mask.sum() * 4).backward()
 
+    def without_labels(model):  # half of the tokens, and a loop that adds up the zeros of the others
+        labels = TOKENS.masked_fill(torch.arange(8) % 2 == 0, -100)
+        (model(TOKENS, labels=labels).sum() / (labels != -100).sum()).backward()
+
     def by_hand(model):  # from logits, as a loop with a loss of its own
         logits = model(TOKENS)
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="none")
@@ -137,8 +185,8 @@ def test_the_effect_follows_the_weight_of_the_tokens():
 
     expected = _effect(mean)
     assert expected.abs().max() > 1e-4
-    for use, factor in [(scaled, 1024), (accumulated, 1), (summed, 1), (masked, 1), (by_hand, 1)]:
-        found = _effect(use) / factor
+    for use in (scaled, accumulated, summed, masked, without_labels, by_hand):
+        found = _effect(use) / (1024 if use is scaled else 1)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=use.__name__)
 
 

@@ -182,6 +182,7 @@ def test_the_config_says_which_layers_have_experts():
     every_third = config_of(num_layers=5, moe_layer_freq=3)
     assert [every_third.has_experts(n) for n in range(1, 6)] == [True, False, False, True, False]
     assert every_third.num_expert_layers == 2
+    assert config.moe_layer_freq == [0, 1, 0, 1, 0]  # as a checkpoint has it: a run gives text again when it goes on
 
 
 def test_a_spec_and_the_config_agree():

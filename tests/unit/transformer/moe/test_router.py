@@ -70,7 +70,7 @@ def test_initial_values_on_meta_equal_those_of_construction():
 def test_copies_have_counts_of_their_own():
     layer = layer_of()
     twin = copy.deepcopy(layer)
-    twin(torch.randn(3, 2, 8))
+    twin(torch.randn(3, 2, 8)).sum().backward()
     assert twin.router.step_sums.any() and not layer.router.step_sums.any()
 
 

@@ -33,7 +33,7 @@ def test_a_bias_balances_the_load():
     x = torch.rand(64, 4, 8)
     spread = []
     for _ in range(60):
-        layer(x)
+        layer(x).sum().backward()
         counts = layer.router.step_sums[:4]
         spread.append((counts.max() / counts.mean()).item())
         finish_step([layer], None)
@@ -48,10 +48,17 @@ def test_evaluation_moves_no_bias():
 
 
 def test_a_step_that_did_not_end_is_forgotten():
-    layer = layer_of(**_BIASED)
+    layer = layer_of(**_BIASED, moe_aux_loss_coeff=1.0)
+    layer(torch.randn(5, 2, 8)).sum().backward()
     layer(torch.randn(5, 2, 8))
     restart_step([layer])
-    assert not layer.router.step_sums.any()
+    assert not layer.router.step_sums.any() and layer.router.pending_loss is None
+
+
+def test_frozen_layers_are_counted():
+    layer = layer_of(**_BIASED).requires_grad_(False)
+    layer(torch.randn(5, 2, 8))
+    assert layer.router.step_sums[:4].sum() == 20
 
 
 def test_the_log_has_means_over_layers_and_each_layer():
@@ -61,7 +68,7 @@ def test_the_log_has_means_over_layers_and_each_layer():
     assert logged_statistics(layers) is None
     for number, layer in enumerate(layers, start=1):
         layer.set_layer_number(number)
-        layer(torch.randn(8, 2, 8))
+        layer(torch.randn(8, 2, 8)).sum().backward()
         layer.router.pending_loss = None
     counts = [layer.router.step_sums[:4].clone() for layer in layers]
     finish_step(list(layers), None)
