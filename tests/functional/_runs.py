@@ -219,8 +219,13 @@ def train_serially(
     training: Training,
     batches_of_ranks: Callable[[int], list[list[Batch]]],
     evaluate: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]],
+    finish: Callable[[], None] = lambda: None,
 ) -> tuple[Curve, MegatronOptimizer]:
-    """Trains a model that nothing wraps on what all ranks are given in each step."""
+    """Trains a model that nothing wraps on what all ranks are given in each step.
+
+    Args:
+        finish: called after the last backward of a step.
+    """
     optimizer = _optimizer(training, model)
     scheduler = _scheduler(training, optimizer)
     curve = Curve()
@@ -232,6 +237,7 @@ def train_serially(
             loss, reported = evaluate(batch)
             (loss if training.per_token else loss / len(of_ranks)).backward()
             totals += reported
+        finish()
         for parameter in model.parameters():
             if training.per_token and parameter.grad is not None:
                 parameter.grad /= totals[1]

@@ -16,7 +16,6 @@ from core.transformer.moe import finish_step
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._program import TINY, run_program
 from tests.functional._runs import (
-    MICRO_BATCHES,
     Curve,
     Training,
     _finish,
@@ -88,32 +87,15 @@ def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, An
 def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **fields: Any) -> Curve:
     """Trains in one process on the micro-batches of all ranks."""
     module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token)
-    model = _Ending(module)
     curve, optimizer = train_serially(
         module,
         training,
         lambda step: [micro_batches(step, rank, per_token, length) for rank in range(ranks)],
-        lambda batch: loss_and_report(model(batch, ranks * MICRO_BATCHES), batch[1], training),
+        lambda batch: loss_and_report(module(batch[0], labels=batch[1]), batch[1], training),
+        lambda: finish_step([module], None),
     )
     _finish(curve, module, optimizer)
     return _with_biases(curve, module)
-
-
-class _Ending:
-    """Calls a model, and ends the step for its experts once the step's last micro-batch has been through it.
-
-    Nothing of a forward reads the biases between its end and the next step.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.count = module, 0
-
-    def __call__(self, batch: Any, last: int) -> torch.Tensor:
-        losses: torch.Tensor = self.module(batch[0], labels=batch[1])
-        self.count += 1
-        if self.count % last == 0:
-            finish_step([self.module], None)
-        return losses
 
 
 _CASES = [("aux", False), ("aux", True), ("bias", False), ("bias", True)]
