@@ -27,6 +27,7 @@ from .gradient_state import GradientChecks, GradientState
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
 from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
+from .model.offloaded_activations import offload_activations
 from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
 from .model.unit_transforms import transform_units
 from .parameter_owner import local_gradient, own_parameters
@@ -358,8 +359,9 @@ class _BaseDataParallel(nn.Module, ABC):
         self.settle_parameters()
         yield
 
-    def _own_parameters(self) -> None:
-        """Lets optimizers find the wrapper of their parameters; called at the end of a constructor."""
+    def _finish_construction(self) -> None:
+        """Lets optimizers find the wrapper of their parameters, and puts the last hooks around units."""
+        offload_activations(self.plan.transforms)
         own_parameters(self.module.parameters(), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -125,6 +125,10 @@ class DistributedDataParallelConfig:
     activation_checkpointing_interval: int = 1
     """Do so to every n-th unit, the first included."""
 
+    offload_activations: bool = False
+    """Keep what a unit saves for backward in the host's memory, and bring it back while backward is in the unit after
+    it. The last unit's stay: backward begins with them. With activation_checkpointing a unit saves its inputs."""
+
     compile_units: bool = False
     """Compile each unit's forward with `torch.compile`."""
 

@@ -91,7 +91,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 param.lend_gradient_memory = partial(self._group_of[param].lend, param)  # type: ignore[attr-defined]
             if self.plan.layers_add_gradients:
                 self._group_of[param].bucket.slot_of(param).note_written_by_layer()
-        self._own_parameters()
+        self._finish_construction()
 
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
         super().expect_micro_batches(count, divides_by_ranks=divides_by_ranks)

@@ -78,8 +78,7 @@ class SavedWeights:
         return any(torch._C._storage_Use_Count(storage) > self._least_uses[storage] for storage in self._index_of)
 
     def _pack(self, tensor: Tensor) -> Any:
-        # An operation that saves its own output would keep itself alive for ever.
-        return self._place(tensor) or (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        return self._place(tensor) or keep(tensor)
 
     def _place(self, tensor: Tensor) -> _SavedWeight | None:
         local = tensor if type(tensor) is Tensor else _local_part(tensor)
@@ -113,8 +112,21 @@ class _SavedWeight:
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _SavedWeight):
-        return packed.read()
+    return packed.read() if isinstance(packed, _SavedWeight) else read_kept(packed)
+
+
+def keep(tensor: Tensor) -> tuple[Tensor, int]:
+    """Packs a tensor as it is."""
+    # An operation that saves its own output would keep itself alive for ever.
+    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+
+
+def read_kept(packed: tuple[Tensor, int]) -> Tensor:
+    """Returns a tensor that `keep` packed, and raises if it was written since, as autograd does without hooks.
+
+    Raises:
+        RuntimeError: in torch's words.
+    """
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
@@ -122,8 +134,7 @@ def _unpack(packed: Any) -> Tensor:
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
             "instead"
         )
-    unpacked: Tensor = tensor
-    return unpacked
+    return tensor
 
 
 def _chained(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> _Hooks:

@@ -87,7 +87,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._shows_gradients = False
         # Whether a hook of the module calls `_note_forward`. `let_module_be_called` sets it; never cleared.
         self._is_called_by_module = False
-        self._own_parameters()
+        self._finish_construction()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module's forward; frees gathered parameters if no backward follows or forward raised.

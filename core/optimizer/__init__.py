@@ -2,6 +2,7 @@
 
 from ..base.megatron_names import absent_names
 from ..optimizer_param_scheduler import OptimizerParamScheduler
+from .averaged_weights import AveragedWeights
 from .build import get_megatron_optimizer
 from .distrib_optimizer import DistributedOptimizer
 from .optimizer import MegatronOptimizer
@@ -15,6 +16,7 @@ from .param_groups import (
 )
 
 __all__ = [
+    "AveragedWeights",
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",

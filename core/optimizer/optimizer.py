@@ -208,6 +208,8 @@ class MegatronOptimizer(OptimizerState):
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
         self._conclude()
+        if self.average is not None:
+            self.average.check_may_step()
 
         # Gather and check.
         for wrapper in self._wrappers:
@@ -293,6 +295,8 @@ class MegatronOptimizer(OptimizerState):
             take_back_step(self.optimizer, pending.updated)
             for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
                 wrapper.gradient_state.note_skipped(phase)
+        elif self.average is not None:
+            self.average.note_update()
         concluded, self._concluded = self._concluded, None
         if concluded is not None:
             concluded(outcome)
@@ -301,6 +305,23 @@ class MegatronOptimizer(OptimizerState):
         """Copies updated or loaded values into the model's parameters."""
         refresh_parameters(self._params)
         self._written_params.note_agreement()
+
+    @torch.no_grad()
+    def exchange_main_tensors(self, others: Sequence[Tensor]) -> None:
+        """Exchanges the updated tensors' values with other tensors of their shapes, and publishes them. Collective.
+
+        Args:
+            others: one tensor for each of `main_params`, in its dtype and shape.
+        """
+        self.finish_step()
+        self._written_params.refresh_masters()
+        for wrapper in self._wrappers:
+            wrapper.settle_parameters()
+        for p, other in zip(self._params, others, strict=True):
+            before = p.main.clone()
+            p.main.copy_(other)
+            other.copy_(before)
+        self._publish_parameters()
 
     def describe(self) -> str:
         """Returns what updates each parameter, as text for a log; empty if all have one update rule."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,19 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[s
     return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler}
 
 
+class Average(Protocol):
+    """An average of the weights, as the optimizer knows it: `core.optimizer.AveragedWeights`."""
+
+    num_averaged: int
+
+    def note_update(self) -> None: ...
+    def check_may_step(self) -> None: ...
+    def state_tensors(self) -> dict[str, Tensor]: ...
+    def load_count(self, count: int | None) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 class OptimizerState(ABC):
     """The updated tensors, moments, masters and loss scale, under the names that checkpoints use."""
 
@@ -49,6 +62,8 @@ class OptimizerState(ABC):
         # Detects writes to parameters in low precision by other code. Updates, loads and `reload_model_params` report
         # to it that masters and parameters agree.
         self._written_params = WrittenParams(params)
+        # Takes each update of the weights; saved with the state. `AveragedWeights` sets it once; None without one.
+        self.average: Average | None = None
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -62,6 +77,11 @@ class OptimizerState(ABC):
     def param_groups(self) -> list[dict[str, Any]]:
         """The update's groups, which :func:`~core.optimizer.param_groups.build_param_groups` describes."""
         return self.optimizer.param_groups
+
+    @property
+    def main_params(self) -> Sequence[MainParam]:
+        """The trainable parameters, each with the tensor that this rank updates, in one order on all ranks."""
+        return self._params
 
     def main_tensors(self) -> dict[nn.Parameter, Tensor]:
         """Returns the tensor that is updated for each trainable parameter, as it is in `param_groups`."""
@@ -85,11 +105,11 @@ class OptimizerState(ABC):
     def state_tensors(self) -> dict[str, Tensor]:
         """Returns every tensor of the state under ``<kind>.<parameter name>`` for a checkpoint, creating missing ones.
 
-        All ranks call it. Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is a
-        tensor of the whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this
-        rank's storage: load into it, then call :meth:`load_state_scalars`. Masters include values that other code has
-        written to parameters in low precision since the last step, because a checkpoint stores the master in place of
-        the parameter.
+        All ranks call it. Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, ``master`` and
+        ``average``. Each is a tensor of the whole model (`core.dist_checkpointing`'s `global_view` or
+        `flat_range_view`) and shares this rank's storage: load into it, then call :meth:`load_state_scalars`. Masters
+        include values that other code has written to parameters in low precision since the last step, because a
+        checkpoint stores the master in place of the parameter.
         """
         self.finish_step()
         self._written_params.refresh_masters()
@@ -101,7 +121,7 @@ class OptimizerState(ABC):
             tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in kinds}
             if p.is_low_precision:
                 tensors[f"master.{p.name}"] = p.whole(p.main)
-        return tensors
+        return tensors | (self.average.state_tensors() if self.average is not None else {})
 
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
@@ -109,7 +129,8 @@ class OptimizerState(ABC):
         """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale."""
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
-        return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
+        scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
+        return scalars | ({"num_averaged": self.average.num_averaged} if self.average is not None else {})
 
     @torch.no_grad()
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
@@ -129,6 +150,8 @@ class OptimizerState(ABC):
             set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
+        if self.average is not None:
+            self.average.load_count(scalars.get("num_averaged"))
         self._publish_parameters()
 
     @torch.no_grad()
@@ -143,6 +166,7 @@ class OptimizerState(ABC):
             "optimizer": self.optimizer.state_dict(),
             "masters": {p.name: p.main for p in self._params if p.is_low_precision},
             "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
+            "average": self.average.state_dict() if self.average is not None else {},
         }
 
     @torch.no_grad()
@@ -164,6 +188,8 @@ class OptimizerState(ABC):
             main.copy_(state_dict["masters"][name])
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(state_dict.get("average", {}))
         self._publish_parameters()
 
     def _share_state(self) -> None:

@@ -23,6 +23,7 @@ QUICK = [
     *(Case(wrapper) for wrapper in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
     *(Case(wrapper, REPRODUCIBLE, micro_batches=4) for wrapper in ("ddp", "zero2", "zero3", "fsdp2")),
     Case("zero1", dtype="fp16"),
+    *(Case(wrapper, {"offload_activations": True}) for wrapper in ("ddp", "zero3", "fsdp2")),
     Case("zero2", EACH, dtype="bf16"),
     Case("zero2", HYBRID, ranks=4),
     Case("zero3", {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"}),

@@ -19,7 +19,8 @@ from tests.mutation.plant import REPOSITORY, file_of, mutated, source_of
 
 def test_there_are_as_many_of_different_names_as_the_readme_says():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
-    assert f"| {len(MUTATIONS)} faults planted in `core`" in (REPOSITORY / "README.md").read_text()
+    stated = re.search(r"\| more than (\d+) faults planted in `core`", (REPOSITORY / "README.md").read_text())
+    assert stated is not None and int(stated[1]) < len(MUTATIONS) <= int(stated[1]) + 20
 
 
 @pytest.mark.parametrize("area", AREAS)

@@ -213,7 +213,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTransform:
-    """Recomputation and compilation of a unit's modules, applied before the model is wrapped."""
+    """Recomputation and compilation of a unit's modules, applied before the model is wrapped, and where it saves."""
 
     modules: tuple[nn.Module, ...]
     recomputes: ActivationCheckpointing
@@ -221,6 +221,8 @@ class UnitTransform:
     memory_budget: float | None = None
     """The share of activations that compiled code saves for backward: from 0, only its inputs, to 1, all that make
     backward fast. None takes torch's setting of the process, 1 by default."""
+    offloads: bool = False
+    """Activations that its forward saves are in host memory until backward is near."""
 
     @property
     def computes_again(self) -> bool:

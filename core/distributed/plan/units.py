@@ -272,9 +272,9 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
     ]
     if not layers:
         raise ParallelConfigError(
-            f"activation_checkpointing is {settings.activation_checkpointing!r} and compile_units "
-            f"{settings.compile_units}, but no unit has more than one layer of weights; name the classes of the "
-            "model's blocks in sub_modules_to_wrap"
+            f"activation_checkpointing is {settings.activation_checkpointing!r}, compile_units "
+            f"{settings.compile_units} and offload_activations {settings.offload_activations}, but no unit has more "
+            "than one layer of weights; name the classes of the model's blocks in sub_modules_to_wrap"
         )
     if recomputes:
         _reject_own_recomputation(layers, settings.activation_checkpointing)
@@ -285,15 +285,17 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
             recomputes=settings.activation_checkpointing if unit in recomputed else "none",
             is_compiled=settings.compile_units,
             memory_budget=settings.activation_memory_budget,
+            # Backward begins with the last layer: its activations would be back at once.
+            offloads=settings.offload_activations and unit is not layers[-1],
         )
         for unit in layers
-        if unit in recomputed or settings.compile_units
+        if unit in recomputed or settings.compile_units or settings.offload_activations
     )
 
 
 def transforms_units(settings: DistributedDataParallelConfig) -> bool:
     """Returns whether settings ask for anything of `plan_transforms`."""
-    return settings.activation_checkpointing != "none" or settings.compile_units
+    return settings.activation_checkpointing != "none" or settings.compile_units or settings.offload_activations
 
 
 def _is_one_layer(module: nn.Module) -> bool:

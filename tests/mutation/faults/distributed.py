@@ -24,6 +24,7 @@ _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distr
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
+_OFFLOADED = "tests/unit/distributed/model/test_offloaded_activations.py"
 
 MUTATIONS = (
     # ---- wrappers
@@ -244,7 +245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "writes to what autograd has saved are not seen",
-        "core.distributed.saved_weights._unpack",
+        "core.distributed.saved_weights.read_kept",
         r"tensor\._version != version",
         "False",
         _SAVED,
@@ -327,5 +328,40 @@ MUTATIONS = (
         r"_keep_for_this_stream\(gradients\)",
         "pass",
         (STREAMS,),
+    ),
+    Mutation(
+        "streams: activations go to the host before they are computed",
+        "core.distributed.model.offloaded_activations._OnHost.__init__",
+        r"stream\.wait_stream\(streams\.current_stream\(\)\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: the memory of activations is taken while it is copied",
+        "core.distributed.model.offloaded_activations._OnHost.__init__",
+        r"streams\.used_on\(tensor, stream\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: activations are read before they are back",
+        "core.distributed.model.offloaded_activations._OnHost.read",
+        r"computing\.wait_event\(copied\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "an activation that was written since it was saved is that of before",
+        "core.distributed.model.offloaded_activations._Forward.pack",
+        r"memory\.dtype, tensor\._version",
+        "memory.dtype",
+        (f"{_OFFLOADED}::test_a_tensor_written_later_keeps_its_saved_value",),
+    ),
+    Mutation(
+        "activations come back when backward waits for them",
+        "core.distributed.model.offloaded_activations._Forward.reach",
+        r"before\.begin_return\(\)",
+        "pass",
+        (f"{_OFFLOADED}::test_a_unit_comes_back_while_backward_is_in_the_next",),
     ),
 )

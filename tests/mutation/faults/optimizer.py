@@ -11,6 +11,7 @@ _RULES = "tests/unit/optimizer/test_update_rules.py"
 _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
 _MUON = "tests/unit/optimizer/test_muon.py"
 _MUON_OVER_RANKS = "tests/unit/optimizer/test_muon_over_ranks.py"
+_AVERAGED = "tests/unit/optimizer/test_averaged_weights.py"
 
 MUTATIONS = (
     Mutation(
@@ -152,5 +153,26 @@ MUTATIONS = (
         "if self._may_skip else",
         "if False else",
         (f"{_MUON}::test_device_skips_the_step_without_the_host",),
+    ),
+    Mutation(
+        "a skipped step is averaged",
+        "core.optimizer.optimizer.MegatronOptimizer._conclude",
+        r"elif self\.average",
+        "if self.average",
+        (_AVERAGED,),
+    ),
+    Mutation(
+        "an average takes new weights by the weight of the old",
+        "core.optimizer.averaged_weights.AveragedWeights.note_update",
+        r"1 - self\.decay",
+        "self.decay",
+        (_AVERAGED,),
+    ),
+    Mutation(
+        "an evaluation reads the low-precision weights from before the average",
+        "core.optimizer.optimizer.MegatronOptimizer.exchange_main_tensors",
+        r"self\._publish_parameters\(\)",
+        "pass",
+        (_AVERAGED,),
     ),
 )

@@ -1,0 +1,202 @@
+"""Keeps the activations of units in host memory between forward and backward.
+
+What autograd saves in a unit's forward is copied to the host behind the computation. Backward brings the activations
+of a unit back while it is still in the unit after it. With recomputation only a unit's inputs are saved, and travel.
+Without a GPU the same copies are made in one memory, so that values and order are tested there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...comm import streams
+from ..plan.parts import UnitTransform
+from ..saved_weights import keep, read_kept
+
+LEAST_BYTES = 1024
+"""Size of a tensor from which on it is copied; a smaller one costs more than its memory is worth."""
+
+
+def offload_activations(transforms: Iterable[UnitTransform]) -> None:
+    """Makes each forward of the units that a plan names save its activations on the host. Never undone.
+
+    Call it when all other hooks of the model's units are in place: these go around them, so that gathered weights,
+    which stay where they are, are not taken for activations.
+    """
+    order = _Order()
+    for transform in transforms:
+        if transform.offloads:
+            for module in transform.modules:
+                _Offload(module, order).install()
+
+
+class _Order:
+    """The forwards of a model's units in the order in which they began, on the thread that runs them."""
+
+    def __init__(self) -> None:
+        # The forward that began last. `_Offload` sets it. Its graph may be gone by now.
+        self.last: weakref.ref[_Forward] | None = None
+        # The side stream of the copies; None until the first one on a GPU makes it, for the model's life.
+        self.stream: streams.Stream | None = None
+
+
+class _Offload:
+    """Hooks around the forwards of one module."""
+
+    def __init__(self, module: nn.Module, order: _Order) -> None:
+        self._module, self._order = module, order  # fixed
+        # Forwards that are running, the innermost last; None for one without gradients. `_begin` adds, `_end` removes.
+        self._running: list[_Forward | None] = []
+
+    def install(self) -> None:
+        self._module.register_forward_pre_hook(self._begin, prepend=True)
+        self._module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *unused: Any) -> None:
+        forward = _Forward(self._module, self._order) if torch.is_grad_enabled() else None
+        self._running.append(forward)
+        if forward is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(forward.pack, _unpack)
+
+    def _end(self, *unused: Any) -> None:
+        if self._running and self._running.pop() is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _do_nothing, ()
+
+
+class _Forward:
+    """One forward of a unit. The tensors that it saved refer to it, so that it lives as long as its graph."""
+
+    def __init__(self, module: nn.Module, order: _Order) -> None:
+        self._order = order
+        # The forward before it, whose activations backward needs next. Fixed.
+        self._before, order.last = order.last, weakref.ref(self)
+        # Storages of weights and buffers, which stay where they are; fixed.
+        tensors = (*module.parameters(), *module.buffers())
+        self._kept = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is Tensor}
+        # What was saved, by place in memory and version: a tensor that two operations save is copied once. `pack`
+        # adds; an entry is valid while its storage lives, whose address could be another's afterwards.
+        self._saved: dict[Any, tuple[StorageWeakRef, weakref.ref[_OnHost]]] = {}
+        # Whether backward has reached it, so that the copies back were begun. `begin_return` sets it.
+        self._returns = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Copies a tensor to the host, unless it is a weight or small."""
+        if type(tensor) is not Tensor or tensor.nbytes < LEAST_BYTES or not _fills_its_memory(tensor):
+            return keep(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._kept:
+            return keep(tensor)
+        memory = tensor.detach().as_strided((tensor.numel(),), (1,))
+        key = (storage._cdata, memory.storage_offset(), memory.numel(), memory.dtype, tensor._version)
+        alive, copy = self._saved.get(key, (None, None))
+        saved = copy() if alive is not None and copy is not None and not alive.expired() else None
+        if saved is None:
+            saved = _OnHost(self, memory, self._stream_for(tensor))
+            self._saved[key] = StorageWeakRef(storage), weakref.ref(saved)
+        saved.num_readers += 1
+        return saved, tensor.size(), tensor.stride()
+
+    def begin_return(self) -> None:
+        """Begins to copy what is still needed back to the device."""
+        if not self._returns:
+            self._returns = True
+            for _, copy in self._saved.values():
+                if (saved := copy()) is not None:
+                    saved.begin_return()
+
+    def reach(self) -> None:
+        """Notes that backward reads from this forward, so that the one before it is next."""
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.begin_return()
+
+    def _stream_for(self, tensor: Tensor) -> streams.Stream | None:
+        if streams.is_asynchronous(tensor.device) and self._order.stream is None:
+            self._order.stream = streams.Stream(tensor.device)
+        return self._order.stream
+
+
+class _OnHost:
+    """The memory of saved tensors, `[n]`, in host memory."""
+
+    def __init__(self, forward: _Forward, tensor: Tensor, stream: streams.Stream | None) -> None:
+        self._forward, self._device, self._stream = forward, tensor.device, stream  # fixed
+        # Number of saved tensors in this memory. `_Forward.pack` counts.
+        self.num_readers = 0
+        # Those that have not read the current copy on the device. `_copy_back` sets it, `read` lowers it.
+        self._unread = 0
+        # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
+        # `read` set it, the last reader clears it: a backward through a kept graph copies again.
+        self._returned: tuple[Tensor, streams.Event | None] | None = None
+        if stream is None:
+            self._host = tensor.clone()
+            return
+        self._host = streams.pinned(tensor.shape, tensor.dtype)  # the side stream writes it
+        stream.wait_stream(streams.current_stream())
+        with streams.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+        streams.used_on(tensor, stream)
+
+    def begin_return(self) -> tuple[Tensor, streams.Event | None]:
+        """Begins to copy the memory to the device, unless that was begun, and returns the copy and its end."""
+        if self._returned is None:
+            self._returned = self._copy_back()
+        return self._returned
+
+    def _copy_back(self) -> tuple[Tensor, streams.Event | None]:
+        self._unread = self.num_readers
+        if self._stream is None:
+            return self._host.clone(), None
+        with streams.stream(self._stream):
+            copy = torch.empty_like(self._host, device=self._device).copy_(self._host, non_blocking=True)
+            return copy, streams.record_event()
+
+    def read(self) -> Tensor:
+        """Returns the memory on its device; the current stream waits for it."""
+        self._forward.begin_return()
+        copy, copied = self.begin_return()
+        self._unread -= 1
+        if not self._unread:
+            self._returned = None
+        if copied is not None:
+            computing = streams.current_stream()
+            computing.wait_event(copied)
+            streams.used_on(copy, computing)
+        self._forward.reach()
+        return copy
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed[0], Tensor):
+        return read_kept(packed)
+    saved, size, stride = packed
+    memory: Tensor = saved.read()
+    return memory.as_strided(size, stride)  # kernels are chosen by strides
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Returns whether no two elements are in one place, and none is left out between them."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _do_nothing() -> Any:
+    """Returns what takes the place of a hook in a pickled or copied module."""
+    return _nothing
+
+
+def _nothing(*unused: Any) -> None: ...

@@ -1,0 +1,131 @@
+"""Averages of the weights that an optimizer updates, exponential or equal, on each rank's own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError, ConfigError, OptimizerError
+from .optimizer import MegatronOptimizer
+
+
+class AveragedWeights:
+    """Keeps an average of a model's trained weights; torch's ``AveragedModel`` for sharded parameters.
+
+    Each rank averages the part that it updates: no communication, and the memory of a shard where updates are sharded.
+    ::
+
+        average = AveragedWeights(optimizer, decay=0.999)
+        optimizer.step()                   # updates the average too, unless the step is skipped
+        with average.swapped():            # between steps; every rank enters
+            evaluate(model)
+
+    The values are those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``, or without a
+    decay with ``get_swa_multi_avg_fn()``, to the bit: the first update copies the weights, later ones interpolate.
+    Weights in low precision are averaged as their fp32 masters. Tied weights are averaged once. Frozen weights and
+    buffers are not averaged: an evaluation reads the model's.
+
+    The average belongs to the optimizer's state: its `state_tensors` have it as ``average.<parameter name>``, so that
+    checkpoints hold it, and any wrapper and number of ranks can continue it.
+
+    Args:
+        optimizer: updates the weights; every rank of the model gives its own.
+        decay: weight of the old average in an update, in ``[0, 1)``; None averages all updates equally.
+
+    Raises:
+        ConfigError: a decay outside of its range, or an optimizer that keeps an average already.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, decay: float | None = None) -> None:
+        if decay is not None and not 0.0 <= decay < 1.0:
+            raise ConfigError(f"decay is {decay}; give a number from 0 to below 1, or None for equal weights")
+        if optimizer.average is not None:
+            raise ConfigError("the optimizer keeps an average already; build one AveragedWeights for an optimizer")
+        self.decay, self._optimizer = decay, optimizer  # fixed
+        self.num_averaged = 0
+        """Number of updates of the average. `note_update` counts, `load_count` sets it."""
+        # The average of each `MainParam.main`, in its dtype and shape, on its device. `note_update` and loads write
+        # them on the current stream; inside of `swapped` they hold the model's weights.
+        self._averages = [p.main.detach().clone() for p in optimizer.main_params]
+        # Whether the model holds the average. `swapped` sets and clears it.
+        self._is_swapped = False
+        optimizer.average = self
+
+    @torch.no_grad()
+    def note_update(self) -> None:
+        """Takes the weights into the average in one pass. The optimizer calls it after each step that was not skipped.
+
+        With `MegatronOptimizer.start_step` that is when the host learns of the step's outcome, before the next update.
+        """
+        mains = [p.main for p in self._optimizer.main_params]
+        if self.num_averaged == 0:
+            torch._foreach_copy_(self._averages, mains)
+        else:
+            weight = 1 / (self.num_averaged + 1) if self.decay is None else 1 - self.decay
+            torch._foreach_lerp_(self._averages, mains, weight)
+        self.num_averaged += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Makes the model hold the average, for evaluation or an export, and afterwards its weights again, to the bit.
+
+        Every rank enters it, between steps. Needs the memory of the largest shard on top. Frees the gathered
+        parameters of a wrapper first.
+
+        Raises:
+            OptimizerError: nothing has been averaged yet, or the model holds the average already.
+        """
+        self._optimizer.finish_step()
+        if self.num_averaged == 0:
+            raise OptimizerError("there is no average before the first step; train first")
+        self.check_may_step()
+        self._optimizer.exchange_main_tensors(self._averages)
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
+            self._optimizer.exchange_main_tensors(self._averages)
+
+    def check_may_step(self) -> None:
+        """Raises while the model holds the average.
+
+        Raises:
+            OptimizerError: names what to leave.
+        """
+        if self._is_swapped:
+            raise OptimizerError("the model holds averaged weights; leave `with average.swapped()` first")
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Returns the average of each parameter by name, as tensors of the whole model that share this rank's."""
+        self.check_may_step()
+        params = zip(self._optimizer.main_params, self._averages, strict=True)
+        return {f"average.{p.name}": p.whole(average) for p, average in params}
+
+    def load_count(self, count: int | None) -> None:
+        """Continues from the number of updates of a checkpoint.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        if count is None:
+            raise CheckpointError("the checkpoint holds no averaged weights; build AveragedWeights after loading it")
+        self.num_averaged = count
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the average of this rank's part, its own memory, and the number of updates."""
+        self.check_may_step()
+        return {"averages": self._averages, "num_averaged": self.num_averaged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from `state_dict` of the same rank and cut.
+
+        Raises:
+            CheckpointError: the state has no average.
+        """
+        self.load_count(state_dict.get("num_averaged"))
+        torch._foreach_copy_(self._averages, state_dict["averages"])

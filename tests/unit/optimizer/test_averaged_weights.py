@@ -1,0 +1,210 @@
+"""Averages of sharded weights have the bits of torch's `AveragedModel` in one process, and travel in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from core import parallel_state
+from core.base.errors import CheckpointError, ConfigError, OptimizerError
+from core.dist_checkpointing import load, model_state_dict, save
+from core.dist_checkpointing.gathering import gather_whole
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from core.distributed.data_parallel_base import unwrap_model
+from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.optimizer._model import Model, batch, optimizer_config
+
+FLAT, SHARDED = DistributedDataParallelConfig, FullyShardedDataParallelConfig
+CONFIGS: dict[str, Any] = {
+    "ddp": FLAT(),
+    "zero1": FLAT(data_parallel_sharding_strategy="optim", bucket_size=100),
+    "zero2": FLAT(data_parallel_sharding_strategy="optim_grads", overlap_grad_reduce=True, overlap_param_gather=True),
+    "zero3": SHARDED(data_parallel_sharding_strategy="optim_grads_params"),
+    "fsdp2": TorchFullyShardedDataParallelConfig(),
+    "hybrid zero1": FLAT(data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2),
+    "hybrid fsdp2": TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2),
+}
+STEPS = 5
+DECAYS = (0.9, None)
+
+
+def _run(wrapper: str, decay: float | None, **settings: Any) -> tuple[Any, MegatronOptimizer, AveragedWeights]:
+    torch.manual_seed(3)
+    model: Any = Model().to(torch.bfloat16 if settings.get("bf16") else torch.float32)
+    if wrapper != "serial":
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2 if "hybrid" in wrapper else 1)
+        model = wrap_model(model, None, CONFIGS[wrapper])
+    # no clipping: a norm is a sum in an order that depends on the cut
+    optimizer = get_megatron_optimizer(optimizer_config(clip_grad=0.0, **settings), [model])
+    return model, optimizer, AveragedWeights(optimizer, decay)
+
+
+def _step(model: Any, optimizer: MegatronOptimizer, index: int, factor: float = 1.0) -> None:
+    """Takes a step whose gradient is the same on every rank, so that its mean over them is exact."""
+    dtype = next(model.parameters()).dtype
+    loss = optimizer.scale_loss(model(batch(index).to(dtype)) * factor)
+    loss.backward()
+    if hasattr(model, "zero_grad_buffer"):
+        finalize_model_grads([model])
+    optimizer.start_step()  # the next one, or whoever reads the state, waits for it
+    optimizer.zero_grad()
+
+
+def _wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in gather_whole(tensors)}
+
+
+def _averages(optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    return _wholes({n: t for n, t in optimizer.state_tensors().items() if n.startswith("average.")})
+
+
+def _trained(wrapper: str, decay: float | None) -> dict[str, Tensor]:
+    model, optimizer, _ = _run(wrapper, decay)
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+    return _averages(optimizer)
+
+
+def _torch_averages(decay: float | None) -> dict[str, Tensor]:
+    model, optimizer, _ = _run("serial", None)
+    average = AveragedModel(
+        model, multi_avg_fn=get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
+    )
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+        optimizer.finish_step()
+        average.update_parameters(model)
+    return {f"average.{name}": tensor.detach() for name, tensor in average.module.named_parameters()}
+
+
+def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    differing = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not differing, f"{differing} differ"
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("wrapper", CONFIGS)
+def test_averages_have_the_bits_of_torchs(wrapper, decay):
+    ranks = 4 if "hybrid" in wrapper else 2
+    for averages in run_distributed(_trained, ranks, wrapper, decay):
+        _assert_equal(averages, _torch_averages(decay))
+
+
+def _swapped(wrapper: str, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
+    model, optimizer, average = _run(wrapper, 0.5, bf16=bf16)
+    for index in range(STEPS):
+        if index == 3:
+            with average.swapped(), torch.no_grad():
+                shown = _wholes(model_state_dict(unwrap_model(model)))
+                loss = model(batch(9).to(next(model.parameters()).dtype))
+        _step(model, optimizer, index)
+    return shown, _averages(optimizer), _wholes(model_state_dict(unwrap_model(model))), loss
+
+
+def _never_swapped(bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
+    model, optimizer, _ = _run("serial", 0.5, bf16=bf16)
+    for index in range(STEPS):
+        if index == 3:
+            dtype = next(model.parameters()).dtype
+            shown = {n.removeprefix("average."): average.to(dtype) for n, average in _averages(optimizer).items()}
+            loss = torch.func.functional_call(model, shown, batch(9).to(dtype)).detach()
+        _step(model, optimizer, index)
+    return shown, _averages(optimizer), _wholes(model_state_dict(model)), loss
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_evaluation_reads_the_average_and_training_goes_on(wrapper, bf16):
+    expected_shown, expected_averages, expected_weights, expected_loss = _never_swapped(bf16)
+    for shown, averages, weights, loss in run_distributed(_swapped, 2, wrapper, bf16):
+        _assert_equal(shown, expected_shown)
+        torch.testing.assert_close(loss, expected_loss, rtol=0, atol=0)
+        _assert_equal(averages, expected_averages)
+        _assert_equal(weights, expected_weights)
+
+
+def _save(wrapper: str, folder: str) -> None:
+    model, optimizer, _ = _run(wrapper, 0.9)
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+    tensors = optimizer.state_tensors() | model_state_dict(unwrap_model(model))
+    save(tensors, folder, metadata=optimizer.state_scalars())
+
+
+def _resume(wrapper: str, folder: str) -> tuple[dict[str, Tensor], int]:
+    model, optimizer, average = _run(wrapper, 0.9)
+    metadata = load(optimizer.state_tensors() | model_state_dict(unwrap_model(model)), folder)
+    optimizer.load_state_scalars(metadata)
+    for index in range(STEPS, STEPS + 2):
+        _step(model, optimizer, index)
+    return _averages(optimizer), average.num_averaged
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("zero1", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "zero1")])
+def test_a_checkpoint_continues_the_average(tmp_path: Path, writer, reader):
+    run_distributed(_save, 2, writer, str(tmp_path))
+    model, optimizer, _ = _run("serial", 0.9)
+    for index in range(STEPS + 2):
+        _step(model, optimizer, index)
+    for averages, count in run_distributed(_resume, 4 if reader == "zero3" else 2, reader, str(tmp_path)):
+        _assert_equal(averages, _averages(optimizer))
+        assert count == STEPS + 2
+
+
+def test_a_skipped_step_is_not_averaged():
+    model, optimizer, average = _run("serial", 0.5)
+    _step(model, optimizer, 0)
+    _step(model, optimizer, 1)
+    before = _averages(optimizer)
+    _step(model, optimizer, 2, factor=float("inf"))
+    _assert_equal(_averages(optimizer), before)
+    assert average.num_averaged == 2
+
+
+def test_state_dict_of_a_rank_holds_the_average():
+    model, optimizer, _ = _run("serial", None)
+    _step(model, optimizer, 0)
+    saved = optimizer.state_dict()
+    expected = _averages(optimizer)
+    _, second, average = _run("serial", None)
+    second.load_state_dict(saved)
+    _assert_equal(_averages(second), expected)
+    assert average.num_averaged == 1
+    del saved["average"]
+    with pytest.raises(CheckpointError, match="no averaged weights"):
+        second.load_state_dict(saved)
+
+
+def test_misuse_is_named():
+    model, optimizer, average = _run("serial", 0.5)
+    with pytest.raises(OptimizerError, match="train first"), average.swapped():
+        pass
+    with pytest.raises(ConfigError, match="keeps an average already"):
+        AveragedWeights(optimizer)
+    for decay in (1.0, -0.1):
+        with pytest.raises(ConfigError, match=f"decay is {decay}"):
+            AveragedWeights(optimizer, decay)
+    _step(model, optimizer, 0)
+    with average.swapped():
+        with pytest.raises(OptimizerError, match="leave `with average"):
+            optimizer.step()
+        with pytest.raises(OptimizerError, match="leave `with average"), average.swapped():
+            pass
+        with pytest.raises(OptimizerError, match="leave `with average"):
+            optimizer.state_tensors()
+    optimizer.zero_grad()
+    _step(model, optimizer, 1)
