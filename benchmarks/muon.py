@@ -1,11 +1,13 @@
 """Measures Muon: the time of its update, its bytes on the wire, its memory, and loss against steps next to AdamW.
 
-    python benchmarks/muon.py [--only time|wire|memory|curves] [--rounds 15] [--iterations 300] [--figure FILE.svg]
+    python benchmarks/muon.py [--only time|wire|memory|noise|curves] [--rounds N] [--iterations N] [--figure FILE.svg]
 
 * ``time``: the update of the example's model over 2 and 4 ranks compared with every rank orthogonalizing all matrices.
   Limit: 1 / ranks + 0.15.
 * ``wire``: bytes of an update over the loopback interface compared with the printed formula. Limit: 5 % apart.
 * ``memory``: bytes of momentum on the rank that has most, with momentum at the shards and at the owners.
+* ``noise``: what another order of adding four micro-batches' gradients changes in them, and in orthogonal updates, as
+  shares of their norms: the matrix that differs most.
 * ``curves``: trains the example with AdamW and with Muon, with equal settings, and draws the loss against steps.
 
 Ranks are gloo processes with one thread each. Exits with 1 when a limit is exceeded.
@@ -13,6 +15,7 @@ Ranks are gloo processes with one thread each. Exits with 1 when a limit is exce
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import subprocess
 import sys
@@ -128,6 +131,23 @@ def report_memory() -> None:
             print(f"  {ranks} ranks {wrapper:6} MiB of momentum at {shown}", flush=True)
 
 
+def report_noise() -> None:
+    from core.optimizer.newton_schulz import PRESETS, orthogonalize
+
+    model, gradients = example_model(), list[list[torch.Tensor]]()
+    matrices = [p for name, p in model.named_parameters() if "linear_" in name and p.ndim == 2]
+    for seed in range(4):
+        tokens = torch.randint(0, 2048, (2, 129), generator=torch.Generator().manual_seed(seed))
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+        gradients.append(list(torch.autograd.grad(loss, matrices)))
+    orders = [(((a + b) + c) + d, (a + b) + (c + d)) for a, b, c, d in zip(*gradients, strict=True)]
+    print(f"  gradient            {max((a - b).norm() / a.norm() for a, b in orders):.1e}")
+    for precision in ("highest", "medium"):
+        recipe = dataclasses.replace(PRESETS["moonlight"], fp32_matmul_prec=precision)
+        pairs = [tuple(orthogonalize(g.contiguous(), recipe).float() for g in pair) for pair in orders]
+        print(f"  update, {precision:11} {max((a - b).norm() / a.norm() for a, b in pairs):.1e}", flush=True)
+
+
 def losses(optimizer: str, iterations: int, folder: Path) -> tuple[list[int], list[float]]:
     """Trains the example on two ranks under FSDP2; returns steps and training losses."""
     from core.training.log_file import LOG_FILE, read_log
@@ -158,7 +178,7 @@ def draw_curves(iterations: int, target: Path) -> None:
 
 
 def main() -> int:
-    parser = arguments(__doc__, ("time", "wire", "memory", "curves"))
+    parser = arguments(__doc__, ("time", "wire", "memory", "noise", "curves"))
     parser.add_argument("--iterations", type=int, default=300, help="steps of each training of `curves`")
     parser.add_argument("--figure", type=Path, help="file that `curves` draws; without it nothing is trained")
     chosen = parser.parse_args()
@@ -173,6 +193,9 @@ def main() -> int:
     if chosen.only in (None, "memory"):
         with section("Momentum on the rank that has most"):
             report_memory()
+    if chosen.only in (None, "noise"):
+        with section("Noise of another order of addition"):
+            report_noise()
     if chosen.figure is not None:
         with section("Loss against steps"):
             draw_curves(chosen.iterations, chosen.figure)

@@ -47,7 +47,7 @@ class Matrix:
 def choose_optimizers(
     params: Sequence[MainParam], config: OptimizerConfig, overrides: ConfigOverrides | None
 ) -> dict[MainParam, str]:
-    """Returns why each parameter is AdamW's, or empty text for those that Muon updates.
+    """Returns why each parameter is the scalar optimizer's, or empty text for those that Muon updates.
 
     An override decides, else the config's patterns, else the rule. The rule gives Muon all matrices, and batches of
     matrices `[n, rows, columns]`, but for embeddings, outputs, and what the model marks by Megatron-LM's attribute
@@ -142,22 +142,23 @@ def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonR
 
 
 def describe_matrices(
-    params: Sequence[MainParam], reasons: Mapping[MainParam, str], matrices: Sequence[Matrix], owners: Sequence[int]
+    reasons: Mapping[MainParam, str], scalar_optimizer: str, matrices: Sequence[Matrix], owners: Sequence[int]
 ) -> str:
     """Returns the table of all parameters: matrix, shape, split, owner and optimizer, layers in one row.
 
     Args:
         reasons: as of `choose_optimizers`.
+        scalar_optimizer: that of parameters with a reason.
         owners: rank of each matrix.
     """
-    names = [_without_numbers(p.name) for p in params if not reasons[p]]
+    names = [_without_numbers(p.name) for p, reason in reasons.items() if not reason]
     owners_of: dict[tuple[str, ...], set[int]] = {}
     for matrix, owner in zip(matrices, owners, strict=True):
         split = _without_numbers(matrix.split) or "whole"
         owners_of.setdefault((names[matrix.param], _text(matrix.shape), split, "muon"), set()).add(owner)
-    for p in params:
-        if reasons[p]:
-            owners_of.setdefault((_without_numbers(p.name), _text(p.param.shape), reasons[p], "adam"), set())
+    for p, reason in reasons.items():
+        if reason:
+            owners_of.setdefault((_without_numbers(p.name), _text(p.param.shape), reason, scalar_optimizer), set())
     rows: list[tuple[str, ...]] = [("matrix", "shape", "split or reason", "optimizer", "owners")]
     rows += [(*row, " ".join(map(str, sorted(ranks))) or "-") for row, ranks in owners_of.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

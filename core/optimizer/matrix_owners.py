@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -122,7 +121,8 @@ class MatrixOwners:
                     "wrap the model so that each element is on one rank and its replicas"
                 )
         costs = [cost(matrix.shape) for matrix in matrices]
-        self.owners = assign_owners(costs, [_whole_holders(parts) for parts in self._parts], self.num_ranks)
+        holders = [sorted(set.intersection(*(set(part.starts) for part in parts))) for parts in self._parts]  # of all
+        self.owners = assign_owners(costs, holders, self.num_ranks)
         of_param: list[list[int]] = [[] for _ in wholes]
         for index, matrix in enumerate(matrices):
             of_param[matrix.param].append(index)
@@ -190,12 +190,21 @@ class MatrixOwners:
         parts = [part for parts in route.receives for part in parts]
         values = [read(part).reshape(-1).to(self.device, dtype) for to_rank in route.sends for part in to_rank]
         sent = torch.cat(values) if values else torch.empty(0, dtype=dtype, device=self.device)
-        if self._group is None or not route.crosses_ranks:
-            return partial(_received, None, sent, parts)
-        sizes = [[sum(part.numel for part in parts) for parts in side] for side in (route.receives, route.sends)]
-        received = sent.new_empty(sum(sizes[0]))
-        work = all_to_all_by_backend(received, sent, self._group, what=what, sizes=(sizes[0], sizes[1]), async_op=True)
-        return partial(_received, work, received, parts)
+        work: dist.Work | None = None
+        if self._group is not None and route.crosses_ranks:
+            into, out = (
+                [sum(part.numel for part in parts) for parts in side] for side in (route.receives, route.sends)
+            )
+            source, sent = sent, sent.new_empty(sum(into))
+            work = all_to_all_by_backend(sent, source, self._group, what=what, sizes=(into, out), async_op=True)
+
+        def arrive() -> Iterable[tuple[_Part, Tensor]]:
+            if work is not None:
+                work.wait()
+            flat = sent.split([part.numel for part in parts])
+            return ((part, numbers.view(part.shape)) for part, numbers in zip(parts, flat, strict=True))
+
+        return arrive
 
     def _make_routes(self, indices: Sequence[int]) -> tuple[_Route, _Route]:
         parts = [part for index in indices for part in self._parts[index]]
@@ -216,13 +225,6 @@ class MatrixOwners:
             if target == self.rank:
                 route.receives[source].append(part)
         return route
-
-
-def _received(work: dist.Work | None, values: Tensor, parts: Sequence[_Part]) -> Iterable[tuple[_Part, Tensor]]:
-    if work is not None:
-        work.wait()
-    flat = values.split([part.numel for part in parts])
-    return ((part, numbers.view(part.shape)) for part, numbers in zip(parts, flat, strict=True))
 
 
 def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
@@ -264,11 +266,6 @@ def _parts_of(index: int, matrix: Matrix, starts: dict[Box, dict[int, int]]) -> 
     firsts, ends = (torch.searchsorted(matrix.rows.contiguous(), bounds).tolist() for bounds in rows)
     spans = zip(starts.items(), firsts, ends, strict=True)
     return [_Part(index, box, first, end, ranks) for (box, ranks), first, end in spans if first < end]
-
-
-def _whole_holders(parts: Sequence[_Part]) -> list[int]:
-    """Returns the ranks that hold all parts of a matrix."""
-    return sorted(set.intersection(*(set(part.starts) for part in parts)))
 
 
 def _make_buckets(

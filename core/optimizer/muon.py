@@ -8,7 +8,7 @@ tensor is cut (`update_rules.in_whole_vectors`), and a product is always that of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -30,12 +30,14 @@ from .newton_schulz import MuonRecipe, orthogonalize, recipe_of
 from .optimizer_config import OptimizerConfig
 from .update_rules import (
     ADAM_STATE,
+    LION_STATE,
     Columns,
     Kernel,
     SkippableRule,
     count_steps,
     ensure_state,
     in_whole_vectors,
+    lion,
     update_by_adamw,
 )
 
@@ -45,7 +47,7 @@ _OWNED = "owned."
 
 
 class Muon(SkippableRule):
-    """Muon for groups whose ``optimizer`` is ``"muon"``, AdamW for the others.
+    """Muon for groups whose ``optimizer`` is ``"muon"``, AdamW or Lion for the others.
 
     The protocol of a step; every rank that shares the matrices takes part::
 
@@ -60,8 +62,8 @@ class Muon(SkippableRule):
 
     Args:
         groups: groups of main tensors, with weight decay and learning rate.
-        params: all parameters of the groups. All ranks that share them make an instance together.
-        reasons: as of `choose_optimizers`.
+        reasons: of all parameters of the groups, as of `choose_optimizers`. All ranks that share them make an instance
+            together.
         tp_group: ranks that share tensor-parallel parameters, next to those of `core.parallel_state`.
 
     Attributes:
@@ -69,21 +71,19 @@ class Muon(SkippableRule):
         table: all parameters, as text for a log.
     """
 
-    state_names = ADAM_STATE
-
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
         config: OptimizerConfig,
-        params: Sequence[MainParam],
         reasons: Mapping[MainParam, str],
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        betas = (config.adam_beta1, config.adam_beta2)
+        is_lion = config.muon_scalar_optimizer == "lion"
+        betas = (config.lion_beta1, config.lion_beta2) if is_lion else (config.adam_beta1, config.adam_beta2)
         super().__init__(
             groups, {"lr": config.lr, "weight_decay": config.weight_decay, "betas": betas, "eps": config.adam_eps}
         )
-        ours, group = [p for p in params if not reasons[p]], _sharing_ranks(params, tp_group)
+        ours, group = [p for p in reasons if not reasons[p]], _sharing_ranks(reasons, tp_group)
         self.recipe = recipe = recipe_of(config)
         # All fixed: the parameters that Muon updates, their matrices, and the dtypes of momentum and of what
         # `orthogonalize` returns.
@@ -96,7 +96,8 @@ class Muon(SkippableRule):
         num_ranks, num_matrices = self._owners.num_ranks, len(self._matrices)
         if num_ranks > num_matrices:
             warn_once(f"{num_ranks} ranks share Muon's update of {num_matrices} matrices, so that some own none")
-        self.table = describe_matrices(params, reasons, self._matrices, self._owners.owners)
+        self.state_names = LION_STATE if is_lion else ADAM_STATE
+        self.table = describe_matrices(reasons, config.muon_scalar_optimizer, self._matrices, self._owners.owners)
         self._owner_holds_momentum = config.muon_momentum_holder == "owners"
         # Whether momentum that owners hold is with the ranks that hold the elements instead. `share_state` sets it,
         # the next step clears it.
@@ -109,7 +110,7 @@ class Muon(SkippableRule):
         self._relative = [s / self._scales[m.param] for m, s in zip(self._matrices, scales, strict=True)]
 
     def state_names_of(self, param: Tensor) -> tuple[str, ...]:
-        return (_MOMENTUM,) if any(param is main for main in self._mains) else ADAM_STATE
+        return (_MOMENTUM,) if any(param is main for main in self._mains) else self.state_names
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closures, hence no loss to return
@@ -117,12 +118,18 @@ class Muon(SkippableRule):
         skips = known_on_host(self.found_inf) if self.found_inf is not None else 0.0
         self._may_skip = skips is None
         for group in self.param_groups:
-            if group["optimizer"] == "muon":
-                count_steps(self, group["params"])
-            else:
+            if group["optimizer"] == "adam":
                 update_by_adamw(self, group)
+                continue
+            counted = count_steps(self, group["params"])
+            if group["optimizer"] == "lion" and skips != 1.0:
+                params = [p for batch in counted.values() for p in batch]
+                states = [ensure_state(self, p, LION_STATE)["exp_avg"] for p in params]
+                rows = [[p, p.grad, state] for p, state in zip(params, states, strict=True) if p.grad is not None]
+                self._run(partial(lion, group), rows, written=(0, 2))
         if skips == 1.0:
             return
+        self._take_momenta()
         num_buckets, bringing = len(self._owners.buckets), self._start_bringing(0)
         returning: list[Arrival] = []
         for bucket in range(num_buckets):
@@ -134,41 +141,36 @@ class Muon(SkippableRule):
             if bucket:
                 self._apply(bucket - 1, returning.pop(0))
         self._apply(num_buckets - 1, returning.pop())
-        self._is_shared = False
 
-    def _start_bringing(self, bucket: int) -> tuple[Arrival, Arrival | None]:
-        """Starts to bring what a bucket's owners need: updates, or gradients and momentum."""
+    def _start_bringing(self, bucket: int) -> Arrival:
+        """Starts to bring what a bucket's owners need: updates, or gradients where they hold the momentum."""
         mains = {param: self._mains[param] for param in self._owners.buckets[bucket]}
         grads = {param: torch.zeros_like(p) if p.grad is None else p.grad for param, p in mains.items()}
         if self._owner_holds_momentum:
             flat = {param: grad.reshape(-1) for param, grad in grads.items()}
-            bringing = self._owners.start_bringing(bucket, flat, self._dtype)
-            if not self._is_shared:
-                return bringing, None
-            return bringing, self._owners.start_bringing(bucket, self._momenta(bucket), self._dtype)
+            return self._owners.start_bringing(bucket, flat, self._dtype)
         updates = {param: torch.zeros_like(p, memory_format=torch.contiguous_format) for param, p in mains.items()}
         rows = [
             [grads[param], ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM], updates[param]]
             for param, p in mains.items()
             if p.grad is not None and p.numel()
         ]
-        self._run(partial(_advance, self.recipe), rows, written=1)
+        self._run(partial(_advance, self.recipe), rows, written=(1,))
         flat = {param: update.view(-1) for param, update in updates.items()}
-        return self._owners.start_bringing(bucket, flat, self.recipe.wire_dtype or self._dtype), None
+        return self._owners.start_bringing(bucket, flat, self.recipe.wire_dtype or self._dtype)
 
-    def _take(self, bringing: tuple[Arrival, Arrival | None]) -> dict[int, Tensor]:
+    def _take(self, bringing: Arrival) -> dict[int, Tensor]:
         """Returns the updates of the matrices that this rank owns, by index."""
-        matrices = self._owners.take(bringing[0])
+        matrices = self._owners.take(bringing)
         if not self._owner_holds_momentum:
             return matrices
-        momenta = {} if bringing[1] is None else self._owners.take(bringing[1])
         updates, rows = {index: torch.zeros_like(grad) for index, grad in matrices.items()}, []
         for index, grad in matrices.items():
-            main, name = self._mains[self._matrices[index].param], f"{_OWNED}{index}"
-            self.state[main] |= {name: momenta[index]} if index in momenta else {}
+            main = self._mains[self._matrices[index].param]
             if main.grad is not None:
-                rows.append([grad, self.state[main].setdefault(name, torch.zeros_like(grad)), updates[index]])
-        self._run(partial(_advance, self.recipe), rows, written=1)
+                momentum = self.state[main].setdefault(f"{_OWNED}{index}", torch.zeros_like(grad))
+                rows.append([grad, momentum, updates[index]])
+        self._run(partial(_advance, self.recipe), rows, written=(1,))
         return updates
 
     def _apply(self, bucket: int, arrival: Arrival) -> None:
@@ -183,24 +185,34 @@ class Muon(SkippableRule):
             if main.grad is not None and main.numel():
                 factors = 1 - group["lr"] * group["weight_decay"], group["lr"] * self._scales[param]
                 rows.setdefault(factors, []).append([main, updates[param].view(main.shape)])
-            if self._owner_holds_momentum:
-                self.state[main].pop(_MOMENTUM, None)
         for factors, same in rows.items():
-            self._run(partial(_descend, *factors), same, written=0)
+            self._run(partial(_descend, *factors), same, written=(0,))
 
-    def _run(self, kernel: Kernel, rows: list[list[Tensor]], written: int) -> None:
+    def _run(self, kernel: Kernel, rows: list[list[Tensor]], written: tuple[int, ...]) -> None:
         """Runs `kernel` over columns of tensors, and restores those that it has written if the device skips the step.
 
         Args:
-            written: index of that column.
+            written: indices of these columns.
         """
         if not rows:
             return
-        targets = [row[written] for row in rows]
+        targets = [row[column] for row in rows for column in written]
         before = [target.clone() for target in targets] if self._may_skip else []
         in_whole_vectors(kernel, rows)
         for target, old in zip(targets, before, strict=False):
             torch.where(self.found_inf.to(target.device).bool(), old, target, out=target)  # type: ignore[union-attr]
+
+    def _take_momenta(self) -> None:
+        """Brings momentum to its owners, if the ranks that hold the elements have it."""
+        if not self._is_shared:
+            return
+        for bucket in range(len(self._owners.buckets)):
+            arrival = self._owners.start_bringing(bucket, self._momenta(bucket), self._dtype)
+            for index, momentum in self._owners.take(arrival).items():
+                self.state[self._mains[self._matrices[index].param]][f"{_OWNED}{index}"] = momentum
+            for param in self._owners.buckets[bucket]:
+                del self.state[self._mains[param]][_MOMENTUM]
+        self._is_shared = False
 
     def share_state(self) -> None:
         if not self._owner_holds_momentum or self._is_shared:
@@ -235,7 +247,7 @@ def _descend(keep: float, step: float, columns: Columns) -> None:
     torch._foreach_add_(params, updates, alpha=-step)
 
 
-def _sharing_ranks(params: Sequence[MainParam], tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _sharing_ranks(params: Iterable[MainParam], tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns the smallest group with all ranks that hold parts of the model or replicas of them; None for one rank.
 
     Raises:

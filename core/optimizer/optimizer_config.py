@@ -94,8 +94,15 @@ class OptimizerConfig:
     muon_exclude: tuple[str, ...] = ()
     """Update parameters whose names match these shell patterns by `muon_scalar_optimizer`."""
 
-    muon_scalar_optimizer: Literal["adam"] = "adam"
-    """Optimizer of what Muon does not update: embeddings, outputs, routers, vectors."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    """Optimizer of what Muon does not update: embeddings, outputs, routers, vectors. ``"adam"`` is AdamW, ``"lion"``
+    Lion (Chen et al., 2023)."""
+
+    lion_beta1: float = 0.95
+    """Lion's share of the momentum in an update."""
+
+    lion_beta2: float = 0.98
+    """Decay of Lion's momentum."""
 
     muon_momentum_holder: Literal["shards", "owners"] = "shards"
     """Who keeps the momentum of a matrix: the ranks that keep its elements, each its part; or the rank that updates
@@ -138,7 +145,7 @@ class OptimizerConfig:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)
         share = "a number from 0 up to, not including, 1"
-        momenta = ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
+        momenta = ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum")
         check_range(self, *momenta, least=0, below=1, takes=share)
         if self.optimizer == "muon":
             self._check_muon()
@@ -155,7 +162,7 @@ class OptimizerConfig:
     def _check_muon(self) -> None:
         check_choices(self, True, muon_preset=tuple(PRESETS), muon_coefficient_type=tuple(COEFFICIENTS))
         check_choices(self, True, muon_scale_mode=get_args(ScaleMode), muon_fp32_matmul_prec=get_args(Precision))
-        check_choices(self, muon_scalar_optimizer=("adam",), muon_momentum_holder=("shards", "owners"))
+        check_choices(self, muon_scalar_optimizer=("adam", "lion"), muon_momentum_holder=("shards", "owners"))
         check_range(self, "muon_num_ns_steps", least=1, takes="a positive integer")
         check_range(self, "muon_extra_scale_factor", over=0)
         if self.muon_tp_mode == "blockwise":

@@ -1,4 +1,4 @@
-"""AdamW and SGD on plain local tensors, with results that do not depend on how a tensor is sharded.
+"""AdamW, SGD and Lion on plain local tensors, with results that do not depend on how a tensor is sharded.
 
 torch's fused CPU kernels are four times as fast as its foreach ones. But scalar code computes the elements at the end
 of a tensor that do not fill a vector register, and rounds differently (it contracts multiply and add differently).
@@ -24,6 +24,7 @@ Columns = list[list[Tensor]]
 Kernel = Callable[[Columns], None]
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
+LION_STATE = ("exp_avg",)
 
 VECTOR_ELEMENTS = 16
 """At least the elements of a CPU's widest vector register, and what the kernels' threads split by (64 bytes)."""
@@ -77,6 +78,16 @@ class SGD(SkippableRule):
         for group in self.param_groups:
             params = [p for batch in count_steps(self, group["params"]).values() for p in batch]
             _update(partial(_sgd, group, self.found_inf), self, params, self.state_names)
+
+
+def lion(group: dict[str, Any], columns: Columns) -> None:
+    """Updates parameters by Lion (Chen et al., 2023): the sign of a mix of gradient and momentum."""
+    params, grads, momenta = columns
+    signs = torch._foreach_lerp(momenta, grads, 1 - group["betas"][0])
+    torch._foreach_sign_(signs)
+    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_add_(params, signs, alpha=-group["lr"])
+    torch._foreach_lerp_(momenta, grads, 1 - group["betas"][1])
 
 
 def update_by_adamw(rule: SkippableRule, group: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ class Kind:
     reduces_in_fp32: bool = True
     per_token: bool = False
     dropout: float = 0.1
+    optimizer: str = "adam"
     context_parallel: int = 1
     steps: int = 10
 
@@ -82,6 +83,7 @@ KINDS = {
     "8 micro-batches": Kind(),
     "16 micro-batches": Kind(16, dropout=0.0),
     "12 micro-batches, per token": Kind(12, per_token=True),
+    "Muon": Kind(4, optimizer="muon", steps=6),
     "bf16": Kind(precision="bf16"),
     "bf16, reduced in bf16": Kind(precision="bf16", reduces_in_fp32=False),
     "fp16": Kind(precision="fp16", steps=14),
@@ -172,7 +174,7 @@ def train(wrapper: str, kind: Kind) -> Record:
 
 
 def _optimizer(kind: Kind, model: Any) -> MegatronOptimizer:
-    fields = {**OPTIMIZER, "log_num_zeros_in_grad": True}
+    fields = {**OPTIMIZER, "optimizer": kind.optimizer, "log_num_zeros_in_grad": True}
     if kind.precision == "bf16":
         fields |= {"bf16": True}
     if kind.precision == "fp16":  # the scale falls, grows and falls again

@@ -142,9 +142,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a resumed run begins with owners' momentum of zero",
-        "core.optimizer.muon.Muon._take",
-        r"\{name: momenta\[index\]\} if index in momenta else \{\}",
-        "{}",
+        "core.optimizer.muon.Muon._take_momenta",
+        r"if not self\._is_shared",
+        "if True",
         (f"{_MUON_OVER_RANKS}::test_checkpoint_continues_under_any_wrapper",),
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,10 +112,52 @@ def test_presets_equal_published_formulas(preset: Any, precision: Any, tolerance
 
 @pytest.mark.parametrize("kind", list(newton_schulz.COEFFICIENTS))
 def test_coefficients_bring_singular_values_near_one(kind: Any):
-    recipe = newton_schulz.recipe_of(_config(muon_coefficient_type=kind))
+    steps = {"polar_express": 8, "aol": 8, "deepseekv4": 10}.get(kind, 5)
+    recipe = newton_schulz.recipe_of(_config(muon_coefficient_type=kind, muon_num_ns_steps=steps))
     matrix = torch.randn(24, 60, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(newton_schulz.orthogonalize(matrix, recipe).float())
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [("quintic", [0, 1, 2, 3, 4, 0, 1]), ("cans", [0, 1, 2, 3, 4, 4, 4]), ("polar_express", [*range(8), 7, 7])],
+)
+def test_further_steps_begin_again_or_repeat_the_last(kind: Any, order: list[int]):
+    recipe = replace(
+        newton_schulz.PRESETS["torch"], coefficient_type=kind, num_ns_steps=len(order), fp32_matmul_prec="highest"
+    )
+    row = torch.tensor([[0.6, 0.8]], dtype=torch.float64)  # its norm is 1, and each step a polynomial of it
+    value = 1.0
+    for a, b, c in (newton_schulz.COEFFICIENTS[kind][index] for index in order):
+        value = a * value + b * value**3 + c * value**5
+    # The least norm of this preset changes nothing. A step amplifies rounding by its slope, 26 at most here.
+    assert torch.allclose(newton_schulz.orthogonalize(row, recipe), value * row, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("simple", 5), ("quintic", 5), ("cans", 5), ("polar_express", 8)])
+def test_noise_of_a_gradient_grows_by_the_slope_at_zero(kind: Any, steps: int):
+    """The bound of docs/muon.md, which noise in a direction that the gradient almost lacks reaches."""
+    preset = newton_schulz.PRESETS["torch"]
+    recipe = replace(preset, coefficient_type=kind, num_ns_steps=steps, fp32_matmul_prec="highest")
+    slope = math.prod(a for a, _, _ in (newton_schulz.COEFFICIENTS[kind] * steps)[:steps])
+    left, _, right = torch.linalg.svd(
+        torch.randn(16, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64), full_matrices=False
+    )
+    values = torch.ones(16, dtype=torch.float64)
+    values[-1] = 1e-6
+    gradient = left @ values.diag() @ right
+    noise = 1e-9 * gradient.norm()
+
+    def growth(direction: Tensor) -> float:
+        noisy = gradient + noise * direction / direction.norm()
+        change = newton_schulz.orthogonalize(noisy, recipe) - newton_schulz.orthogonalize(gradient, recipe)
+        return change.norm().item() / 1e-9
+
+    assert growth(left[:, -1:] @ right[-1:]) > 0.95 * slope
+    for seed in range(5):
+        random = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        assert growth(random) < 1.01 * slope
 
 
 def _gpt() -> GPTModel:
@@ -155,6 +198,29 @@ def test_overrides_by_name_and_attribute():
     assert names["decoder.layers.0.mlp.linear_fc1.weight"] == "adam"
     assert names["decoder.layers.1.mlp.experts.linear_fc1.weight"] == "muon"
     assert names["decoder.layers.1.mlp.experts.linear_fc2.weight"] == "adam"
+
+
+def test_scalar_optimizer_lion_follows_its_formula():
+    model = _gpt().double()
+    optimizer = get_megatron_optimizer(_config(muon_scalar_optimizer="lion", lion_beta1=0.9, lion_beta2=0.7), [model])
+    assert set(_names(optimizer).values()) == {"muon", "lion"} and "lion" in optimizer.describe()
+    names = [name for name, kind in _names(optimizer).items() if kind == "lion"]
+    params = {name: model.get_parameter(name) for name in names}
+    expected = {name: p.detach().clone() for name, p in params.items()}
+    momenta = {name: torch.zeros_like(p) for name, p in params.items()}
+    for step in range(3):
+        _give_gradients(list(model.parameters()), step)
+        optimizer.step()
+        for name, p in params.items():
+            assert p.grad is not None
+            decay = 0.1 if p.ndim > 1 and not name.endswith("bias") else 0.0
+            expected[name] *= 1 - 0.02 * decay
+            expected[name] -= 0.02 * (0.9 * momenta[name] + (1 - 0.9) * p.grad).sign()
+            momenta[name] = 0.7 * momenta[name] + (1 - 0.7) * p.grad
+            assert torch.allclose(p, expected[name], rtol=1e-12), name
+    state = optimizer.state_tensors()
+    assert all(torch.allclose(state[f"exp_avg.{name}"], momenta[name], rtol=1e-12) for name in names)
+    assert not any(name.startswith("exp_avg_sq") for name in state)
 
 
 class _Fused(nn.Module):
@@ -238,8 +304,8 @@ def test_parameter_without_gradient_is_left():
 
 @pytest.mark.parametrize("holder", ["shards", "owners"])
 def test_infinite_gradient_skips_the_step(holder: Any):
-    model = _Matrices()
-    optimizer = get_megatron_optimizer(_config(muon_momentum_holder=holder), [model])
+    model, settings = _Matrices(), {"muon_scalar_optimizer": "lion", "muon_exclude": ("square",)}
+    optimizer = get_megatron_optimizer(_config(muon_momentum_holder=holder, **settings), [model])
     for step in range(3):
         _give_gradients(list(model.parameters()), step)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -287,7 +353,8 @@ def test_loss_scale_and_clipping_come_before_the_momentum():
         ({"muon_scale_mode": "root"}, "muon_scale_mode is 'root'; it takes"),
         ({"muon_split_qkv": False, "muon_split_qkv_per_head": True}, "muon_split_qkv is off; drop one"),
         ({"muon_tp_mode": "blockwise"}, "muon_tp_mode is blockwise, which changes"),
-        ({"muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer is 'lion'; it takes"),
+        ({"muon_scalar_optimizer": "soap"}, "muon_scalar_optimizer is 'soap'; it takes"),
+        ({"lion_beta2": 1.0}, "lion_beta2 is 1.0; it takes a number from 0 up to"),
     ],
 )
 def test_bad_settings_are_one_line(settings: Any, message: str):

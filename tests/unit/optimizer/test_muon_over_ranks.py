@@ -163,6 +163,7 @@ CASES = [
 )
 def test_every_wrapper_equals_one_process(ranks: int, wrapper: str, tp: int, holder: str):
     settings = {"muon_momentum_holder": holder, "bf16": wrapper == "zero2", "muon_split_qkv_per_head": tp > 1}
+    settings["muon_scalar_optimizer"] = "lion" if wrapper in ("zero1", "fsdp2") else "adam"
     expected = _whole_state("serial", 1, settings, matrix_owners.BUCKET_ELEMENTS)
     assert run_distributed(_differing, ranks, wrapper, tp, settings, expected, 400) == [[]] * ranks
 
@@ -204,7 +205,9 @@ MOVES = [
 @pytest.mark.parametrize("holders", [("shards", "owners"), ("owners", "shards"), ("owners", "owners")])
 @pytest.mark.parametrize(("writer", "reader"), MOVES)
 def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, holders):
-    first, second = ({"muon_momentum_holder": holder, "bf16": reader[1] == "zero2"} for holder in holders)
+    scalar = "lion" if writer[1] == "zero1" else "adam"
+    settings = {"bf16": reader[1] == "zero2", "muon_scalar_optimizer": scalar}
+    first, second = (settings | {"muon_momentum_holder": holder} for holder in holders)
     _on_ranks(_write, *writer, first, str(tmp_path / "first"))
     _on_ranks(_continue, *reader, second, str(tmp_path / "first"), str(tmp_path / "second"))
     model, optimizer = _run("serial", 1, first)
