@@ -4,7 +4,7 @@
 
 Two ranks, a model of 26 M parameters in bf16, under each wrapper, to the first rank. The bandwidth is that of one
 message of a bucket's size from rank 1 to rank 0, in the same rounds. Memory is the peak of live tensor bytes on rank 0
-on top of what it holds before.
+on top of what it holds before. Exits with 1 when a stream takes more than 1.15 of the time of its bytes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
+from _measure import PairedRatio
+from _report import exit_status
 
-from benchmarks._measure import PairedRatio
 from core import parallel_state
 from core.adapters.bridge.checkpoints import whole_state_dict
 from core.distributed import (
@@ -42,6 +43,7 @@ CONFIGS = {
     "FSDP2": TorchFullyShardedDataParallelConfig(),
 }
 BUCKET = 8 * 2**20
+TIME_LIMIT = 1.15
 
 
 def _model(name: str) -> Any:
@@ -96,22 +98,25 @@ def _measured(name: str, rounds: int) -> dict[str, Any]:
     return {"seconds": seconds, "peaks": peaks, "total": total, "sent": owned}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds, within = parser.parse_args().rounds, True
     for name in CONFIGS:
         result = run_distributed(_measured, 2, name, rounds)[0]
         seconds, peaks = result["seconds"], result["peaks"]
         print(f"{name}: {result['total'] / 2**20:.0f} MiB of weights, {result['sent'] / 2**20:.0f} MiB sent")
         if result["sent"]:
-            print(f"  time / time of its bytes      {PairedRatio.of(seconds['stream'], seconds['bandwidth'])}")
+            ratio = PairedRatio.of(seconds["stream"], seconds["bandwidth"])
+            within &= ratio.holds(TIME_LIMIT)
+            print(f"  time / time of its bytes      {ratio}{ratio.verdict(TIME_LIMIT)}")
         print(f"  time / gathering everything   {PairedRatio.of(seconds['stream'], seconds['gather all'])}")
         print(f"  seconds                       {statistics.median(seconds['stream']):.3f}")
         print(
             f"  peak, MiB                     {peaks['stream'] / 2**20:.1f} (all: {peaks['gather all'] / 2**20:.1f})"
         )
+    return exit_status(within)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

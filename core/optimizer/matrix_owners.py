@@ -69,19 +69,10 @@ class _Part:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def source(self, owner: int) -> int:
-        """Returns the rank that sends the part to the owner: itself, or the nearest of the holders."""
-        return min(self.starts, key=lambda rank: (abs(rank - owner), rank))
 
-
-@dataclass(frozen=True)
-class _Route:
-    """The parts that this rank sends and receives in one all-to-all, by the other rank."""
-
-    sends: list[list[_Part]]
-    receives: list[list[_Part]]
-    crosses_ranks: bool
-    """Whether any rank sends something to another one."""
+_Route = tuple[list[list[_Part]], list[list[_Part]], bool]
+"""The parts that this rank sends and receives in one all-to-all, by the other rank, and whether any rank sends
+something to another one."""
 
 
 Arrival = Callable[[], Iterable[tuple[_Part, Tensor]]]
@@ -187,44 +178,43 @@ class MatrixOwners:
         return elements, slice(first, last + 1) if last - first == len(rows) - 1 else rows.to(elements.device)
 
     def _start(self, route: _Route, read: Callable[[_Part], Tensor], dtype: torch.dtype, what: str) -> Arrival:
-        parts = [part for parts in route.receives for part in parts]
-        values = [read(part).reshape(-1).to(self.device, dtype) for to_rank in route.sends for part in to_rank]
-        sent = torch.cat(values) if values else torch.empty(0, dtype=dtype, device=self.device)
+        sends, receives, crosses_ranks = route
+        values = [read(part).reshape(-1).to(self.device, dtype) for to_rank in sends for part in to_rank]
+        arriving = torch.cat(values) if values else torch.empty(0, dtype=dtype, device=self.device)
         work: dist.Work | None = None
-        if self._group is not None and route.crosses_ranks:
-            into, out = (
-                [sum(part.numel for part in parts) for parts in side] for side in (route.receives, route.sends)
-            )
-            source, sent = sent, sent.new_empty(sum(into))
-            work = all_to_all_by_backend(sent, source, self._group, what=what, sizes=(into, out), async_op=True)
+        if self._group is not None and crosses_ranks:
+            into, out = ([sum(part.numel for part in parts) for parts in side] for side in (receives, sends))
+            sent, arriving = arriving, arriving.new_empty(sum(into))
+            work = all_to_all_by_backend(arriving, sent, self._group, what=what, sizes=(into, out), async_op=True)
+        parts = list(itertools.chain(*receives))
 
         def arrive() -> Iterable[tuple[_Part, Tensor]]:
             if work is not None:
                 work.wait()
-            flat = sent.split([part.numel for part in parts])
+            flat = arriving.split([part.numel for part in parts])
             return ((part, numbers.view(part.shape)) for part, numbers in zip(parts, flat, strict=True))
 
         return arrive
 
     def _make_routes(self, indices: Sequence[int]) -> tuple[_Route, _Route]:
-        parts = [part for index in indices for part in self._parts[index]]
-        brought = [(part, part.source(self.owners[part.matrix]), self.owners[part.matrix]) for part in parts]
-        returned = [(part, self.owners[part.matrix], holder) for part in parts for holder in part.starts]
+        parts = [(part, self.owners[index]) for index in indices for part in self._parts[index]]
+        # The owner itself, or the holder that is nearest to it.
+        brought = [
+            (part, min(part.starts, key=lambda rank: (abs(rank - owner), rank)), owner) for part, owner in parts
+        ]
+        returned = [(part, owner, holder) for part, owner in parts for holder in part.starts]
         return self._route(brought), self._route(returned)
 
     def _route(self, transfers: Sequence[tuple[_Part, int, int]]) -> _Route:
         """Sorts transfers, each with its source and target, into those of this rank."""
-        route = _Route(
-            [[] for _ in range(self.num_ranks)],
-            [[] for _ in range(self.num_ranks)],
-            any(source != target for _, source, target in transfers),
-        )
+        sends: list[list[_Part]] = [[] for _ in range(self.num_ranks)]
+        receives: list[list[_Part]] = [[] for _ in range(self.num_ranks)]
         for part, source, target in transfers:
             if source == self.rank:
-                route.sends[target].append(part)
+                sends[target].append(part)
             if target == self.rank:
-                route.receives[source].append(part)
-        return route
+                receives[source].append(part)
+        return sends, receives, any(source != target for _, source, target in transfers)
 
 
 def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int) -> list[int]:

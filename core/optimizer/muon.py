@@ -124,8 +124,7 @@ class Muon(SkippableRule):
             counted = count_steps(self, group["params"])
             if group["optimizer"] == "lion" and skips != 1.0:
                 params = [p for batch in counted.values() for p in batch]
-                states = [ensure_state(self, p, LION_STATE)["exp_avg"] for p in params]
-                rows = [[p, p.grad, state] for p, state in zip(params, states, strict=True) if p.grad is not None]
+                rows = [[p, p.grad, ensure_state(self, p, LION_STATE)["exp_avg"]] for p in params]
                 self._run(partial(lion, group), rows, written=(0, 2))
         if skips == 1.0:
             return

@@ -2,14 +2,18 @@
 
 stream      whole tensors under another system's names, a bucket at a time
 patches     only the elements that changed since the receivers' version
-transport   sends both to receivers in processes of their own, and receives them
+sender      sends both to receivers in processes of their own
+receiver    receives them
+shards      straight into the shards of receivers
 adapters    LoRA adapters as PEFT's files
 """
 
 from .adapters import save_adapter
 from .patches import PatchStream, WeightPatch
+from .receiver import WeightReceiver
+from .sender import WeightSender
+from .shards import receive_shards, send_shards
 from .stream import ParamMeta, WeightStream
-from .transport import WeightReceiver, WeightSender
 
 __all__ = [
     "ParamMeta",
@@ -18,5 +22,7 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "WeightStream",
+    "receive_shards",
     "save_adapter",
+    "send_shards",
 ]

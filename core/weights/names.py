@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,17 @@ Adapters = Literal["merge", "only"]
 
 _PEFT = "base_model.model."
 _LOW_IN, _LOW_OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
-_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS: Mapping[str, tuple[str, tuple[str, str, str]]] = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3"), ("mlp", _GATED)),
+}
+"""Of transformers' models that stack their experts: the block and the weights of an expert in files."""
+
+
+_Update = tuple[float, str, str]
+"""Scale of a LoRA adapter, and the names of its factors: the one next to the input, and the other."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Outgoing:
     sources: tuple[str, ...]
     """The model's tensors that it is made of."""
     make: Callable[[Mapping[str, Tensor]], Tensor]
-    """Makes it from these, whole and by name. May return one of them."""
+    """Makes it from these, whole and by name. An `itemgetter` returns one of them as it is."""
 
 
 def outgoing(
@@ -73,15 +83,17 @@ def outgoing(
         return sent
     ours = {name: tuple(view.shape) for name, view in views.items() if not is_adapter(name)}
     shapes = foreign_shapes(recipes, ours)
-    scales = {name: module.scale for name, module in model.named_modules() if isinstance(module, Adapter)}
-    sent = []
+    adapted, sent = dict(_adapted(model)), []
     for recipe in recipes:
-        adapter = recipe.name.removesuffix(".weight") + ".adapter"
-        scale = scales.get(adapter) if recipe.name.endswith(".weight") else None
-        sources = (recipe.name, *(adapter + end for end in (".linear_in.weight", ".linear_out.weight")))
+        update = adapted.get(recipe.name)
+        sources = (recipe.name, *(update[1:] if update else ()))
         for name in dict.fromkeys(run.source for run in recipe.runs):
-            make = partial(_make, name, shapes[name], recipe, scale)
-            sent.append(Outgoing(name, shapes[name], views[recipe.name].dtype, sources[: 3 if scale else 1], make))
+            make: Any = partial(_make, name, shapes[name], recipe, update)
+            rows = shapes[name][0] if shapes[name] else 1
+            is_same = recipe.runs == (Run(name, rows),) and ours[recipe.name] == shapes[name]
+            if is_same and update is None:
+                make = itemgetter(recipe.name)
+            sent.append(Outgoing(name, shapes[name], views[recipe.name].dtype, sources, make))
     return sent
 
 
@@ -95,32 +107,61 @@ def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names, vocab_
         return
     if vocab_size is not None:
         raise ConfigError("vocab_size was given without Hugging Face's names of a GPTModel; leave it out")
-    if names == "hugging_face" and any(name.endswith(_EXPERTS) for name in views):
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    stacks = names == "hugging_face" and any(name.endswith(_STACKED) for name in views)
+    if stacks and kind not in _EXPERTS:
         raise ConfigError(
-            "the model keeps its experts as 3-D tensors, which files of Hugging Face's do not; use names='module', "
-            "and split them on the receivers' side"
+            f"a model of type {kind!r} keeps its experts as 3-D tensors, and whether its files do is not known here; "
+            "use names='module', and split them on the receivers' side"
         )
     gated = isinstance(model, GPTModel) and model.config.gated_linear_unit and names == "megatron"
+    is_pefts = hasattr(model, "peft_config")
     for name, view in views.items():
-        if is_adapter(name):
+        if is_adapter(name) or (is_pefts and any(part in name for part in (".lora_", ".original_module."))):
             continue
         rows = view.shape[0] if view.dim() else 1
         if gated and ".linear_fc1." in name and view.dim() < 3:
             half = rows // 2
             yield Recipe(name, (Run(name, half, 0, 2), Run(name, half, 1, 2, half)))
+        elif stacks:
+            yield Recipe(name, tuple(_runs_of_experts(name, view, *_EXPERTS[kind])))
         else:
-            yield Recipe(name, (Run(name, rows),))
+            source = _name_in_base(name) if is_pefts and names == "hugging_face" else name
+            yield Recipe(name, (Run(source, rows),))
+
+
+def _runs_of_experts(name: str, view: Tensor, block: str, weights: tuple[str, str, str]) -> Iterator[Run]:
+    """Yields the runs of a tensor of a model that stacks its experts, under the names of its files."""
+    stem, _, kind = name.replace(".mlp.", f".{block}.").rpartition(".")
+    if not name.endswith(_STACKED):
+        yield Run(f"{stem}.{kind}" if stem else kind, view.shape[0] if view.dim() else 1)
+        return
+    names = weights[:2] if kind == "gate_up_proj" else weights[2:]
+    rows = view.shape[1] // len(names)
+    for expert in range(view.shape[0]):
+        for number, weight in enumerate(names):
+            yield Run(f"{stem}.{expert}.{weight}.weight", rows, number * rows, index=expert)
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, _Update]]:
+    """Yields the names of weights that LoRA adapters of ours or of PEFT's change."""
+    for name, module in model.named_modules():
+        if isinstance(module, Adapter):
+            layer = name.removesuffix(".adapter")
+            yield f"{layer}.weight", (module.scale, layer + _LOW_IN, layer + _LOW_OUT)
+        elif hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+            for kind in module.active_adapters:
+                factors = f"{name}.lora_A.{kind}.weight", f"{name}.lora_B.{kind}.weight"
+                yield f"{name}.base_layer.weight", (module.scaling[kind], *factors)
 
 
 def _make(
-    name: str, shape: tuple[int, ...], recipe: Recipe, scale: float | None, wholes: Mapping[str, Tensor]
+    name: str, shape: tuple[int, ...], recipe: Recipe, update: _Update | None, wholes: Mapping[str, Tensor]
 ) -> Tensor:
     whole = wholes[recipe.name]
-    if scale is not None:
-        layer = recipe.name.removesuffix(".weight")
-        whole = torch.add(whole, wholes[layer + _LOW_OUT] @ wholes[layer + _LOW_IN], alpha=scale)
-    if len(recipe.runs) == 1 and whole.shape == shape and recipe.runs[0] == Run(name, shape[0] if shape else 1):
-        return whole
+    if update is not None:
+        scale, low_in, low_out = update
+        whole = torch.add(whole, wholes[low_out] @ wholes[low_in], alpha=scale)
     return make_foreign(name, shape, [recipe], {recipe.name: whole})
 
 
@@ -150,10 +191,15 @@ def _adapters_only(
                 yield Outgoing(f"{stem}.lora_B.weight", (rows, shape[1]), dtype, (name,), make)
 
 
+def _name_in_base(name: str) -> str:
+    """Returns the name in the base model of a tensor of PEFT's model."""
+    return _without_adapter_name(name.removeprefix(_PEFT).replace(".base_layer.", "."))
+
+
 def _without_adapter_name(name: str) -> str:
-    """Returns the name of a file's tensor: ``x.lora_A.default.weight`` is ``x.lora_A.weight`` there."""
+    """Returns the name in PEFT's files: ``x.lora_A.default.weight`` is ``x.lora_A.weight`` there."""
     stem, _, kind = name.rpartition(".")
     if ".modules_to_save." in name:
         before, _, after = name.partition(".modules_to_save.")
         return f"{before}.{after.partition('.')[2]}"
-    return f"{stem.rpartition('.')[0]}.{kind}" if not stem.endswith(("lora_A", "lora_B")) else name
+    return f"{stem.rpartition('.')[0]}.{kind}" if ".lora_" in stem and not stem.endswith(("_A", "_B")) else name

@@ -71,16 +71,17 @@ class PatchStream:
         """Takes the weights of this moment as the base: those that a full stream sends."""
         self.stream.check_between_steps()
         self._pending = {}
-        self._base = {key: values.clone() for name in self._dtypes for key, values in self._own(name)}
+        self._base = {key: values for name in self._dtypes for key, values in self._own(name, copies=True)}
 
-    def _own(self, name: str) -> Iterator[tuple[tuple[str, Part], Tensor]]:
+    def _own(self, name: str, *, copies: bool = False) -> Iterator[tuple[tuple[str, Part], Tensor]]:
         """Yields the pieces that this rank sends, flattened, in the wire's dtype. The first rank that holds a piece
         sends it."""
         tensors = self.stream.tensors
         owners = tensors.owners()[name]
         for part, piece in held_parts(tensors.views[name]):
             if owners[part][0] == tensors.ranks.rank:
-                yield (name, part), piece.detach().reshape(-1).to(self._dtypes[name])
+                values = piece.detach().to(self._dtypes[name], copy=copies, memory_format=torch.contiguous_format)
+                yield (name, part), values.view(-1)
 
     def changes(self) -> Iterator[list[WeightPatch]]:
         """Yields the changes of each bucket, in the stream's order; an empty list on ranks that do not receive, and

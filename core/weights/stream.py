@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..base.dtypes import dtype_name
 from ..base.errors import ConfigError, ShardstackError
 from ..base.text import choices, listed
 from ..dist_checkpointing import model_state_dict
@@ -109,11 +107,6 @@ class WeightStream:
         """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
         return list(self._metadata)
 
-    def digest(self) -> str:
-        """Returns a hash of `metadata`, equal on all ranks."""
-        text = "".join(f"{meta.name} {dtype_name(meta.dtype)} {meta.shape}\n" for meta in self._metadata)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
     def bucket_names(self) -> list[list[str]]:
         """Returns the names of each bucket, in order. No communication."""
         return [[tensor.name for tensor in bucket] for bucket in self._buckets()]
@@ -121,11 +114,11 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors. A tensor may be the model's own memory: do not write to it."""
         for bucket in self.buckets():
-            while bucket:
-                yield bucket.pop(0)
+            yield from bucket
 
-    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yields the tensors of each bucket together. A bucket is gathered on all ranks when it is yielded.
+    def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Yields the tensors of each bucket together. A bucket is gathered on all ranks when it is yielded, and each
+        of its tensors is made when it is asked for.
 
         Raises:
             ShardstackError: a step has begun, and its backward has not been followed by `finalize_model_grads`.
@@ -133,8 +126,7 @@ class WeightStream:
         self.check_between_steps()
         gathered = self.tensors.buckets()
         for sent in self._buckets():
-            wholes = next(gathered)
-            yield [(tensor.name, self._made(tensor, wholes)) for tensor in sent]
+            yield self._made(sent, next(gathered))
 
     def check_between_steps(self) -> None:
         """Raises unless weights may be read, and waits until they are those of the last optimizer step.
@@ -150,11 +142,13 @@ class WeightStream:
                 )
             self.wrapper.settle_parameters()
 
-    def _made(self, tensor: Outgoing, wholes: dict[str, Tensor]) -> Tensor:
-        dtype = self._wire_dtype(tensor)
-        if not self.tensors.receives:
-            return torch.empty(tensor.shape, dtype=dtype, device="meta")
-        return tensor.make(wholes).detach().to(dtype)
+    def _made(self, sent: Sequence[Outgoing], wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for tensor in sent:
+            dtype = self._wire_dtype(tensor)
+            if self.tensors.receives:
+                yield tensor.name, tensor.make(wholes).detach().to(dtype)
+            else:
+                yield tensor.name, torch.empty(tensor.shape, dtype=dtype, device="meta")
 
     def _buckets(self) -> list[list[Outgoing]]:
         """Returns what is sent of each bucket that is gathered."""

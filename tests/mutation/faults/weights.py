@@ -21,14 +21,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a receiver takes a patch of another base",
-        "core.weights.transport.WeightReceiver._refusal",
+        "core.weights.receiver.WeightReceiver._refusal",
         r"header\['base'\] == self\._state",
         "header['base']",
         ("tests/unit/weights/test_transport.py",),
     ),
     Mutation(
         "a receiver does not compare hashes",
-        "core.weights.transport.WeightReceiver.receive",
+        "core.weights.receiver.WeightReceiver.receive",
         r"sent == digest\.hexdigest\(\)",
         "sent",
         ("tests/unit/weights/test_transport.py",),

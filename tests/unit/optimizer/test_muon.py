@@ -223,6 +223,25 @@ def test_scalar_optimizer_lion_follows_its_formula():
     assert not any(name.startswith("exp_avg_sq") for name in state)
 
 
+def test_groups_have_learning_rates_and_decay_of_their_own():
+    """Of a parameter with another rate and no decay, as of all with these settings."""
+    overrides = {ParamKey(name="tall"): {"max_lr": 0.06, "wd_mult": 0.0}}
+    models = [_Matrices() for _ in range(4)]
+    optimizers = [
+        get_megatron_optimizer(_config(), [models[0]], overrides),  # type: ignore[arg-type]
+        get_megatron_optimizer(_config(), [models[1]]),
+        get_megatron_optimizer(_config(lr=0.06, weight_decay=0.0), [models[2]]),
+        get_megatron_optimizer(_config(), [models[3]], scale_lr_cond=lambda name, _: name == "wide", lr_mult=3.0),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        _give_gradients(list(model.parameters()), 0)
+        optimizer.step()
+    assert torch.equal(models[0].tall, models[2].tall) and torch.equal(models[0].wide, models[1].wide)
+    start = _Matrices()
+    decayed = [(m.wide - start.wide) + lr * 0.1 * start.wide for m, lr in ((models[3], 0.06), (models[1], 0.02))]
+    assert torch.allclose(decayed[0], 3 * decayed[1], atol=1e-6)
+
+
 class _Fused(nn.Module):
     def __init__(self, fused: FusedRows | None, rows: int = 16) -> None:
         super().__init__()

@@ -295,7 +295,7 @@ def _sent_elements(wrapper: str) -> tuple[int, int]:
     rule = optimizer.optimizer
     routes = [route for both in rule._owners._routes for route in both]  # type: ignore[attr-defined]
     rank = rule._owners.rank  # type: ignore[attr-defined]
-    sent = [part for route in routes for to, parts in enumerate(route.sends) if to != rank for part in parts]
+    sent = [part for route in routes for to, parts in enumerate(route[0]) if to != rank for part in parts]
     return sum(part.numel for part in sent), sum(len(m.rows) * m.columns for m in rule._matrices)  # type: ignore[attr-defined]
 
 

@@ -80,9 +80,11 @@ def optimizer_of(model: nn.Module, lr: float = 0.05) -> Any:
     return get_megatron_optimizer(OptimizerConfig(lr=lr, weight_decay=0.0), [model])
 
 
-def start(tp: int = 1, instances: int = 1) -> None:
+def start(tp: int = 1, instances: int = 1, ep: int = 1) -> None:
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=instances)
+    parallel_state.initialize_model_parallel(
+        tp, expert_model_parallel_size=ep, num_distributed_optimizer_instances=instances
+    )
 
 
 def exported(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:

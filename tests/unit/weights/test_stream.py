@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,16 +15,26 @@ from core import parallel_state
 from core.base.errors import ConfigError, ShardstackError
 from core.comm import record
 from core.dist_checkpointing.gathering import WholeTensors, held_parts
+from core.distributed import wrap_model
 from core.transformer.lora import merge_lora
 from core.weights import WeightStream
 from core.weights.stream import flattened
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
+from tests.unit.distributed._hugging_face import hugging_face_model
 from tests.unit.weights._models import BUCKET, CONFIGS, exported, gpt, optimizer_of, start, train, wrapped
+
+EXPERT_CASES = [("ddp", 1), ("zero3", 1), ("fsdp2", 2)]
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 3},
+    "qwen3_moe": {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
+    "llama": {},
+}
 
 
 def _equals_export(kind: str, folder: Path, tp: int, instances: int, fields: dict[str, Any]) -> list[str]:
     """Returns what differs on this rank between two passes of a stream and the export, before and after a step."""
-    start(tp, instances)
+    start(tp, instances, fields.get("expert_model_parallel_size", 1))
     model = wrapped(kind, gpt(tensor_model_parallel_size=tp, **fields), instances=instances)
     optimizer, problems = optimizer_of(model), []
     for step in range(2):
@@ -59,6 +70,45 @@ def test_stream_over_tensor_parallelism_equals_export(kind: str, tmp_path: Path)
     size = 4 if kind == "fsdp2" else 2
     fields = {"frozen": True, "tied": False}
     assert run_distributed(_equals_export, size, kind, tmp_path, 2, 1, fields) == [[]] * size
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": 2, "tied": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp"), quick([(kind, tp) for kind in CONFIGS for tp in (1, 2)], lambda case: case in EXPERT_CASES)
+)
+def test_stream_over_expert_parallelism_equals_export(kind: str, tp: int, tmp_path: Path):
+    assert run_distributed(_equals_export, 2 * tp, kind, tmp_path, tp, 1, EXPERTS) == [[]] * (2 * tp)
+
+
+def _equals_saved(case: str, kind: str, folder: Path) -> list[str]:
+    """Returns what differs between the stream of a model of transformers' and the file that it writes."""
+    from safetensors.torch import load_file
+
+    model = hugging_face_model(case, **TRANSFORMERS[case])
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    expected = load_file(folder / "model.safetensors")
+    received = dict(
+        WeightStream(wrap_model(model, SimpleNamespace(), CONFIGS[kind](), process_group=dist.group.WORLD))
+    )
+    assert received.keys() == expected.keys()
+    return [name for name, value in received.items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_stacked_experts_go_out_as_in_files(case: str, kind: str, tmp_path: Path):
+    assert run_distributed(_equals_saved, 2, case, kind, tmp_path) == [[], []]
+
+
+def test_stacked_experts_of_an_unknown_model_are_refused():
+    model = hugging_face_model("mixtral", num_local_experts=3)
+    model.config.model_type = "novel"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="'novel' keeps its experts as 3-D tensors"):
+        WeightStream(model)
 
 
 def _merges(kind: str) -> list[str]:
@@ -141,11 +191,11 @@ def _memory(kind: str, bucket: int) -> tuple[int, int]:
     with LiveBytes() as live:
         for _, _tensor in stream:
             pass
-    return live.peak, 2 * bucket + 2 * largest
+    return live.peak, 2 * bucket + largest
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("bucket", [1000, 10000])
+@pytest.mark.parametrize("bucket", [3000, 10000])
 def test_live_bytes_stay_below_the_bound(kind: str, bucket: int):
     for peak, bound in run_distributed(_memory, 2, kind, bucket):
         assert peak <= bound

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import WeightsError
-from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, transport
-from tests.unit._spawn import run_distributed
+from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, link
+from tests._forked import FORKED
+from tests.unit._spawn import RankFailure, run_distributed
+from tests.unit.weights._live_bytes import LiveBytes
 from tests.unit.weights._models import BUCKET, gpt, optimizer_of, start, train, wrapped
 
 TRAINERS, RECEIVERS, LIMIT_S = 2, 2, 20.0
@@ -88,7 +94,7 @@ def _fault(fault: str, path: Path) -> tuple[list[str], Any]:
         noting(receiver.receive)
         if fault == "missing" and rank == 3:
             receiver._state = "of a round that was not taken"
-        damage = mock.patch.object(transport.hashlib, "sha256", lambda text: _Damaged())
+        damage = mock.patch.object(link.hashlib, "sha256", lambda text: _Damaged())
         with damage if fault == "damaged" and rank == 3 else mock.patch.object(receiver, "device"):
             receiver.device = torch.device("cpu")
             noting(receiver.receive)
@@ -166,6 +172,109 @@ def test_a_lost_receiver_is_named_and_training_goes_on(tmp_path: Path):
     results = run_distributed(_lost, TRAINERS + RECEIVERS, tmp_path / "store")
     assert all(same for _, same in results)
     assert "rank 2" in results[0][0] and results[0][0] == results[1][0]
+
+
+def _takes_until_killed(store: Path, index: int, pid_file: Path) -> None:
+    """A receiver in a process of its own."""
+    pid_file.write_text(str(os.getpid()))
+    receiver = WeightReceiver(dist.FileStore(str(store), -1), index, RECEIVERS, limit_s=LIMIT_S)
+    while receiver.receive() is not None:
+        pass
+
+
+def _sends_to_killed(path: Path, pid_file: Path, when: str, goes_on: bool) -> tuple[str, float, bool]:
+    """Returns the error of a round in which a receiver is killed, its seconds, and whether training kept its bits."""
+    start()
+    store = dist.FileStore(str(path), -1)
+    model, undisturbed = _model("zero3", dist.group.WORLD), _model("zero3", dist.group.WORLD)
+    optimizer, other = optimizer_of(model), optimizer_of(undisturbed)
+    stream = _stream(model, dist.group.WORLD)
+    sender = WeightSender(stream, store, RECEIVERS, limit_s=3.0)
+    sender.send(0)
+
+    def kill() -> None:
+        if sender.sends:
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+    train(model, optimizer, 0)
+    if when == "before":
+        kill()
+    inner, buckets = sender._send_bucket, []
+
+    def send_bucket(*args: Any) -> None:
+        buckets.append(args)
+        if when == "in mid-round" and len(buckets) == 2:
+            kill()
+        inner(*args)
+
+    began = time.monotonic()
+    with mock.patch.object(sender, "_send_bucket", send_bucket), mock.patch("core.weights.sender._ANSWER_S", 1.0):
+        try:
+            sender.send(1)
+            message = ""
+        except WeightsError as error:
+            message = str(error)
+            if not goes_on:
+                raise
+    seconds = time.monotonic() - began
+    train(model, optimizer, 1)
+    for step in range(2):
+        train(undisturbed, other, step)
+    pairs = zip(WeightStream(model), WeightStream(undisturbed), strict=True)
+    return message, seconds, all(torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.fixture
+def killable(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two receivers in processes of their own, the second of which writes its id: the store, and that file."""
+    processes = [
+        FORKED.Process(
+            target=_takes_until_killed, args=(tmp_path / "store", index, tmp_path / f"pid{index}"), daemon=True
+        )
+        for index in range(RECEIVERS)
+    ]
+    for process in processes:
+        process.start()
+    yield tmp_path / "store", tmp_path / "pid1"
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("when", ["before", "in mid-round"])
+def test_a_killed_receiver_is_named_and_training_goes_on(when: str, killable: tuple[Path, Path]):
+    results = run_distributed(_sends_to_killed, TRAINERS, *killable, when, True)
+    for message, seconds, same in results:
+        assert re.search(r"receivers of weights did not .* within the limit: rank 2;", message), message
+        assert same and seconds < LIMIT_S
+
+
+def test_a_killed_receiver_stops_training_that_lets_it(killable: tuple[Path, Path]):
+    with pytest.raises(RankFailure, match="rank 2; look at their output"):
+        run_distributed(_sends_to_killed, TRAINERS, *killable, "before", False)
+
+
+def _live(kind: str, path: Path, bucket: int) -> tuple[int, int]:
+    """Returns the most bytes that a rank of the trainer holds in a round on top of its state, and the bound."""
+    start()
+    group, store = _roles(path)
+    if dist.get_rank() >= TRAINERS:
+        _receiver(store).receive()
+        return 0, 0
+    model = wrapped(kind, gpt(num_layers=4), group=group)
+    stream = WeightStream(model, receivers=[0], bucket_bytes=bucket, process_group=group)
+    sender = WeightSender(stream, store, RECEIVERS, limit_s=LIMIT_S)
+    stream.tensors.owners()
+    largest = max(view.numel() * view.element_size() for view in stream.tensors.views.values())
+    with LiveBytes() as live:
+        sender.send(0)
+    return live.peak, 2 * bucket + largest
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
+def test_a_round_holds_two_buckets_and_a_tensor(kind: str, tmp_path: Path):
+    for peak, bound in run_distributed(_live, TRAINERS + RECEIVERS, kind, tmp_path / "store", 10000):
+        assert peak <= bound
 
 
 def _sleeps(path: Path, pause_s: float) -> int:

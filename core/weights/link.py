@@ -1,0 +1,104 @@
+"""The group of a sender and its receivers, and the store of their messages.
+
+The first rank of the trainer's group and all receivers form a group of their own, on a store of its own. A round::
+
+    header   sender -> receivers   names, shapes, dtypes, version, base
+    vote     receivers -> sender   what does not fit is refused before the first byte
+    begins   sender -> receivers   all have agreed
+    buckets  sender -> receivers   broadcast, each after all trainer ranks have finished its gather
+    hash     sender -> receivers   of all bytes
+    done     receivers -> sender   the new version is in place, or what failed
+
+All but the buckets go through the store, as JSON. Nothing that is received is unpickled or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from ..base.errors import WeightsError
+from ..base.text import rank_list
+
+Backend = Literal["gloo", "nccl"]
+
+
+def _gloo(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, limit)
+
+
+def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _store(address: str, is_sender: bool, limit: timedelta) -> Store:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise WeightsError(f"the address of a stream of weights is {address!r}; give host:port")
+    return TCPStore(host, int(port), is_master=is_sender, timeout=limit, wait_for_workers=False)
+
+
+class Link:
+    """The group of the sender, rank 0, and the receivers, from 1, with the store of their messages."""
+
+    def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: Backend) -> None:
+        self.limit = timedelta(seconds=limit_s)
+        self.rank, self.num_receivers = rank, num_receivers
+        make, device = (_nccl, "cuda") if backend == "nccl" else (_gloo, "cpu")
+        try:
+            self.store = _store(meeting, rank == 0, self.limit) if isinstance(meeting, str) else meeting
+            self.store.set_timeout(self.limit)
+            self.group = make(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit)
+            self.broadcast(torch.zeros(1, device=device))  # connects, or fails here
+        except (RuntimeError, dist.DistError) as error:
+            who = "the sender and the other receivers" if rank else f"{num_receivers} receivers"
+            raise WeightsError(f"{who} did not meet in {limit_s:g} s ({first_line(error)})") from error
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.group.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+    def close(self) -> None:
+        """Ends the connections, so that ranks that wait for bytes fail at once. Messages can still be read."""
+        del self.group
+
+    def write(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def read(self, key: str, limit_s: float | None = None) -> Any:
+        """Returns a value that another rank writes; None if it does not within the limit, by default the link's."""
+        try:
+            self.store.wait([key], self.limit if limit_s is None else timedelta(seconds=limit_s))
+            return json.loads(self.store.get(key))
+        except (RuntimeError, dist.DistError):
+            return None
+
+    def check_answers(self, key: str, what: str, limit_s: float | None = None) -> None:
+        """Raises unless every receiver has answered "", naming those that did not answer, or refused."""
+        answers = {receiver: self.read(f"{key}/{receiver}", limit_s) for receiver in range(1, self.num_receivers + 1)}
+        lost = [receiver for receiver, answer in answers.items() if answer is None]
+        if lost:
+            raise WeightsError(
+                f"receivers of weights did not {what} within the limit: {rank_list(lost)}; look at their output, and "
+                "make a new WeightSender once they are back"
+            )
+        refused = [f"receiver {receiver}: {answer}" for receiver, answer in answers.items() if answer]
+        if refused:
+            raise WeightsError(f"receivers of weights did not {what}: {'; '.join(refused)}")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def new_hash(header: Mapping[str, Any]) -> Any:
+    return hashlib.sha256("{kind} {version} {base}".format_map(header).encode())
