@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from ..base.device import current_device
 from ..base.errors import ParallelConfigError, ShardstackError
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from .engine.buffer import ParamAndGradBuffer
-from .engine.unit import Unit, build_units
+from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks
 from .model.initial_values import start_equal
@@ -94,10 +94,10 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         with replaced_parameters_marked(module):
             start_equal(module, plan.groups)  # replicas that start different would stay different
         named = dict(model.named_parameters())
-        self._take_buffers([ParamAndGradBuffer(plan, buckets, named) for buckets in plan.buffers])
+        self._build(named, next((param.device for param in named.values()), current_device()))
+        self._take_gradients()
         # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
-        units = build_units(plan, self._flat_buffers)
-        by_place = {piece.bucket: unit for unit in units for piece in unit.plan.pieces}
+        by_place = {piece.bucket: unit for unit in self.units for piece in unit.plan.pieces}
         self.units = [by_place[place] for place in reversed(plan.reduction_order)]
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.

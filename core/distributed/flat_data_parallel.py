@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
+from ..base.host_memory import transient_memory
 from ..base.local_parts import kept_range
+from ..comm.collectives import Allocate
 from ..comm.lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine.between_steps import ParamPlacement, ShownGradients, shows_main_grad
-from .engine.bucket_group import BucketGroup
-from .engine.buffer import Bucket, ParamAndGradBuffer
+from .engine.bucket import Bucket
+from .engine.buffer import FlatBuffer
 from .engine.reduction import BucketReduction
 from .engine.schedule import ReductionSchedule
+from .engine.unit import build_units
 from .gradient_state import Phase
 from .groups import twin_group
 from .parameter_owner import UNREADABLE, is_unreadable, take_added
@@ -32,9 +36,10 @@ class _FlatDataParallel(_BaseDataParallel):
     `plan.finishes_in_backward`; the main thread calls everything else, between backwards.
 
     Args:
-        plan: of the buffers, which are given to `_take_buffers` once they exist.
+        plan: of the model. A subclass calls `_build` and `_take_gradients`.
 
     Attributes:
+        units: parameters that are gathered together.
         intra_instance_group: the ranks that share each gradient after it is reduced, by Megatron-LM's name.
         inter_instance_group: the ranks with the same shard, one per optimizer instance; None with one instance.
     """
@@ -48,49 +53,64 @@ class _FlatDataParallel(_BaseDataParallel):
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
 
-    def _take_buffers(self, buffers: Sequence[ParamAndGradBuffer], *, has_own_lane: bool = False) -> None:
-        """Takes over the gradients of these buffers, the plan's; a constructor calls it once.
+    def _build(
+        self,
+        named: Mapping[str, nn.Parameter],
+        device: torch.device,
+        *,
+        has_own_lane: bool = False,
+        allocate_grads: Allocate = transient_memory,
+        allocate_slots: Allocate = transient_memory,
+    ) -> None:
+        """Builds buffers, buckets and units as planned; a constructor calls it once.
 
         Args:
+            named: the model's parameters, by name.
+            device: that the model computes on.
             has_own_lane: reduces in twins of the groups of shards and in a second lane, next to gathers of parameters.
+            allocate_grads: allocates whole gradients, where buckets release theirs.
+            allocate_slots: allocates the memory that units are gathered into.
         """
+        plan, lane = self.plan, comm_lane(device, int(has_own_lane))
         # Own all memory of gradients, and of parameters or their shards if a strategy shards, for the wrapper's
-        # lifetime.
-        self._flat_buffers = buffers
-        # In the order in which they leave. This and the one below are set once: parameters never change buckets.
-        plan, reductions = self.plan, dict[bool, BucketReduction]()
-        for holds_experts in dict.fromkeys(buffer.plan.holds_experts for buffer in buffers):
-            over_ranks = plan.over_ranks_of(holds_experts)
-            group = over_ranks.groups.shard
-            reductions[holds_experts] = BucketReduction(over_ranks, twin_group(group) if has_own_lane else group)
-        lane = int(has_own_lane)
-        self._bucket_groups = [
-            BucketGroup(
-                bucket,
-                plan,
-                reductions[bucket.buffer.plan.holds_experts],
-                self._inspect,
-                comm_lane(bucket.buffer.device, lane),
-                self._tree,
-            )
-            for bucket in (buffers[index].buckets[number] for index, number in plan.reduction_order)
-        ]
-        self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
-        slots = ((slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots)
+        # lifetime. Like the two below fixed: parameters never change buckets.
+        self._flat_buffers: list[FlatBuffer] = []
+        # All buckets, by their place in the buffers of the plan.
+        self._bucket_at: dict[tuple[int, int], Bucket] = {}
+        reductions = dict[bool, BucketReduction]()
+        for pieces in plan.buffers:
+            holds_experts, on = pieces[0].holds_experts, named[pieces[0].params[0].name].device
+            if holds_experts not in reductions:
+                over_ranks = plan.over_ranks_of(holds_experts)
+                group = twin_group(over_ranks.groups.shard) if has_own_lane else over_ranks.groups.shard
+                reductions[holds_experts] = BucketReduction(over_ranks, group, lane, self._inspect, self._tree)
+            buffer = FlatBuffer(plan, pieces, on, allocate_grads)
+            self._flat_buffers.append(buffer)
+            for piece in pieces:
+                self._bucket_at[piece.bucket] = Bucket(buffer, piece, named, reductions[holds_experts])  # type: ignore[index]
+        # Those with gradients, in the order in which they leave.
+        self._buckets = [self._bucket_at[place] for place in plan.reduction_order]
+        # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
+        self.units = build_units(plan, self._bucket_at, allocate_slots)
+
+    def _take_gradients(self) -> None:
+        """Lets backwards bring their gradients to the buckets; the last that a constructor does."""
+        self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
+        slots = ((slot.name, slot.param) for bucket in self._buckets for slot in bucket.slots)
         self._placement = ParamPlacement(unwrap_model(self), slots)
         finish = _weakly(self.finish_grad_sync) if self.plan.finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
-        self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
+        self._schedule = ReductionSchedule(self._buckets, self.plan, finish, self._tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
-        self._shown = ShownGradients(self._group_of, self._is_sharded)
-        for param in self._group_of:
+        self._shown = ShownGradients(self._bucket_of, self._is_sharded)
+        for param, bucket in self._bucket_of.items():
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(_weakly(self._take_gradient))
             if self.plan.lends_gradients:
-                param.lend_gradient_memory = partial(self._group_of[param].lend, param)  # type: ignore[attr-defined]
+                param.lend_gradient_memory = partial(bucket.lend, param)  # type: ignore[attr-defined]
             if self.plan.layers_add_gradients:
-                self._group_of[param].bucket.slot_of(param).note_written_by_layer()
+                bucket.slot_of(param).note_written_by_layer()
         self._finish_construction()
 
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
@@ -131,22 +151,22 @@ class _FlatDataParallel(_BaseDataParallel):
         param.grad = None
         if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
             return
-        group, is_added = self._group_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        if not group.add_gradient(param, None if is_added else gradient):
+        bucket, is_added = self._bucket_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        if not bucket.add_gradient(param, None if is_added else gradient):
             self.gradient_state.note_late(self._name_of(param))
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         del gradient  # its memory may serve for what the reduction allocates
-        self._schedule.note_gradient(group, param, self._syncs_gradients)
+        self._schedule.note_gradient(bucket, param, self._syncs_gradients)
 
-    def _inspect(self, bucket: Bucket) -> None:
-        self._gradient_checks.check(((slot.name, slot.view) for slot in bucket.slots), self._step)  # type: ignore[misc]
+    def _inspect(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        self._gradient_checks.check(gradients, self._step)
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Sends every bucket that has not left yet."""
         self._schedule.send_all()
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
-        if force_all_reduce and any(group.bucket.releases_grads for group in self._bucket_groups):
+        if force_all_reduce and any(bucket.releases_grads for bucket in self._buckets):
             raise ParallelConfigError(
                 f"force_all_reduce asks for whole gradients, which the strategy {self.plan.strategy!r} has released; "
                 "drop it"
@@ -156,8 +176,8 @@ class _FlatDataParallel(_BaseDataParallel):
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
-        for group in self._bucket_groups:
-            group.finish_grad_sync(force_all_reduce)
+        for bucket in self._buckets:
+            bucket.finish_grad_sync(force_all_reduce)
         try:
             self._shown.show()
         except RuntimeError:  # a parameter of another dtype than its gradient
@@ -167,21 +187,21 @@ class _FlatDataParallel(_BaseDataParallel):
     def _open_reduced_gradients(self) -> bool:
         if self._is_sharded:
             return False
-        kept = [param for param in self._group_of if shows_main_grad(param)]
+        kept = [param for param in self._bucket_of if shows_main_grad(param)]
         if kept and not self._adds_exactly:
             return False
         self._schedule.restart()
-        for group in self._bucket_groups:
-            group.open_again([param for param in group.bucket.params if not shows_main_grad(param)])
+        for bucket in self._buckets:
+            bucket.open_again([param for param in bucket.params if not shows_main_grad(param)])
         return True
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        if not self._is_sharded or parameter not in self._group_of:
+        if not self._is_sharded or parameter not in self._bucket_of:
             return super().local_gradient(parameter)
-        group = self._group_of[parameter]
-        if not (group.has_reduced and self._shown.has_gradient(parameter)):
+        bucket = self._bucket_of[parameter]
+        if not (bucket.has_reduced and self._shown.has_gradient(parameter)):
             return None
-        return group.bucket.local_grad(parameter)
+        return bucket.local_grad(parameter)
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
@@ -204,36 +224,33 @@ class _FlatDataParallel(_BaseDataParallel):
                 "strategy 'no_shard'"
             )
         super().check_may_step_directly(optimizer)
-        if any(is_unreadable(param.grad) for param in self._group_of):
+        if any(is_unreadable(param.grad) for param in self._bucket_of):
             raise ShardstackError(UNREADABLE)
 
     def _name_of(self, param: nn.Parameter) -> str:
-        return self._group_of[param].bucket.slot_of(param).name
+        return self._bucket_of[param].slot_of(param).name
 
     def _reduced_gradients(self) -> list[Tensor]:
-        buckets = [group.bucket for group in self._bucket_groups]
-        return [tensor for bucket in buckets for tensor in (bucket.local_grad_shard, *bucket.accumulators)]
+        return [tensor for bucket in self._buckets for tensor in (bucket.local_grad_shard, *bucket.accumulators)]
 
     def _drop_gradients(self) -> None:
         self._schedule.give_up()
-        for group in self._bucket_groups:
-            group.clear_grads()
+        for bucket in self._buckets:
+            bucket.clear_grads()
 
     def _zero_gradients(self) -> None:
         self._drop_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None
-            if parameter in self._group_of:
+            if parameter in self._bucket_of:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        buckets = [group.bucket for group in self._bucket_groups]
-        held = [t for b in buckets for t in (b.grad_data, b.separate_shard, *b.accumulators) if t is not None]
-        held += [t for group in self._bucket_groups if group.sums is not None for t in group.sums.tensors]
+        held = [tensor for bucket in self._buckets for tensor in bucket.held()]
         held += [t for buffer in self._flat_buffers for t in buffer.grad_memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
-        whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]
+        whole = [b.grad_data for b in self._buckets if b.releases_grads and b.grad_data is not None]
         return {
             "parameters": parameters,
             "gathered parameters": [],

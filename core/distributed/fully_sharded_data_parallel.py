@@ -21,9 +21,7 @@ from ..dist_checkpointing.flat_range import whole_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from .engine.buffer import ParamAndGradBuffer
 from .engine.gathering import ParameterGathering, install_call_hooks
-from .engine.unit import Unit, build_units
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, cast_buffers
@@ -96,12 +94,12 @@ class FullyShardedDataParallel(_FlatDataParallel):
         has_twins = plan.num_shards > 1
         reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
         allocate_grads = allocator(reductions, device, registers=plan.nccl_ub)
-        buffers = [ParamAndGradBuffer(plan, buckets, named, allocate_grads) for buckets in plan.buffers]
-        # This rank's shards of the parameters, which the buffers own; fixed.
-        self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.nccl_ub)
-        # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
-        self.units: list[Unit] = build_units(plan, buffers, allocate_slots)
+        self._build(
+            named, device, has_own_lane=has_twins, allocate_grads=allocate_grads, allocate_slots=allocate_slots
+        )
+        # This rank's shards of the parameters, which the buffers own; fixed.
+        self._shards = [buffer.shards for buffer in self._flat_buffers if buffer.shards is not None]
         for unit in self.units:
             unit.adopt(with_values=True)
         self._note_ranges()
@@ -118,7 +116,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
             set_pending_view(param, partial(whole_view, param))
-        self._take_buffers(buffers, has_own_lane=has_twins)
+        self._take_gradients()
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
@@ -186,7 +184,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             WrapError: it would move or convert the parameters, which are views of the wrapper's memory.
         """
         for buffer in self._flat_buffers:
-            probe = torch.empty(0, dtype=buffer.param_dtype, device=buffer.device)
+            probe = torch.empty(0, dtype=buffer.kind.param_dtype, device=buffer.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
                 raise WrapError(

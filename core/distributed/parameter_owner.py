@@ -42,7 +42,7 @@ _OF_WRAPPERS = frozenset(
         "main_grad_copy_in_grad_buffer",  # `GradSlot` sets it where `main_grad` is fp32 memory of its own
         "has_buffer",  # True from the construction of a wrapper with buffers on
         "grad_added_to_main_grad",  # a layer's backward sets True; the wrapper's hook, and `zero_grad_buffer`, False
-        "lend_gradient_memory",  # `BucketGroup.lend` of its bucket; never cleared
+        "lend_gradient_memory",  # `Bucket.lend` of its bucket; never cleared
         "held_range",  # `keep_range` sets it when shards are made, and around `whole_parameters`
         "pending_view",  # `set_pending_view` sets it; never cleared
     }

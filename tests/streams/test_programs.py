@@ -126,8 +126,8 @@ def _reads_gradients(case: Case) -> None:
             model.zero_grad_buffer()
             model(inputs(case)).float().sum().backward()
             model.finish_grad_sync()
-            for group in model._bucket_groups:
-                group.bucket.local_grad_shard.clone()
+            for group in model._buckets:
+                group.local_grad_shard.clone()
 
 
 def test_the_host_reads_offloaded_gradients_once_they_are_there() -> None:

@@ -3,9 +3,9 @@
 It carries `DistributedDataParallel` (replicated, ZeRO-1, ZeRO-2) and `FullyShardedDataParallel` (ZeRO-3).
 
 grad_slot      one parameter's place in a bucket, and its gradient there
-buffer         the memory, and the buckets that divide it: places of parameters and gradients
-reduction      the collectives that reduce a bucket, and its sums over micro-batches in a tree
-bucket_group   takes the gradient of a bucket through a step
+buffer         the memory, and the places of parameters in it
+reduction      the collectives that reduce a bucket
+bucket         one bucket, whose gradients are reduced together, in a step
 schedule       when buckets are sent
 between_steps  parameters that were moved, and ``param.grad``
 unit           buckets whose parameters are gathered together: in place, or under ZeRO-3 in slots that units share

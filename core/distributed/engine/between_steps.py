@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.errors import WrapError
+from ...base.errors import ShardstackError, WrapError
 from ..model.unfit_models import reject_changed
 from ..parameter_owner import is_unreadable, make_unreadable_gradient
-from .bucket_group import BucketGroup
+from .bucket import Bucket
 
 
 class ParamPlacement:
@@ -69,30 +69,35 @@ class ShownGradients:
     another dtype than the parameter, ``param.grad`` is a tensor that raises when it is read. None is what users set.
 
     Args:
-        group_of: the bucket of each parameter.
+        bucket_of: the bucket of each parameter.
         is_sharded: whether a rank keeps only a shard of each gradient.
     """
 
-    def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
-        self._group_of, self._is_sharded = group_of, is_sharded
+    def __init__(self, bucket_of: Mapping[nn.Parameter, Bucket], is_sharded: bool) -> None:
+        self._bucket_of, self._is_sharded = bucket_of, is_sharded
         # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
         self._stepped: set[nn.Parameter] | None = None
         # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
-        self._unreadable = {param: make_unreadable_gradient(param) for param in group_of}
+        self._unreadable = {param: make_unreadable_gradient(param) for param in bucket_of}
 
     def take_written(self) -> None:
-        """Replaces this rank's gradients by those that the user has assigned to ``param.grad``."""
-        for param, group in self._group_of.items():
+        """Replaces this rank's gradients by those that the user has assigned to ``param.grad``.
+
+        Raises:
+            ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
+        """
+        for param, bucket in self._bucket_of.items():
             if param.grad is not None and not shows_main_grad(param):
-                group.replace_gradient(param, param.grad)
+                _check_may_replace(bucket, bucket.slot_of(param).name)
+                bucket.slot_of(param).replace(param.grad)
             param.grad = None
 
     def show(self) -> None:
         """Shows reduced gradients; None for a frozen parameter without a gradient."""
         self._stepped = None
-        for param, group in self._group_of.items():
-            slot = group.bucket.slot_of(param)
+        for param, bucket in self._bucket_of.items():
+            slot = bucket.slot_of(param)
             if not slot.has_gradient:
                 param.grad = param.main_grad = None  # type: ignore[attr-defined]
                 continue
@@ -102,7 +107,7 @@ class ShownGradients:
     def hide_after_step(self) -> None:
         """Clears ``param.grad`` after a step, if gradients are sharded."""
         if self._is_sharded and self._stepped is None:
-            self._stepped = {param for param in self._group_of if param.grad is not None}
+            self._stepped = {param for param in self._bucket_of if param.grad is not None}
             for param in self._stepped:
                 param.grad = None
 
@@ -114,7 +119,19 @@ class ShownGradients:
         """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""
         if not self._is_sharded:
             return None
-        return next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)
+        return next((p for p in self._bucket_of if not (p.grad is None or is_unreadable(p.grad))), None)
+
+
+def _check_may_replace(bucket: Bucket, name: str) -> None:
+    if bucket.tree is None and not bucket.has_reduced:
+        return
+    when, remedy = "a part of the step's gradients had been reduced", ", or switch overlap_grad_reduce off"
+    if bucket.tree is not None:
+        when, remedy = "reproducible_across_ranks has micro-batches still to be added", ""
+    raise ShardstackError(
+        f"parameter {name} was given a .grad before finalize_model_grads, when {when}; set it after "
+        f"finalize_model_grads{remedy}"
+    )
 
 
 def shows_main_grad(param: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..gradient_tree import GradientTree
 from ..plan import Plan
-from .bucket_group import BucketGroup
+from .bucket import Bucket
 
 
 class _Backward:
@@ -27,7 +27,7 @@ class ReductionSchedule:
     """Sends buckets in a fixed order, so that all ranks start the same sequence of collectives.
 
     Args:
-        groups: the buckets, in the order in which they are sent.
+        buckets: in the order in which they are sent.
         plan: its settings say whether buckets are sent during backward, and whether each micro-batch is reduced.
         finish: called at the end of each backward that reduces; None if the wrapper does not finish gradients in
             backward.
@@ -36,12 +36,12 @@ class ReductionSchedule:
 
     def __init__(
         self,
-        groups: Sequence[BucketGroup],
+        buckets: Sequence[Bucket],
         plan: Plan,
         finish: Callable[[], None] | None = None,
         tree: GradientTree | None = None,
     ) -> None:
-        self._groups, self._plan, self._finish, self._tree = groups, plan, finish, tree
+        self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
         # Index of the next bucket to send; earlier buckets were sent in this step. `_send_complete` advances it on
         # autograd's thread, `send_all` on the main thread. `restart` resets it, and so does the end of each backward
         # where each micro-batch is reduced.
@@ -65,11 +65,11 @@ class ReductionSchedule:
         other ranks would wait for the rest, or pair it with buckets of the next step: sends the rest.
         """
         if self._is_sending:
-            for group in self._groups:
-                group.abandon_reduction()
-            for group in self._groups:
-                if not group.has_left:
-                    group.start_grad_sync(inspects=False)
+            for bucket in self._buckets:
+                bucket.abandon_reduction()
+            for bucket in self._buckets:
+                if not bucket.has_left:
+                    bucket.start_grad_sync(inspects=False)
         self.restart()
 
     @property
@@ -77,7 +77,7 @@ class ReductionSchedule:
         """Whether the last backward raised, before its end or in the reductions there."""
         return self._watched is not None and self._watched() is None
 
-    def note_gradient(self, group: BucketGroup, param: nn.Parameter, reduces: bool) -> None:
+    def note_gradient(self, bucket: Bucket, param: nn.Parameter, reduces: bool) -> None:
         """Records that a gradient has arrived in a backward, and sends complete buckets.
 
         Args:
@@ -88,27 +88,27 @@ class ReductionSchedule:
             self._watch()
         if self._plan.reduces_during_backward and (reduces or each):
             self._is_sending = True
-            group.note_grad_ready(param)
+            bucket.note_grad_ready(param)
             self._send_complete()
 
     def send_all(self) -> None:
         """Sends every bucket that was not sent yet."""
-        for group in self._groups:
-            if not group.has_left:
-                group.start_grad_sync()
-        self._next, self._is_sending = len(self._groups), False
+        for bucket in self._buckets:
+            if not bucket.has_left:
+                bucket.start_grad_sync()
+        self._next, self._is_sending = len(self._buckets), False
 
     def _send_complete(self, and_incomplete_ones: bool = False) -> None:
-        while self._next < len(self._groups):
-            group = self._groups[self._next]
-            if not (group.is_complete or and_incomplete_ones):
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not (bucket.is_complete or and_incomplete_ones):
                 return
-            if not group.has_left:
-                group.start_grad_sync()
+            if not bucket.has_left:
+                bucket.start_grad_sync()
             self._next += 1
-            if group.bucket.releases_grads and self._next >= 2:
+            if bucket.releases_grads and self._next >= 2:
                 # A whole gradient is freed once it is reduced: let at most two reductions run at a time.
-                self._groups[self._next - 2].wait_for_grads()
+                self._buckets[self._next - 2].wait_for_grads()
 
     def _watch(self) -> None:
         # A backward inside that of a checkpoint (use_reentrant=True) belongs to the one around it, where that one has
@@ -116,8 +116,8 @@ class ReductionSchedule:
         if self._watched is None or self._watched() is None:
             backward = _Backward()
             self._watched = weakref.ref(backward)
-            for group in self._groups:  # all of them, also those that this backward does not reach on this rank
-                group.begin_backward()
+            for bucket in self._buckets:  # all of them, also those that this backward does not reach on this rank
+                bucket.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
 
     def _end_backward(self, backward: _Backward) -> None:
@@ -125,8 +125,8 @@ class ReductionSchedule:
         if self._plan.reduces_every_micro_batch:  # each bucket leaves once a backward, on every rank
             self._send_complete(and_incomplete_ones=True)
             self._next, self._is_sending = 0, False
-            for group in self._groups:
-                group.bucket.prepare_for_layers()
+            for bucket in self._buckets:
+                bucket.prepare_for_layers()
         if self._finish is not None:
             self._finish()
         self._watched = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 
 import torch
@@ -22,7 +22,7 @@ from ...transformer.module import has_no_memory
 from ..groups import neighbour_groups
 from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights
-from .buffer import Bucket, ParamAndGradBuffer
+from .buffer import PlacedParams
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
@@ -111,7 +111,7 @@ class Unit:
         self,
         plan: UnitPlan,
         slot: Slot | None,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[PlacedParams],
         neighbours: ProcessGroup | None = None,
     ) -> None:
         self.plan, self.slot, self.buckets, self._neighbours = plan, slot, buckets, neighbours
@@ -307,22 +307,20 @@ class Unit:
         return [param._version for param in self.name_of]
 
 
-def build_units(
-    plan: Plan, buffers: Sequence[ParamAndGradBuffer], allocate: Allocate = transient_memory
-) -> list[Unit]:
+def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], allocate: Allocate) -> list[Unit]:
     """Builds the units of a plan, in its order, and the slots that they share; every rank calls it.
 
     Args:
-        buffers: one for each buffer of the plan, in the same order.
+        buckets: by their place in the plan's buffers.
         allocate: allocates the memory of slots.
     """
     slots, units = dict[int | None, Slot](), list[Unit]()
     neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     for planned in plan.units:
-        buckets = [buffers[p.bucket[0]].buckets[p.bucket[1]] for p in planned.pieces if p.bucket is not None]
+        own = [buckets[piece.bucket] for piece in planned.pieces if piece.bucket is not None]
         if planned.slot is not None and planned.slot not in slots:
-            sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
+            sizes = [(bucket.numel, bucket.buffer.kind.gathered_dtype, bucket.buffer.device) for bucket in own]
             slots[planned.slot] = Slot(sizes, allocate)
         slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
-        units.append(Unit(planned, slot, buckets, kept_among))
+        units.append(Unit(planned, slot, own, kept_among))
     return units

@@ -22,7 +22,7 @@ from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from ..torch_fully_sharded_data_parallel_config import NOT_OF_FSDP2, TorchFullyShardedDataParallelConfig
 from .parts import PiecePlan
 from .values import GradientReduction, Plan
 
@@ -42,26 +42,6 @@ _BUFFER_FIELDS = (
     "pad_buckets_for_high_nccl_busbw",
     "average_in_collective",
 )
-
-_NOT_OF_FSDP2: dict[str, tuple[tuple[Any, ...], str]] = {
-    "reduce_scatter_with_fp32_accumulation": (
-        (),
-        "which adds fp16 and bf16 gradients in fp32 while it sends them as they are, and FSDP2 cannot; drop it, or "
-        "set grad_reduce_in_fp32, which sends them in fp32",
-    ),
-    "param_name_patterns_for_fp32_local_accumulation": (
-        (),
-        "which adds up gradients in fp32 before they are reduced in their own precision, and FSDP2 cannot; drop it, "
-        "or set grad_reduce_in_fp32",
-    ),
-    "outer_dp_sharding_strategy": (
-        ("no_shard",),
-        "and FSDP2 replicates shards over optimizer instances; drop it, or use FullyShardedDataParallel",
-    ),
-    "shard_cut": (("auto", "rows"), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
-    "shard_cut_overrides": ((), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
-}
-"""Values of settings that FSDP2 takes, in addition to empty ones, and what is wrong with the others."""
 
 
 def whole_settings(
@@ -121,7 +101,7 @@ def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShard
             f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
         )
     settings = _settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
-    for name, (taken, why) in _NOT_OF_FSDP2.items():
+    for name, (taken, why) in NOT_OF_FSDP2.items():
         value = getattr(settings, name)
         if value and value not in taken:
             raise ParallelConfigError(f"{name} is {value!r}, {why}")

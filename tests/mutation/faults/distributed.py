@@ -174,9 +174,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the first bucket is not reduced",
-        "core.distributed.engine.bucket_group.BucketGroup.start_grad_sync",
+        "core.distributed.engine.bucket.Bucket.start_grad_sync",
         r"else:(\s+self\._lane\.run)",
-        r"elif self.bucket.offset:\1",
+        r"elif self.offset:\1",
         (DDP, CONTRACT),
     ),
     Mutation(
@@ -303,14 +303,14 @@ MUTATIONS = (
     ),
     Mutation(
         "streams: gradients are used before they are reduced",
-        "core.distributed.engine.bucket_group.BucketGroup.wait_for_grads",
+        "core.distributed.engine.bucket.Bucket.wait_for_grads",
         r"handle\.wait\(\)",
         "pass",
         (STREAMS,),
     ),
     Mutation(
         "streams: the host reads offloaded gradients before they are copied",
-        "core.distributed.engine.bucket_group.BucketGroup.wait_for_shard",
+        "core.distributed.engine.bucket.Bucket.wait_for_shard",
         r"streams\.current_stream\(\)\.synchronize\(\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}the_host_reads_offloaded_gradients_once_they_are_there",),

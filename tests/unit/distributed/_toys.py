@@ -207,7 +207,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found, plan = {}, model.plan
     shared = [plan.groups.replicate] if plan.num_updated_parts > plan.num_shards else []
-    for bucket in (group.bucket for group in model._bucket_groups if group.has_reduced):
+    for bucket in (b for b in model._buckets if b.has_reduced):
         whole = bucket.local_grad_shard.clone()
         for group in (*shared, model.intra_instance_group):
             parts = [torch.empty_like(whole) for _ in range(group.size())]

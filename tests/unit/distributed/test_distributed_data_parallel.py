@@ -16,7 +16,7 @@ from torch import nn
 from core import parallel_state
 from core.base.errors import ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.engine.bucket_group import BucketGroup
+from core.distributed.engine.bucket import Bucket
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import RankFailure, run_distributed
 from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients
@@ -40,7 +40,7 @@ def test_however_gradients_arrive_they_are_the_serial_ones(kind, scenario):
 
 
 def _sends_incomplete_buckets() -> None:
-    with mock.patch.object(BucketGroup, "is_complete", True):
+    with mock.patch.object(Bucket, "is_complete", True):
         model = build("ddp_overlap", toy())
         accumulate(model)
         model.finish_grad_sync()
@@ -104,15 +104,15 @@ def _releases(kind: str, every: bool) -> None:
     most = 0
 
     def held() -> int:
-        return sum(group.bucket.grad_data is not None for group in model.bucket_groups)
+        return sum(group.grad_data is not None for group in model.bucket_groups)
 
-    def watch(group: BucketGroup) -> None:
+    def watch(group: Bucket) -> None:
         nonlocal most
         most = max(most, held())
         start(group)
 
-    start = BucketGroup.start_grad_sync
-    with mock.patch.object(BucketGroup, "start_grad_sync", watch):
+    start = Bucket.start_grad_sync
+    with mock.patch.object(Bucket, "start_grad_sync", watch):
         for _ in range(2):
             model.zero_grad_buffer()
             for index, tokens in enumerate(batches(dist.get_rank())):
@@ -120,7 +120,7 @@ def _releases(kind: str, every: bool) -> None:
                     loss_of(model, tokens).backward()
                 assert held() == (0 if every or index == 2 else len(model.bucket_groups))
                 if not every and index < 2:  # shards are not needed yet
-                    assert all(group.bucket.separate_shard is None for group in model.bucket_groups)
+                    assert all(group.separate_shard is None for group in model.bucket_groups)
             finalize_model_grads([model])
             assert all(getattr(p, "main_grad", None) is None for p in model.parameters())
     if every:  # two ranks are added first, three micro-batches afterwards
@@ -169,7 +169,7 @@ def _shards_within_instances(kind: str, num_instances: int, every: bool) -> list
         assert_same_sums(gradients(model), oracle(world_size=4), additions=11)
     with torch.no_grad():
         for group in model.bucket_groups:
-            group.bucket.local_param_shard.fill_(dist.get_rank())
+            group.local_param_shard.fill_(dist.get_rank())
     model.start_param_sync(force_sync=True)
     return sorted({int(value) for p in model.parameters() if p.requires_grad for value in full(p).unique()})
 

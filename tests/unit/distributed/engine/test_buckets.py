@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.engine.bucket_group import BucketGroup
+from core.distributed.engine.bucket import Bucket
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import (
@@ -48,9 +48,7 @@ def test_a_bucket_is_full_at_bucket_size_elements(average_in_collective):
 
 def _leaves_during_backward(kind: str) -> tuple[int, int]:
     model = build(kind, toy(tied=False))
-    with mock.patch.object(
-        BucketGroup, "start_grad_sync", autospec=True, side_effect=BucketGroup.start_grad_sync
-    ) as m:
+    with mock.patch.object(Bucket, "start_grad_sync", autospec=True, side_effect=Bucket.start_grad_sync) as m:
         accumulate(model)
         left = [call.args[0] for call in m.call_args_list]
     assert left == model.bucket_groups[: len(left)]
@@ -89,12 +87,12 @@ def _parameters_are_views(kind: str) -> None:
     assert_same(model.state_dict(), toy().state_dict())
     with torch.no_grad():
         for group in model.bucket_groups:
-            group.bucket.local_param_shard += dist.get_rank() + 1.0
+            group.local_param_shard += dist.get_rank() + 1.0
     model.start_param_sync(force_sync=True)
     for group in model.bucket_groups:
-        expected = torch.arange(1.0, 3.0).repeat_interleave(group.bucket.numel // 2)
-        for parameter in group.bucket.params:
-            start, end = group.bucket.param_to_index[parameter]
+        expected = torch.arange(1.0, 3.0).repeat_interleave(group.numel // 2)
+        for parameter in group.params:
+            start, end = group.param_to_index[parameter]
             moved = (
                 parameter.detach().flatten()
                 - dict(zip(model.parameters(), toy().parameters(), strict=True))[parameter].detach().flatten()

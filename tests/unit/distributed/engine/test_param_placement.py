@@ -21,7 +21,7 @@ from core.comm import collectives
 from core.distributed import finalize_model_grads
 from core.distributed.engine import unit
 from core.distributed.engine.between_steps import ParamPlacement
-from core.distributed.engine.buffer import ParamAndGradBuffer
+from core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
 from core.optimizer.optimizer import MegatronOptimizer
@@ -38,7 +38,7 @@ GATHERED_LATER = [kind for kind, fields in BUFFERED.items() if "overlap_param_ga
 def _update_shards(model: nn.Module, value: float) -> None:
     with torch.no_grad():
         for group in model.bucket_groups:
-            group.bucket.local_param_shard.fill_(value)
+            group.local_param_shard.fill_(value)
 
 
 def _gathers_during_forward(kind: str, read: str) -> None:

@@ -112,7 +112,7 @@ def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
     buckets = [plan.buffers[index][number] for index, number in plan.reduction_order]
     assert len(buckets) == len(model.bucket_groups)
     for planned, group in zip(buckets, model.bucket_groups, strict=True):
-        bucket = group.bucket
+        bucket = group
         assert [param.name for param in planned.params] == [slot.name for slot in bucket.slots]
         assert planned.elements == bucket.numel
         length = bucket.numel // plan.num_shards

@@ -1,0 +1,358 @@
+"""One bucket of a flat buffer: the places of its gradients, and their way through a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import ShardstackError
+from ...comm import collectives, streams
+from ...comm.lane import Handle
+from ..gradient_tree import PartialSums
+from ..plan import PiecePlan
+from .buffer import FlatBuffer, PlacedParams
+from .grad_slot import GradSlot
+from .reduction import BucketReduction
+
+
+class BucketPhase(Enum):
+    """The state of one bucket in a step::
+
+        FILLING ---> SENT <---> REFILLING
+
+    Each step begins with FILLING. Autograd's thread changes it during a backward, the main thread between steps.
+    """
+
+    FILLING = "filling"
+    """Gradients accumulate on this rank. The shard counts as zeros: its memory has values of an earlier step."""
+
+    SENT = "sent"
+    """This rank's sum was sent. The shard is valid once `wait_for_grads` has returned."""
+
+    REFILLING = "refilling"
+    """Where each micro-batch is reduced: a further one computes gradients, to be added to the shard. Begins for all
+    buckets with the first gradient of a backward, so that all ranks send each bucket once per backward."""
+
+
+class Bucket(PlacedParams):
+    """Parameters whose gradients are next to each other in a flat buffer, and reduced together.
+
+    A backward adds gradients (`add_gradient`, `note_grad_ready`), `start_grad_sync` sends them by one collective, and
+    after `finish_grad_sync` this rank's shard is global. It also has Megatron-LM's interface of a bucket group.
+
+    The thread that runs a backward stores gradients, the main thread clears them between steps. While a collective
+    runs in a lane, the lane's thread or stream reads and writes `grad_data`, `param_data` and the shards.
+
+    Args:
+        buffer: owns `grad_data` unless `releases_grads`.
+        params: the model's parameters, by name.
+        reduction: over which ranks, in which lane and order gradients are reduced.
+
+    Attributes:
+        tree: the order of additions over micro-batches, where there is one.
+        grad_data: `[numel]`, whole gradients. Without `releases_grads` a view of the buffer's ``grad_data``; fixed.
+            With `releases_grads` memory of the bucket: allocated for the first gradient of a step or to send the
+            bucket, dropped by `release_grads`, None in between.
+        separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`. Allocated when it is
+            first asked for in a step; dropped by `clear_grads`, and by `_set_aside`, which gives it to the sums.
+        phase: the bucket's phase in the step. Only methods of this class set it.
+    """
+
+    def __init__(
+        self, buffer: FlatBuffer, plan: PiecePlan, params: Mapping[str, nn.Parameter], reduction: BucketReduction
+    ) -> None:
+        self._reduction, self._lane, self.tree = reduction, reduction.lane, reduction.tree
+        self._reduces_each = reduction.plan.reduces_every_micro_batch
+        slots = [
+            GradSlot(params[of.name], of.name, *place, plan.grad_dtype, self._allocate_grads, of.accumulates_in_fp32)
+            for of, place in zip(plan.params, plan.layout.ranges, strict=True)
+        ]
+        super().__init__(buffer, plan, slots)
+        # ``[start, end)`` in `local_grad_shard` of what this rank keeps of each gradient; fixed.
+        self._place_in_shard = dict(zip(self._slot_of, plan.places_in_shard(buffer.grad_shard_index), strict=True))
+        self.grad_data: Tensor | None = None
+        self.separate_shard: Tensor | None = None
+        # Sums of earlier micro-batches, with a tree: of whole gradients or shards. `_set_aside` adds them when a
+        # backward begins, on its thread; `_add_sums` takes them out at a step's end, and `clear_grads` drops them.
+        self._sums = PartialSums()
+        if self.tree is not None and plan.is_trained:
+            self.tree.register(self._set_aside)
+        # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
+        # `clear_grads` clear.
+        self._ready: set[nn.Parameter] = set()
+        # Parameters that `_ready` waits for: the trainable ones, counted at the bucket's first gradient of each
+        # backward, because users freeze and thaw parameters between them.
+        self._num_awaited = len(self.slots)
+        # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
+        self._grad_handle: Handle | None = None
+        # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
+        # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
+        self._sent: Tensor | None = None
+        self.phase = BucketPhase.FILLING
+        if buffer.grad_data is not None:
+            self._hold_grads(buffer.grad_data[plan.layout.start : plan.layout.end])
+            for slot in self.slots:
+                slot.note_zeros()
+
+    # ---- gradients
+
+    @property
+    def releases_grads(self) -> bool:
+        """Whether whole gradients are freed once they are reduced (ZeRO-2)."""
+        return self.buffer.grad_data is None
+
+    @property
+    def local_grad_shard(self) -> Tensor:
+        """`[numel / shards]`, this rank's part of the reduced gradient.
+
+        A part of `grad_data`. With `releases_grads` it is `separate_shard`, allocated at the first access in a step.
+        """
+        buffer = self.buffer
+        if self.grad_data is not None and not self.releases_grads:
+            return self.grad_data.chunk(buffer.num_grad_shards)[buffer.grad_shard_index]
+        if self.separate_shard is None:
+            length = self.numel // buffer.num_grad_shards
+            self.separate_shard = buffer.zeros_for_shards(length, buffer.kind.shard_grad_dtype)
+        return self.separate_shard
+
+    def local_grad(self, param: nn.Parameter) -> Tensor:
+        """Returns this rank's part of a parameter's reduced gradient, flat; it may be empty."""
+        start, end = self._place_in_shard[param]
+        return self.local_grad_shard[start:end]
+
+    @property
+    def accumulators(self) -> list[Tensor]:
+        """The ``main_grad`` of parameters whose gradients accumulate in fp32, as far as they are allocated."""
+        return [slot.accumulator for slot in self.slots if slot.accumulator is not None]
+
+    def release_grads(self) -> None:
+        """Drops the whole gradient. A reduction that still reads it keeps the memory until it has finished."""
+        self.grad_data = None
+        for slot in self.slots:
+            slot.release()
+
+    def _allocate_grads(self) -> None:
+        data = self.buffer.grad_memory.take(self.numel)
+        self.zero_padding(data)
+        self._hold_grads(data)
+
+    def _hold_grads(self, data: Tensor) -> None:
+        self.grad_data = data
+        for slot in self.slots:
+            slot.hold(data)
+
+    def prepare_for_layers(self) -> None:
+        """Zeros ``main_grad`` for layers that add into it themselves."""
+        for slot in self.slots:
+            slot.prepare_for_layer()
+
+    def complete_grads(self) -> Tensor:
+        """Returns the whole gradient `[numel]`, with zeros where no gradient has arrived; sets every ``main_grad``."""
+        for slot in self.slots:
+            slot.complete()
+        return self.grad_data  # type: ignore[return-value]
+
+    def held(self) -> list[Tensor]:
+        """Returns the memory of gradients that the bucket has at this moment."""
+        own = (self.grad_data, self.separate_shard, *self.accumulators, *self._sums.tensors)
+        return [tensor for tensor in own if tensor is not None]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The bucket, in the list of Megatron-LM's bucket group."""
+        return [self]
+
+    # ---- a step
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether the shard has gradients of this step; otherwise its values are from an earlier step."""
+        return self.phase is not BucketPhase.FILLING
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the gradients were sent, and no further micro-batch is being added to them."""
+        return self.phase is BucketPhase.SENT
+
+    def begin_backward(self) -> None:
+        """Reopens a sent bucket for the next micro-batch, where each micro-batch is reduced."""
+        if self._reduces_each and self.has_left:
+            self.phase = BucketPhase.REFILLING
+
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
+        if self.tree is not None:
+            self.tree.enter()
+        is_late = self.has_left and not self._reduces_each
+        return None if is_late else self.slot_of(param).lend()
+
+    def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> bool:
+        """Adds a gradient; None records that a layer has added it itself.
+
+        Returns:
+            False for a gradient that comes after the bucket was sent: it is dropped, because it can no longer be
+            reduced with the bucket.
+
+        Raises:
+            ShardstackError: a layer has added its gradient to a sum of other micro-batches, in a tree.
+        """
+        if self.tree is not None:
+            self.tree.enter()
+        slot = self.slot_of(param)
+        slot.take_back()
+        self.begin_backward()
+        if self.has_left:
+            return False
+        if gradient is None:
+            if self.tree is not None:
+                raise ShardstackError(
+                    f"a layer added the gradient of parameter {slot.name} into main_grad itself, rounding it with the "
+                    "sum that is there; for reproducible_across_ranks let it return the gradient "
+                    "(gradient_accumulation_fusion=False)"
+                )
+            slot.note_written_by_layer()
+        else:
+            slot.add(gradient)
+        return True
+
+    def note_grad_ready(self, param: nn.Parameter) -> None:
+        """Notes that this backward has finished the parameter's gradient."""
+        if not self._ready:
+            self._num_awaited = sum(param.requires_grad for param in self.params)
+        self._ready.add(param)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this backward has finished the gradients of all parameters that are trainable now."""
+        if not self._ready:
+            return not any(param.requires_grad for param in self.params)
+        return len(self._ready) >= self._num_awaited
+
+    def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
+        """Lets a backward add to reduced gradients; gradients of the parameters in `dropped` start from zero."""
+        if len(dropped) == len(self.params):
+            self.clear_grads()
+            return
+        self.phase = BucketPhase.FILLING
+        for param in dropped:
+            self.slot_of(param).show().zero_()
+
+    def start_grad_sync(self, *, inspects: bool = True) -> None:
+        """Sends the bucket's gradient, complete or not, with zeros for gradients that have not arrived.
+
+        Args:
+            inspects: False for gradients that will be dropped.
+        """
+        self.wait_for_grads()
+        whole = self.complete_grads()
+        if inspects:
+            if not self._reduces_each:
+                self._add_sums(whole)
+            self._reduction.inspect((slot.name, slot.view) for slot in self.slots)  # type: ignore[misc]
+        if self.releases_grads:
+            self.release_grads()
+            self._sent = whole if self.buffer.grad_memory.keeps(whole.numel()) else None
+        what = f"the gradients of {self.name}"
+        adds = self.has_reduced and self.separate_shard is not None
+        run = partial(self._reduction.reduce, whole, self.local_grad_shard, adds, what)
+        del whole  # from here on only the reduction holds it
+        if self._reduction.plan.overlaps_grads:
+            self._grad_handle = self._lane.submit(run)
+        else:
+            self._lane.run(run)
+            self._give_back()
+        self.phase = BucketPhase.SENT
+        self._ready.clear()
+
+    def wait_for_grads(self) -> None:
+        """Waits for a running reduction."""
+        if self._grad_handle is not None:
+            handle, self._grad_handle = self._grad_handle, None
+            handle.wait()
+            self._give_back()
+
+    def wait_for_shard(self) -> None:
+        """Waits for a running reduction, and on the host for the copy of an offloaded shard to it."""
+        self.wait_for_grads()
+        shard = self.separate_shard
+        if shard is not None and shard.device != self.buffer.device:
+            streams.current_stream().synchronize()
+
+    def abandon_reduction(self) -> None:
+        """Waits for a running reduction whose gradients are dropped; if it fails, warns."""
+        try:
+            self.wait_for_grads()
+        except Exception as error:
+            self._sent = None
+            warnings.warn(f"the gradients of {self.name} are dropped; their reduction failed: {error}", stacklevel=2)
+
+    def _give_back(self) -> None:
+        # Callers have waited for the lane, so the next user of this memory runs after the reduction, on CUDA too: the
+        # current stream waits for the lane's.
+        if self._sent is not None:
+            self.buffer.grad_memory.give_back(self._sent)
+            self._sent = None
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient."""
+        if not self.has_left:
+            self.start_grad_sync()
+        self.wait_for_shard()
+        if self._reduces_each:
+            self._add_sums(self.local_grad_shard)
+        group = self._reduction.shard_group
+        if force_all_reduce and group is not None and self.grad_data is not None:
+            gather = partial(collectives.all_gather, self.grad_data, self.local_grad_shard, group)
+            self._lane.run(partial(gather, what=f"the gradients of {self.name}"))
+        for slot in self.slots:
+            slot.take_reduced()
+
+    def clear_grads(self) -> None:
+        """Makes every gradient zero, before the first backward of a step."""
+        self.abandon_reduction()
+        self._ready.clear()
+        self._sums.clear()
+        self.phase = BucketPhase.FILLING
+        if self.releases_grads:
+            self.release_grads()
+        self.separate_shard = None
+        for slot in self.slots:
+            slot.clear()
+        self.prepare_for_layers()
+
+    # ---- sums over micro-batches, in a tree
+
+    def _set_aside(self, additions: int | None, reduces: bool) -> None:
+        if additions is None:
+            return
+        if self._reduces_each:
+            self.wait_for_shard()
+            self._sums.set_aside([self.local_grad_shard], additions)
+            self.separate_shard = None
+            return
+        whole, memory, kept = self.complete_grads(), self.buffer.grad_memory, None
+        if self.releases_grads:
+            self.release_grads()
+        else:
+            for slot in self.slots:
+                slot.restart()
+            kept = whole
+            if not additions:
+                whole = memory.take(self.numel).copy_(whole)
+        for free in self._sums.set_aside([whole], additions):
+            if free is not kept:
+                memory.give_back(free)
+
+    @torch.no_grad()
+    def _add_sums(self, last: Tensor) -> None:
+        """Adds the earlier sums to the last one of a step, in place: to whole gradients, or to the shard."""
+        set_aside = self._sums.tensors
+        self._sums.added_to([last])
+        if not self._reduces_each:
+            for free in set_aside:
+                self.buffer.grad_memory.give_back(free)
