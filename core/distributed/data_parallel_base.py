@@ -361,7 +361,8 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def _finish_construction(self) -> None:
         """Lets optimizers find the wrapper of their parameters, and puts the last hooks around units."""
-        offload_activations(self.plan.transforms)
+        if self.plan.transforms:
+            offload_activations(self.plan.transforms)
         own_parameters(self.module.parameters(), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
