@@ -122,6 +122,7 @@ def architecture_of(model: GPTModel) -> Architecture:
 def model_fields(config: TransformerConfig) -> dict[str, Any]:
     """Returns the fields of an `Architecture`, with equal values where models compute the same."""
     fields = {name: getattr(config, name) for name in TRANSFORMER_FIELDS}
+    fields["add_qkv_bias"] = config.add_qkv_bias and not config.add_bias_linear
     if config.num_moe_experts is None:
         return fields | {"num_moe_experts": None}
     fields |= {name: getattr(config, name) for name in EXPERT_FIELDS}

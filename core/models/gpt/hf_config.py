@@ -6,14 +6,14 @@ Llama, Qwen2, Qwen3 and GPT-2 are dense; Mixtral, Qwen3-MoE and GLM-4.5 have exp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ...base.errors import CheckpointError, ConfigError
 from ...base.files import brief
 from ...transformer.transformer_config import TransformerConfig
 from .architecture import Architecture, model_fields
-from .hf_experts import expert_fields, expert_settings, inexpressible_experts
+from .hf_experts import LAYOUTS_WITH_EXPERTS, expert_fields, expert_settings
 
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -63,7 +63,7 @@ def choose_layout(architecture: Architecture) -> Layout:
     """
     reasons = {}
     for layout in _CLASSES:
-        problems = list(_inexpressible(layout, architecture))
+        problems = _inexpressible(layout, architecture)
         if not problems:
             return layout
         reasons[layout] = ", ".join(problems)
@@ -75,7 +75,7 @@ def check_layout(layout: Layout, architecture: Architecture) -> None:
     """Raises CheckpointError with everything that `layout` cannot express of the model."""
     if layout not in _CLASSES:
         raise CheckpointError(f"there is no layout {layout!r}; it takes one of {', '.join(_CLASSES)}")
-    if problems := list(_inexpressible(layout, architecture)):
+    if problems := _inexpressible(layout, architecture):
         raise CheckpointError(f"the layout {layout} cannot express {', '.join(problems)} of this model")
 
 
@@ -185,7 +185,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
             "qk_layernorm": layout in _NORMS_HEADS or (layout == "glm4_moe" and bool(get("use_qk_norm", False))),
             **rope,
         }
-        if layout in ("mixtral", "qwen3_moe", "glm4_moe"):
+        if layout in LAYOUTS_WITH_EXPERTS:
             of_experts, expert_problems = expert_fields(layout, get, num_layers)
             fields |= of_experts
             problems += expert_problems
@@ -246,39 +246,23 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     return layouts[0]
 
 
-def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
-    if callable(a["activation_func"]):
-        yield f"activation_func {a['activation_func']}, a function without a name"
-    required: dict[str, Any] = {"rotary_percent": 1.0}
-    if layout == "gpt2":
-        required = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
-        required |= {"qk_layernorm": False}
-        positions = "learned_absolute"
-        if a["num_query_groups"] != a["num_attention_heads"]:
-            yield f"num_query_groups {a['num_query_groups']} of {a['num_attention_heads']} heads"
-        if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
-            yield f"kv_channels {a['kv_channels']}"
-    else:
-        required |= {"normalization": "RMSNorm", "gated_linear_unit": True}
-        if layout == "glm4_moe":
-            del required["rotary_percent"]
-        else:
-            required |= {"qk_layernorm": layout in _NORMS_HEADS}
-        if layout != "llama":
-            required |= {"add_bias_linear": False}
-        if layout == "qwen2":
-            required |= {"add_qkv_bias": True}
-            if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
-                yield f"kv_channels {a['kv_channels']}"
-        elif layout != "glm4_moe" and not a["add_bias_linear"]:
-            required |= {"add_qkv_bias": False}
-        if layout == "llama" and a["hidden_size"] % a["num_attention_heads"]:
-            yield f"hidden_size {a['hidden_size']}, which {a['num_attention_heads']} heads do not divide"
-        positions = "rope"
-    yield from (f"{name} {a[name]!r}" for name, value in required.items() if a[name] != value)
-    yield from inexpressible_experts(layout, a)
-    if a.position_embedding_type != positions:
-        yield f"position_embedding_type {a.position_embedding_type!r}"
+def _inexpressible(layout: Layout, a: Architecture) -> list[str]:
+    """Lists what a layout cannot express of a model: what its ``config.json`` gives back otherwise, or not at all."""
+    if (a["num_moe_experts"] is not None) != (layout in LAYOUTS_WITH_EXPERTS):
+        return [f"num_moe_experts {a['num_moe_experts']}"]
+    if a["activation_func"] not in _THEIR_ACTIVATIONS:
+        return [f"activation_func {a['activation_func']}, a function without a name"]
+    try:
+        expressed = architecture_from_hf(hf_config(layout, a))
+    except CheckpointError as error:
+        return [f"its settings ({error})"]
+    problems = [difference.rpartition(" and ")[0] for difference in a.differences(expressed)]
+    heads, width = a["num_attention_heads"], a["hidden_size"]
+    if layout == "llama" and width % heads:  # which transformers refuses
+        problems.append(f"hidden_size {width}, which {heads} heads do not divide")
+    if layout == "qwen2" and a["kv_channels"] * heads != width:  # it has no head_dim there
+        problems.append(f"kv_channels {a['kv_channels']}")
+    return problems
 
 
 class _Reader:

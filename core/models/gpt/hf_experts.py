@@ -27,6 +27,7 @@ _KEYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # by layout; the first n
         "moe_ffn_hidden_size": ("moe_intermediate_size",),
     },
 }
+LAYOUTS_WITH_EXPERTS = tuple(_KEYS)
 _TOPK = "num_experts_per_tok"
 _SCORED_BEST = 2
 """Experts of a group whose scores `transformers` adds up to the group's."""
@@ -83,39 +84,10 @@ def expert_settings(layout: str, a: Architecture) -> dict[str, Any]:
             "routed_scaling_factor": a["moe_router_topk_scaling_factor"] or 1.0,
             "n_group": a["moe_router_num_groups"] or 1,
             "topk_group": a["moe_router_group_topk"] or 1,
-            "n_shared_experts": a["moe_shared_expert_intermediate_size"] // a["moe_ffn_hidden_size"],
+            "n_shared_experts": (a["moe_shared_expert_intermediate_size"] or 0) // a["moe_ffn_hidden_size"],
             "num_nextn_predict_layers": 0,
         }
     return settings
-
-
-def inexpressible_experts(layout: str, a: Architecture) -> Iterator[str]:
-    """Yields what a layout cannot express of the experts of a model, or of a model without any."""
-    if (layout in _KEYS) != (a["num_moe_experts"] is not None):
-        yield f"num_moe_experts {a['num_moe_experts']}"
-    if layout not in _KEYS or a["num_moe_experts"] is None:
-        return
-    by_sigmoid = layout == "glm4_moe"
-    required: dict[str, Any] = {
-        "moe_router_score_function": "sigmoid" if by_sigmoid else "softmax",
-        "moe_router_enable_expert_bias": by_sigmoid,
-        "moe_shared_expert_gate": False,
-    }
-    if layout == "mixtral":
-        required |= {"moe_layer_freq": 1, "moe_router_pre_softmax": False}
-    shared = a["moe_shared_expert_intermediate_size"]
-    if by_sigmoid:
-        width = a["moe_ffn_hidden_size"]
-        if not shared or shared % width:
-            yield f"moe_shared_expert_intermediate_size {shared}, no multiple of moe_ffn_hidden_size {width}"
-        layers = [a.has_experts(n) for n in range(a["num_layers"])]
-        if layers != sorted(layers):
-            yield f"moe_layer_freq {a['moe_layer_freq']}, with an MLP after experts"
-        yield from _group_problems(a["moe_router_num_groups"], a["moe_router_group_topk"], a["moe_router_topk"])
-    else:
-        required |= dict.fromkeys(("moe_router_num_groups", "moe_router_topk_scaling_factor"))
-        required |= {"moe_shared_expert_intermediate_size": None}
-    yield from (f"{name} {a[name]!r}" for name, value in required.items() if a[name] != value)
 
 
 def _group_problems(groups: int | None, chosen: int | None, topk: int) -> list[str]:
