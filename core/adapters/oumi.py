@@ -154,16 +154,13 @@ class FSDPParams:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes {takes}")
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "enable_fsdp": (_is_flag, "True or False"),
-    "cpu_offload": (_is_flag, "True or False"),
-    "forward_prefetch": (_is_flag, "True or False"),
-    "sync_module_states": (_is_flag, "True or False"),
-    "use_orig_params": (lambda value: value is None or _is_flag(value), "True, False or None"),
+    **{
+        field.name: (lambda value: isinstance(value, bool), "True or False")
+        for field in dataclasses.fields(FSDPParams)
+        if isinstance(field.default, bool)
+    },
+    "use_orig_params": (lambda value: value is None or isinstance(value, bool), "True, False or None"),
     "min_num_params": (lambda value: type(value) is int and value > 0, "a positive number"),
     "transformer_layer_cls": (
         lambda value: value is None or (isinstance(value, str) and value != ""),

@@ -14,7 +14,6 @@ made, for any sizes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -183,28 +182,11 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
 
 
-class _MeshCache:
-    """Caches the joint meshes, one for each (tp group, data-parallel mesh, device type).
-
-    The cache is valid for one parallel state, identified by its mesh object: a later state with equal ranks must not
-    get meshes of destroyed groups.
-    """
-
-    def __init__(self) -> None:
-        # The mesh of the parallel state that `_meshes` are valid for; None without a state. `entries` sets it.
-        self._owner: weakref.ref[Any] | None = None
-        # The joint meshes. Callers of `entries` add to it; cleared when `_owner` is freed, or replaced by `entries`.
-        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-
-    def entries(self) -> dict[tuple[Any, ...], DeviceMesh]:
-        owner = parallel_state.get_device_mesh() if parallel_state.model_parallel_is_initialized() else None
-        if (self._owner and self._owner()) is not owner:
-            self._meshes.clear()
-            self._owner = None if owner is None else weakref.ref(owner, lambda _: self._meshes.clear())
-        return self._meshes
-
-
-_CACHE = _MeshCache()
+_JOINT_MESHES = "_joint_meshes"
+"""An attribute of the mesh of the parallel state: the joint meshes with its groups. `_mesh` adds to it. A later state
+with equal ranks has a mesh of its own, and does not get those of destroyed groups."""
+_STATELESS: dict[str, Any] = {}
+"""The same without a parallel state. Never cleared."""
 
 
 def _mesh(outer: Sequence[_OuterCut], inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
@@ -212,7 +194,9 @@ def _mesh(outer: Sequence[_OuterCut], inner: DeviceMesh | None, device_type: str
     inner_groups = [] if inner is None else [inner.get_group(axis) for axis in range(inner.ndim)]
     groups = [*(cut.group for cut in outer), *inner_groups]
     key = (tuple(group.group_name for group in groups), device_type)
-    meshes = _CACHE.entries()
+    is_initialized = parallel_state.model_parallel_is_initialized()
+    owner = vars(parallel_state.get_device_mesh()) if is_initialized else _STATELESS
+    meshes: dict[Any, DeviceMesh] = owner.setdefault(_JOINT_MESHES, {})
     if key not in meshes:
         meshes[key] = _build_mesh(outer, inner, groups, device_type)
     return meshes[key]

@@ -100,20 +100,22 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
 
 
 def describe(opened: Opened, *, expand: bool = False) -> str:
-    """Returns a page about a checkpoint: where it comes from, its metadata, and its tensors.
+    """Returns a page about a checkpoint: its metadata and its tensors.
 
     Args:
         expand: list every layer, with the hash of each tensor; else equal layers are one entry.
     """
     index = opened.index
     total, count = sum(entry.num_bytes for entry in index.tensors.values()), len(index.tensors)
-    kind = (
-        "torch.distributed.checkpoint, no metadata" if index.encoding == "torch.save" else "tensors alone, no metadata"
-    )
-    where = _provenance(index.metadata) if index.metadata else kind
+    by_torch = "torch.distributed.checkpoint, no metadata"
+    kind = by_torch if index.encoding == "torch.save" else "tensors alone, no metadata"
     files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
     held = f"{count} tensors" if count != 1 else "1 tensor"
-    lines = [str(opened.folder), f"  {where}", f"  {held}, {readable_bytes(total)} in {files}"]
+    lines = [
+        str(opened.folder),
+        *([] if index.metadata else [f"  {kind}"]),
+        f"  {held}, {readable_bytes(total)} in {files}",
+    ]
     weights = {name: entry.content_hash for name, entry in index.tensors.items() if name.startswith(_WEIGHTS)}
     hashes = {name: value for name, value in weights.items() if value is not None}
     if hashes and len(hashes) == len(weights):
@@ -124,35 +126,6 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
         lines += ["", *_metadata_lines(index.metadata)]
     lines += ["", *_tensor_lines(index.tensors, expand)]
     return "\n".join(lines) + "\n"
-
-
-def _provenance(metadata: Mapping[str, Any]) -> str:
-    """Says at which step a run's checkpoint was written, by which ranks, or else that there is metadata."""
-    parts = []
-    if isinstance(step := metadata.get("iteration"), int):
-        parts.append(f"step {step}")
-    if isinstance(samples := metadata.get("consumed_samples"), int):
-        parts.append(f"{samples} samples seen")
-    layout = metadata.get("layout")
-    if isinstance(layout, dict) and isinstance(ranks := layout.get("ranks"), int):
-        degrees = [f"{name} parallel {size}" for name, size in layout.items() if name != "ranks" and size != 1]
-        by = f"{ranks} ranks" if ranks != 1 else "1 rank"
-        parts.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
-    return ", ".join(parts) or "not written by a training run"
-
-
-def _wrapper(metadata: Mapping[str, Any]) -> str:
-    config = metadata.get("config")
-    if not isinstance(config, dict) or not isinstance(config.get("ddp"), dict):
-        return "under no known wrapper"
-    ddp = config["ddp"]
-    strategy = ddp.get("data_parallel_sharding_strategy", "no_shard")
-    if strategy == "no_shard" and ddp.get("use_distributed_optimizer"):
-        strategy = "optim"
-    names = {"no_shard": "DDP", "optim": "ZeRO-1", "optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
-    name = "FSDP2" if config.get("use_torch_fsdp2") else names.get(strategy, strategy)
-    instances = ddp.get("num_distributed_optimizer_instances", 1)
-    return f"under {name}" + (f", replicated {instances} times" if instances != 1 else "")
 
 
 def _metadata_lines(metadata: Mapping[str, Any]) -> Iterator[str]:

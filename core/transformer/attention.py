@@ -17,10 +17,9 @@ from ..tensor_parallel.random import recompute
 from .document_masks import PackedDocuments
 from .dot_product_attention import DotProductAttention, check_mask_type
 from .enums import AttnMaskType
-from .identity_op import IdentityOp
 from .module import MegatronModule
 from .norms import build_norm
-from .spec_utils import Builder, ModuleSpec, build_module
+from .spec_utils import Builder, IdentityOp, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]

@@ -36,16 +36,6 @@ class MegatronModule(nn.Module):
 
     sharded_state_dict = sharded_state_dict
 
-    def set_is_first_microbatch(self) -> None:
-        """Tells modules of a script that cache quantised weights (``is_first_microbatch``) to compute them again.
-
-        As in Megatron-LM only if the config says that weights are quantised; no module here does that.
-        """
-        if any(getattr(self.config, name, None) for name in ("fp8", "fp4", "quant_recipe", "use_kitchen")):
-            for module in self.modules():
-                if hasattr(module, "is_first_microbatch"):
-                    module.is_first_microbatch = True  # type: ignore[assignment]
-
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
     """Marks a parameter so that `Float16Module` does not cast it, and returns it."""

@@ -1,4 +1,4 @@
-"""Megatron-LM's module specs: the classes of a model as data."""
+"""Megatron-LM's module specs: the classes of a model as data, and the module that does nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import nn
 
 from ..base.errors import ConfigError
 
@@ -64,3 +67,14 @@ def build_module(spec_or_module: ModuleSpec | Builder, *args: Any, **kwargs: Any
     if not callable(spec_or_module):
         raise ConfigError(f"a module's spec is {spec_or_module!r}; it takes a ModuleSpec or a class")
     return spec_or_module(*args, **kwargs)
+
+
+class IdentityOp(nn.Module):
+    """Takes any arguments in its constructor, and returns its first input."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns `input_`, unchanged."""
+        return input_

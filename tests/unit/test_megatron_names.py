@@ -79,16 +79,6 @@ def test_parameters_may_stay_in_fp32_and_outputs_in_half():
     assert (model.module.linear.weight.dtype, model.module.linear.bias.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_only_a_quantised_config_marks_the_first_micro_batch():
-    model = _Module(TransformerConfig(**SIZES))
-    model.linear.is_first_microbatch = False
-    model.set_is_first_microbatch()
-    assert not model.linear.is_first_microbatch
-    model.config.quant_recipe = object()
-    model.set_is_first_microbatch()
-    assert model.linear.is_first_microbatch
-
-
 def test_groups_as_one_object():
     with pytest.raises(ParallelStateError):
         ProcessGroupCollection.use_mpu_process_groups()

@@ -10,19 +10,14 @@ import functools
 import importlib.util
 import inspect
 import operator
-import signal
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
-from ...base._torch_compat import forget_sharding_decisions
 from ...base.dtypes import LOW_PRECISION
 from ...base.errors import ParallelConfigError, warn_once
 from ...base.text import choices
@@ -41,12 +36,10 @@ from .tensor_parallel_plan import Plan, cut_as_planned, get_hf_tp_shard_plan, tr
 
 __all__ = [
     "HAVE_NVFSDP",
-    "_destroy_dist_connection",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",
     "import_classes_from_paths",
     "nvfsdp_strategy_parallelize",
-    "to_cpu",
     "translate_to_torch_parallel_style",
 ]
 
@@ -271,38 +264,3 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
         "optimizer of core.optimizer keeps fp32 masters of weights in low precision. No number changes"
     )
     return None
-
-
-def to_cpu(v: Any) -> Any:
-    """Returns a tensor in the host's memory: a DTensor on an accelerator is gathered whole, which all its ranks must
-    call.
-
-    A DTensor on the CPU gives its local tensor, other tensors ``v.cpu()``, and anything else is given back.
-
-    Raises:
-        ValueError: a DTensor on the meta device.
-    """
-    if not isinstance(v, DTensor):
-        return v.cpu() if isinstance(v, torch.Tensor) else v
-    if v.device.type == "cpu":
-        return v.to_local()
-    if v.device.type == "meta":
-        raise ValueError("to_cpu was given a DTensor on the device meta, which holds no values; materialise it first")
-    return v.full_tensor().cpu()
-
-
-def _destroy_dist_connection() -> None:
-    """Destroys the process group, if there is one, and lets no interrupt stop it halfway.
-
-    SIGINT is ignored meanwhile, and its handler before is put back. Handlers belong to the main thread; another one
-    destroys without.
-    """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-    try:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-            forget_sharding_decisions()
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

@@ -1,7 +1,7 @@
 """Builds settings from a flat mapping of field names: sorts them into sections and expands shorthands.
 
-The tables of flags are here: names that differ from those of the fields, shorthands, headings, and hints for
-Megatron-LM's flags that do not exist here.
+The tables of flags are here: names that differ from those of the fields, shorthands and headings. Hints for
+Megatron-LM's flags that do not exist here are in `base/megatron_names.json`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from ...base.errors import ConfigError, ParallelConfigError
+from ...base.megatron_names import FOREIGN_FLAGS
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
 from .pretrain_config import DIVIDING_SIZES, PretrainConfig, division_violations, section_types
@@ -172,40 +173,7 @@ TITLES = {
 """Headings of ``--help``, by section."""
 
 
-_HERE = "this is always on here; drop it"
-_ALONE = "there is one implementation here; drop it"
-_NOT_YET = "not here yet; drop it"
-
-_HINTS = {
-    "tokenizer-type": "it is the tokenizer.json next to the corpus; write --tokenizer-model for another",
-    "vocab-file": "write --tokenizer-model with a tokenizer.json instead, or --vocab-size with a number",
-    "merge-file": "write --tokenizer-model with a tokenizer.json instead, which holds the merges",
-    "train-samples": "write --train-iters instead: samples divided by the global batch size",
-    "lr-decay-samples": "write --lr-decay-iters instead: samples divided by the global batch size",
-    "no-load-optim": _NOT_YET,
-    "no-load-rng": "not here yet; random streams start again where the number of ranks changes",
-    "finetune": "write --pretrained-checkpoint in the place of --load instead: its weights alone are read",
-    "recompute-activations": "write --recompute-granularity selective instead",
-    "use-rotary-position-embeddings": "write --position-embedding-type rope instead",
-    "use-mcore-models": _HERE,
-    "transformer-impl": _ALONE,
-    "use-flash-attn": "torch chooses the attention kernel; drop it, or write --attention-backend flash",
-    "cp-comm-type": "keys and values are all-gathered here, which is all there is; drop it",
-    "no-create-attention-mask-in-dataloader": "no mask is ever made here; drop it",
-    "exit-interval": "write --train-iters instead, and --lr-decay-iters for the length of the schedule",
-    "exit-duration-in-mins": "not here yet; SIGTERM ends a run with a checkpoint (timeout --signal TERM 60m ...)",
-    "ckpt-format": _ALONE,
-    "save-retain-interval": "write --keep-last with the number of checkpoints to keep, and --keep-every with this",
-    "use-dist-ckpt": _HERE,
-    "append-eod": "prepare_data.py always ends documents so; drop it",
-    "mock-data": "without --data-path there is a corpus already; drop it",
-    "distributed-backend": "it follows from the device, nccl on GPUs and gloo on CPUs; drop it",
-    "skip-train": "not here yet; generate.py runs a trained model",
-}
-"""Hints by the name of the flag, without its dashes."""
-
-
 def hint_for_foreign_flag(flag: str) -> str | None:
     """Returns a line about a flag of Megatron-LM that does not exist here, or None for any other flag."""
     name = flag.lstrip("-").replace("_", "-")
-    return f"Unknown option: --{name}: {_HINTS[name]}" if name in _HINTS else None
+    return f"Unknown option: --{name}: {FOREIGN_FLAGS[name]}" if name in FOREIGN_FLAGS else None

@@ -43,8 +43,6 @@ FUNCTIONS: dict[Any, dict[str, Any]] = {
     nemo.import_classes_from_paths: {"class_paths": NO_DEFAULT},
     nemo.get_hf_tp_shard_plan: {"model": NO_DEFAULT},
     inspect.unwrap(nemo.translate_to_torch_parallel_style): {"style": NO_DEFAULT},
-    nemo.to_cpu: {"v": NO_DEFAULT},
-    nemo._destroy_dist_connection: {},
     oumi.prepare_model: {"model": NO_DEFAULT, "params": NO_DEFAULT},
     ml.ddp: {"model": NO_DEFAULT, "cfg": NO_DEFAULT},
     ml.fsdp: {"model": NO_DEFAULT, "cfg": NO_DEFAULT},

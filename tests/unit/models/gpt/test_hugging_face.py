@@ -228,8 +228,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
         ),
         (
             {
-                **{"num_moe_experts": 8, "moe_router_topk": 3, "moe_router_num_groups": 4},
-                **{"moe_router_group_topk": 3, "moe_shared_expert_intermediate_size": 20},
+                "num_moe_experts": 8, "moe_router_topk": 3, "moe_router_num_groups": 4,
+                "moe_router_group_topk": 3, "moe_shared_expert_intermediate_size": 20,
             },
             r"glm4_moe cannot express .*moe_router_topk 3 in 3 of 4 groups \(a group's score is that of its 2 best",
         ),
@@ -242,7 +242,7 @@ def test_inexpressible_models_are_refused_on_export(changes: dict[str, Any], mes
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
     with pytest.raises(
-        CheckpointError, match="the layout gpt2 cannot express num_query_groups 2, .*normalization 'RMSNorm'"
+        CheckpointError, match=r"the layout gpt2 cannot express num_query_groups 2, .*normalization 'RMSNorm'"
     ):
         save_hugging_face(build("llama"), tmp_path / "model", layout="gpt2")
 

@@ -187,9 +187,9 @@ def test_defaults_that_follow_from_a_given_flag_are_dropped():
 
 
 def test_hints_are_for_flags_that_do_not_exist():
-    from core.training.config.build import _HINTS
+    from core.base.megatron_names import FOREIGN_FLAGS
 
-    assert not {name.replace("-", "_") for name in _HINTS} & {
+    assert not {name.replace("-", "_") for name in FOREIGN_FLAGS} & {
         entry.name for kind in section_types(True).values() for entry in fields(kind)
     }
 
