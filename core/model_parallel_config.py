@@ -37,7 +37,7 @@ class ModelParallelConfig:
     """Ranks that share each sequence."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer; they are among the data-parallel, context-parallel and tensor-parallel
+    """Ranks that share the experts of a layer. They are among the data-parallel, context-parallel and tensor-parallel
     ranks."""
 
     expert_tensor_parallel_size: int | None = None
@@ -47,16 +47,17 @@ class ModelParallelConfig:
     """Split activations between tensor-parallel regions along the sequence (Korthikanti et al., 2022)."""
 
     fp16: bool = False
-    """Compute in fp16; gradients need a loss scale."""
+    """Compute in fp16. Gradients need a loss scale."""
 
     bf16: bool = False
     """Compute in bf16."""
 
     params_dtype: torch.dtype = torch.float32
-    """Dtype of parameters at construction. `Float16Module` casts them later; FSDP2 keeps them as the master copy."""
+    """Dtype of parameters at construction. `Float16Module` casts them later, and FSDP2 keeps them as the master
+    copy."""
 
     perform_initialization: bool = True
-    """Fill parameters with their initial values; if False, leave them uninitialised, for a checkpoint to fill."""
+    """Fill parameters with their initial values. If False, leave them uninitialised, for a checkpoint to fill."""
 
     calculate_per_token_loss: bool = False
     """Gradients are sums over tokens, scaled once by 1 / global token count, instead of means of means."""
@@ -71,7 +72,7 @@ class ModelParallelConfig:
 
     cross_entropy_fusion_impl: CrossEntropyFusion = "native"
     """With `cross_entropy_loss_fusion`: "linear" computes the projection to the vocabulary and its loss together, a
-    part of the vocabulary at a time, so that logits never exist whole; backward computes them again. "native" changes
+    part of the vocabulary at a time, so that logits never exist whole. Backward computes them again. "native" changes
     nothing: the loss is one operation in any case. "te" is Transformer Engine's kernel, which is not used."""
 
     cross_entropy_fusion_vocab_chunk_size: int | None = None

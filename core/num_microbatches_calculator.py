@@ -7,7 +7,7 @@ from .base.megatron_names import absent_names, checks_arguments
 from .base.ranges import check_positive
 
 _num_microbatches: int | None = None
-"""Micro-batches of a step of this process; None until `init_num_microbatches_calculator` sets it.
+"""Micro-batches of a step of this process. None until `init_num_microbatches_calculator` sets it.
 `unset_num_microbatches_calculator` clears it."""
 
 

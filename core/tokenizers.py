@@ -1,4 +1,4 @@
-"""Megatron-LM's entry to tokenizers; those that encode text are in `core.datasets.tokenizer`."""
+"""Megatron-LM's entry to tokenizers. Those that encode text are in `core.datasets.tokenizer`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Modules = nn.Module | Sequence[nn.Module]
 
 
 def unwrap_model(model: Any, module_instances: tuple[type[nn.Module], ...] | None = None) -> Any:
-    """Returns the model inside its wrappers; for a list, the list of models.
+    """Returns the model inside its wrappers, or for a list the list of models.
 
     Args:
         module_instances: the classes of wrappers to open; by default this package's and `Float16Module`.
@@ -66,7 +66,7 @@ def get_batch_on_this_cp_rank(
     hybrid_cp_group_func: Callable[..., ProcessGroup] | None = None,
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, Any]:
-    """Returns this context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`; None stays None.
+    """Returns this context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`. None stays None.
 
     Args:
         cp_group: must be the context-parallel group of `core.parallel_state`.

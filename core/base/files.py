@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64
-"""Most nested lists; files of this and related libraries have fewer than ten."""
+"""Most nested lists. Files of this and related libraries have fewer than ten."""
 
 MAX_DIGITS = 32
 """Most digits of an integer in JSON."""
@@ -30,13 +30,13 @@ MEMORY_MULTIPLE = 128
 MEMORY_BASE_BYTES = 64 << 20
 
 JSON_BYTES = 512 << 20
-"""Largest description of a checkpoint; one of 100,000 tensors in ten pieces each takes some 100 MB."""
+"""Largest description of a checkpoint. One of 100,000 tensors in ten pieces each takes some 100 MB."""
 
 CONFIG_BYTES = 16 << 20
 """Largest settings file."""
 
 TOKENIZER_BYTES = 256 << 20
-"""Largest tokenizer file; published ones have up to 40 MB."""
+"""Largest tokenizer file. Published ones have up to 40 MB."""
 
 PICKLE_BYTES = 512 << 20
 """Largest index that torch's writer leaves."""

@@ -36,7 +36,7 @@ def total_bytes() -> int:
 _LEAST_TRANSIENT_BYTES = 2**20
 _is_torchs = False
 """Whether `transient_memory` uses torch's allocator, which profilers see. Set by `transient_memory_seen_by_profilers`,
-which restores it, on one thread; every thread reads it."""
+which restores it, on one thread. Every thread reads it."""
 
 
 def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,7 +99,7 @@ class ReusedMemory:
         return self._keeps_all or numel in self._most_kept
 
     def keep_all(self, keeps: bool) -> None:
-        """Keeps all memory that is given back from now on; False frees all beyond `most_kept`."""
+        """Keeps all memory that is given back from now on. False frees all beyond `most_kept`."""
         self._keeps_all = keeps
         if not keeps:
             for numel, kept in self._kept.items():

@@ -17,7 +17,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 _RANGE = "held_range"
 """An attribute of a parameter: its elements on this rank. Set by `keep_range` when the model is wrapped, to None
-inside `whole_parameters`; the elements are a view of the wrapper's memory, valid as long as the wrapper exists."""
+inside `whole_parameters`. The elements are a view of the wrapper's memory, valid as long as the wrapper exists."""
 
 
 def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:

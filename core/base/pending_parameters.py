@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 _WAIT = "_wait_until_gathered"
 """An attribute of a parameter: the function that its first reader calls. `make_pending` sets it and `end_pending`
-deletes it; it exists exactly while the parameter's class is `_PendingParameter`."""
+deletes it. It exists exactly while the parameter's class is `_PendingParameter`."""
 
 _VIEW = "pending_view"
 """An attribute of a parameter: the function that returns its ``detach()`` and ``data`` while it is pending.
-`set_pending_view` sets it when the model is wrapped; never removed."""
+`set_pending_view` sets it when the model is wrapped. It is never removed."""
 
 
 def can_be_pending(param: nn.Parameter) -> bool:

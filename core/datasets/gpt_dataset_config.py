@@ -46,7 +46,7 @@ class GPTDatasetConfig:
     """Shares of the documents for training (the first ones), validation (the next ones) and test (the last ones)."""
 
     vocab_size: int | None = None
-    """Entries of the model's embedding; a corpus with a larger token is refused. None: not checked."""
+    """Entries of the model's embedding. A corpus with a larger token is refused. None: not checked."""
 
     eod: int | None = None
     """Id of the end-of-document token, for the three options below."""

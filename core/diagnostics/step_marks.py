@@ -30,7 +30,7 @@ MARK = "_step_mark"
 """The attribute of a parameter that holds its mark."""
 
 _IS_OWN = "_asks_wrappers_itself"
-"""An attribute of an optimizer. `note_own_optimizer` sets it; never cleared."""
+"""An attribute of an optimizer. `note_own_optimizer` sets it. It is never cleared."""
 
 _MET = "_marks_of_step"
 """An attribute of an optimizer: the marks that the hook before a step found, for the hook after it, which removes it.
@@ -83,7 +83,7 @@ def known_optimizers() -> list[Optimizer]:
 
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""`note_own_optimizer` and the hook before a step add to it; freed optimizers drop out."""
+"""`note_own_optimizer` and the hook before a step add to it. Freed optimizers drop out."""
 
 
 @functools.cache

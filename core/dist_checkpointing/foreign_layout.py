@@ -43,7 +43,8 @@ class Run:
     source_index: tuple[int, ...] = ()
     """Indices along the first dimensions, if the foreign tensor is a stack, of layers or of experts."""
     index: int | None = None
-    """Index along our first dimension, if our tensor is a stack of experts, whose rows these are; else None."""
+    """Index along our first dimension, if our tensor is a stack of experts, whose rows these are. None for other
+    tensors."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Part:
     """A box of a whole tensor, or several that follow each other in its memory."""
 
     offsets: tuple[int, ...]
-    """First index of the box; of a run of elements ``(start,)`` in the flattened tensor."""
+    """First index of the box, or of a run of elements ``(start,)`` in the flattened tensor."""
     sizes: tuple[int, ...]
     is_run: bool
     """The elements are contiguous in the whole tensor."""

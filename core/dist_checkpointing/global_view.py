@@ -125,7 +125,7 @@ class _OuterCut(NamedTuple):
 
 
 def _outer_cuts(param: torch.Tensor) -> list[_OuterCut]:
-    """Returns the cuts of a parameter by its layer, the outer one first; none over a single rank."""
+    """Returns the cuts of a parameter by its layer, the outer one first. There is none over a single rank."""
     groups: dict[str, ProcessGroup | None] = {}
     if getattr(param, "expert_model_parallel", False) and parallel_state.experts_are_apart():
         groups["ep"] = parallel_state.get_expert_model_parallel_group()

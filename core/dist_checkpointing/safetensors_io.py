@@ -41,7 +41,7 @@ _DTYPES = {
     **{f"U{bits}": DTYPES[f"uint{bits}"] for bits in (8, 16, 32, 64)},
     "BOOL": torch.bool,
 }
-"""Dtypes by their names in the format; the library's own table is private."""
+"""Dtypes by their names in the format. The library's own table is private."""
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -167,7 +167,7 @@ def save_folder(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes a model into a folder that appears atomically. Collective; the first rank writes.
+    """Writes a model into a folder that appears atomically. Collective. The first rank writes.
 
     Args:
         folder: a new or empty folder.

@@ -17,7 +17,7 @@ from ..process_groups_config import ProcessGroupCollection
 from ..utils import get_model_config
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
-"""Takes the data iterator and the model; returns the model's output, and a function from output to loss."""
+"""Takes the data iterator and the model. Returns the model's output, and a function from output to loss."""
 
 
 @checks_arguments

@@ -37,8 +37,8 @@ from .partition import copy_partition, whole_shape
 
 Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and
-`torch.nn.init`. It draws from torch's default generator, which is seeded for the call and restored after it; or, if it
-has an argument ``generator``, from the generator passed as that."""
+`torch.nn.init`. It draws from torch's default generator, which is seeded for the call and restored after it. If it has
+an argument ``generator``, it draws from the generator passed as that."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FusedRows:
     blocks: tuple[tuple[str, int], ...]
     """Name and number of consecutive rows of each block."""
     head_rows: int = 0
-    """Rows of an attention head, of which each block has some; 0 where blocks have no heads."""
+    """Rows of an attention head, of which each block has some, or 0 where blocks have no heads."""
 
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
@@ -308,7 +308,7 @@ def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: G
 
 
 def call_initializer(initializer: Initializer, tensor: torch.Tensor, seed: int) -> None:
-    """Fills a tensor on the CPU in place from a seed; torch's default generator is restored."""
+    """Fills a tensor on the CPU in place from a seed. Torch's default generator is restored."""
     try:
         takes_generator = "generator" in inspect.signature(initializer).parameters
     except (TypeError, ValueError):  # built-in, without a signature

@@ -205,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Activations `[n, k]` of whole sequences, and a weight `[v / tp, k]`; logits are the sum of the pairs' products."""
+"""Activations `[n, k]` of whole sequences, and a weight `[v / tp, k]`. Logits are the sum of the pairs' products."""
 
 
 def _pairs(

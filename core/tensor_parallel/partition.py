@@ -33,7 +33,7 @@ def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -
 
 
 def _cuts(parameter: torch.Tensor, group: Group) -> Iterator[tuple[int, Group]]:
-    """Yields the dims by which ranks share a parameter, by its attributes, and the ranks of each; `group` shares its
+    """Yields the dims by which ranks share a parameter, by its attributes, and the ranks of each. `group` shares its
     matrices."""
     if getattr(parameter, "expert_model_parallel", False):
         yield 0, parallel_state.get_expert_model_parallel_group()

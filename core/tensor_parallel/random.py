@@ -109,8 +109,8 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-"""The tracker of this process; fixed. `model_parallel_manual_seed` fills it; `_TrackedStates` swaps its streams
-while backward recomputes."""
+"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and `_TrackedStates` swaps its
+streams while backward recomputes."""
 
 
 def get_rng_tracker() -> RNGStatesTracker:

@@ -233,7 +233,7 @@ class CheckpointWriter:
         self._folder = folder
         self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
         self.written: Path | None = None
-        """Folder of the last checkpoint that was begun; it may still be written, or have failed. `save` sets it; None
+        """Folder of the last checkpoint that was begun. It may still be written, or have failed. `save` sets it. None
         before the first."""
 
     def save(self, state: TrainingState) -> str:

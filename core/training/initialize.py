@@ -15,7 +15,7 @@ from .config import PretrainConfig, validate
 from .launch.entry import check_launcher, environment_rank, environment_threads, environment_world_size
 
 _SEEDS_OF_A_REPLICA = 10
-"""Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``; Megatron-LM's."""
+"""Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``, as in Megatron-LM."""
 
 
 def initialize(config: PretrainConfig) -> None:

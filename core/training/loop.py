@@ -35,11 +35,11 @@ class Outcome:
 
     iteration: int
     validation_loss: float | None
-    """Nats per token after the last iteration; None if it was not reached or the run validates nothing."""
+    """Nats per token after the last iteration. None if it was not reached or the run validates nothing."""
     checkpoint: Path | None
-    """The last checkpoint that was written; None if there is none."""
+    """The last checkpoint that was written. None if there is none."""
     stopped_by: str
-    """Name of the signal that ended the run before its last iteration; empty if none did."""
+    """Name of the signal that ended the run before its last iteration. Empty if none did."""
 
 
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
@@ -222,7 +222,7 @@ class SkippedSteps:
     def __init__(self, *, scale_adapts: bool) -> None:
         self._scale_adapts = scale_adapts
         self.in_a_row = 0
-        """Skipped steps in a row, up to the last step. `note` counts; a step that was made resets it."""
+        """Skipped steps in a row, up to the last step. `note` counts, and a step that was made resets it."""
         self._warned = False
         """Whether a skipped step was warned about. `note` sets it, for the rest of the run."""
 

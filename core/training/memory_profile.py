@@ -38,7 +38,7 @@ CATEGORIES = ("parameters", "gathered parameters", "gradients", "optimizer state
 """From the bottom of the picture to its top. Parameters are this rank's shards, or whole without sharding."""
 
 MAX_POINTS = 2000
-"""Most points of a series; of moments that are closer together, the one with the most memory is kept."""
+"""Most points of a series. Of moments that are closer together, the one with the most memory is kept."""
 
 _COLORS = ("#3b76c9", "#8fb8ec", "#d9822b", "#8256c4", "#9aa5b1")
 
@@ -222,7 +222,8 @@ class _Block:
     nbytes: int
     start: int
     end: int
-    """Time of its release in ns; the end of the step until `_pieces` or `_end_what_is_missed` finds an earlier one."""
+    """Time of its release in ns. It is the end of the step until `_blocks` or `_end_what_is_missed` finds an earlier
+    one."""
     category: int = _REST
     """Index in `CATEGORIES`. `_sort_into_categories` sets it, from the last record of the block's address."""
 

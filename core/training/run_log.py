@@ -49,14 +49,14 @@ class RunLog:
         """Sums since the last line of training, as `_losses`. `step` adds to them, and clears them when it writes
         one."""
         self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
-        """Lines that are not in the file yet. `_write` adds; `_write_lines` clears it once they are written."""
+        """Lines that are not in the file yet. `_write` adds, and `_write_lines` clears it once they are written."""
         self._log_bytes = 0
-        """Length of the file up to its last complete line; a partial line after it is overwritten. `_write_lines`
+        """Length of the file up to its last complete line. A partial line after it is overwritten. `_write_lines`
         advances it."""
         self._bar: Any = None
-        """The progress bar, from here until the log is left; None on ranks that write nothing."""
+        """The progress bar, from here until the log is left. None on ranks that write nothing."""
         self._tensorboard: Any = None
-        """TensorBoard's writer; None if it was not requested, and while its folder cannot be written. `_write_scalars`
+        """TensorBoard's writer. None if it was not requested, and while its folder cannot be written. `_write_scalars`
         opens it, and drops it after an error."""
         self._tensorboard_dir = config.run.tensorboard_dir if enabled else None
         self.files = OptionalFiles(self.message)

@@ -29,14 +29,14 @@ class TrainingState:
     vocab_size: int
     """Rows of the model's embedding, padding included."""
     iteration: int = 0
-    """Number of steps so far, skipped ones included. `loop` counts; a checkpoint sets it when a run resumes."""
+    """Number of steps so far, skipped ones included. `loop` counts, and a checkpoint sets it when a run resumes."""
     consumed_samples: int = 0
     """Samples of the training split in these steps, over all ranks. Set as `iteration`."""
     skipped_steps: int = 0
     """Steps in a row, up to this one, that were skipped because a gradient was infinite or NaN, without a dynamic loss
-    scale. `loop` sets it; a resumed run starts at 0."""
+    scale. `loop` sets it. A resumed run starts at 0."""
     sample_order: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs and fingerprint of the order of samples (`RunData.sample_order`); a checkpoint stores it to compare."""
+    """Inputs and fingerprint of the order of samples (`RunData.sample_order`). A checkpoint stores it to compare."""
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -41,7 +41,7 @@ class StepResult:
     """Global norm of the gradient before clipping."""
 
     num_zeros: int | None
-    """Zeros in the gradient; None if the optimizer does not count them."""
+    """Zeros in the gradient. None if the optimizer does not count them."""
 
     stop: bool
     """Whether any rank was asked to stop."""
@@ -53,7 +53,7 @@ class StepResult:
     """The factor that losses were multiplied by before backward."""
 
     experts: Mapping[str, float] = field(default_factory=dict)
-    """Balance of experts, by the names of `core.transformer.moe.step`; empty for a model without experts."""
+    """Balance of experts, by the names of `core.transformer.moe.step`. Empty for a model without experts."""
 
 
 class RunningStep:

@@ -26,7 +26,7 @@ class MLPSubmodules:
     linear_fc1: ModuleSpec | Builder = ColumnParallelLinear
     linear_fc2: ModuleSpec | Builder = RowParallelLinear
     activation_func: None = None
-    """Megatron-LM's module for Transformer Engine. Must be None; set `TransformerConfig.activation_func` instead."""
+    """Megatron-LM's module for Transformer Engine. Must be None. Set `TransformerConfig.activation_func` instead."""
 
 
 class MLP(MegatronModule):

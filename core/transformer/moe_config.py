@@ -26,7 +26,7 @@ OPTIONS_OF_FUNCTION = (
     *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy"),
 )
-"""Fields of `MoEConfig` that change what a model with experts computes; the others change its training alone."""
+"""Fields of `MoEConfig` that change what a model with experts computes. The others change its training alone."""
 
 
 @dataclass(kw_only=True)
@@ -37,25 +37,25 @@ class MoEConfig(ModelParallelConfig):
     """Experts of a layer that has them, each an MLP. None or 0: every layer has one MLP for all tokens."""
 
     moe_layer_freq: str | int | list[int] = 1
-    """Which layers have experts: N, every Nth from the first on; or 0 or 1 for each layer, as a list or as text of
+    """Which layers have experts: N, every Nth from the first on, or 0 or 1 for each layer, as a list or as text of
     lists, such as `([0]*3+[1]*58)`."""
 
     moe_ffn_hidden_size: int | None = None
-    """Width inside of an expert; with `gated_linear_unit`, of gate and up each. None: `ffn_hidden_size`."""
+    """Width inside of an expert, with `gated_linear_unit` of gate and up each. None: `ffn_hidden_size`."""
 
     moe_router_topk: int = 2
     """Experts of each token."""
 
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = ("aux_loss",)
-    """Auxiliary losses that balance the load (Fedus et al., 2021), one or several: "aux_loss", of the tokens of a
-    micro-batch; "seq_aux_loss", of each sequence; "global_aux_loss", of the micro-batches of all data-parallel ranks;
-    or "none"."""
+    """Auxiliary losses that balance the load (Fedus et al., 2021), one or several: "aux_loss" of the tokens of a
+    micro-batch, "seq_aux_loss" of each sequence, "global_aux_loss" of the micro-batches of all data-parallel ranks, or
+    "none"."""
 
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
-    """What such a loss is multiplied by, for each type; 0.01 is common."""
+    """What such a loss is multiplied by, for each type. 0.01 is common."""
 
     moe_z_loss_coeff: float | None = None
-    """Adds the mean square of the logits' logsumexp (Zoph et al., 2022), times this; 0.001 is common."""
+    """Adds the mean square of the logits' logsumexp (Zoph et al., 2022), times this. 0.001 is common."""
 
     moe_router_score_function: ScoreFunction = "softmax"
     """From logits to scores."""
@@ -87,7 +87,7 @@ class MoEConfig(ModelParallelConfig):
     """In training, multiply what the router reads by draws from [1 - eps, 1 + eps]."""
 
     moe_expert_capacity_factor: float | None = None
-    """An expert takes at most tokens x top-k / experts x this of a micro-batch on a rank; a token that is dropped gets
+    """An expert takes at most tokens x top-k / experts x this of a micro-batch on a rank. A token that is dropped gets
     nothing from it. None or a negative number: no token is dropped."""
 
     moe_token_drop_policy: TokenDropPolicy = "probs"
@@ -95,7 +95,7 @@ class MoEConfig(ModelParallelConfig):
 
     moe_token_dispatcher_type: TokenDispatcher = "allgather"
     """How tokens reach their experts on other ranks: "allgather" sends every token to every expert-parallel rank, and
-    takes micro-batches of one shape; "alltoall" sends each to the ranks of its experts."""
+    takes micro-batches of one shape. "alltoall" sends each to the ranks of its experts."""
 
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of experts that take every token, next to the others. None: there are none."""
@@ -104,7 +104,7 @@ class MoEConfig(ModelParallelConfig):
     """Multiply the output of the shared experts by the sigmoid of one learned projection."""
 
     moe_grouped_gemm: bool = False
-    """Multiply all experts' tokens in one call of `torch.nn.functional.grouped_mm`, where it runs; else one expert
+    """Multiply all experts' tokens in one call of `torch.nn.functional.grouped_mm`, where it runs, or else one expert
     after the other. Parameters have the same layout."""
 
     moe_per_layer_logging: bool = False
@@ -260,7 +260,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _layer_pattern(given: str | int | Sequence[int]) -> int | list[int]:
-    """Reads `moe_layer_freq`; text may only have integers, lists, + and x.
+    """Reads `moe_layer_freq`. Text may only have integers, lists, + and x.
 
     Raises:
         ConfigError: it is something else.

@@ -23,7 +23,7 @@ from ..optimizer import OptimizerConfig
 from .model_under_test import ModelUnderTest, Training
 
 REPLICAS = "ddp"
-"""The reference of every other wrapper; it is itself compared with one process."""
+"""The reference of every other wrapper. It is itself compared with one process."""
 
 _OVERLAP = {"overlap_grad_reduce": True, "num_buckets": 4}
 _OVERLAP_BOTH = {**_OVERLAP, "overlap_param_gather": True}
@@ -80,9 +80,9 @@ class FirstDifference:
     what: str
     """``loss``, ``gradient``, ``weight`` or ``buffer``."""
     parameter: str
-    """The name of the parameter or buffer; empty for the loss."""
+    """The name of the parameter or buffer. Empty for the loss."""
     off: float
-    """Difference relative to the norm of the reference; NaN if a side is not finite."""
+    """Difference relative to the norm of the reference. NaN if a side is not finite."""
     rank: int = 0
     """The first rank that sees it."""
 
@@ -100,12 +100,12 @@ class Verdict:
     reference: str
     """Name of the reference."""
     tolerance: float
-    """Relative tolerance of the comparison; 0 means bitwise."""
+    """Relative tolerance of the comparison. 0 means bitwise."""
     parting: FirstDifference | None = None
     failure: str = ""
-    """Why it could not run; empty if it did."""
+    """Why it could not run. Empty if it did."""
     inapplicable: str = ""
-    """Why the settings do not apply to the model; empty if they do."""
+    """Why the settings do not apply to the model. Empty if they do."""
 
     @property
     def is_equal(self) -> bool:

@@ -27,7 +27,7 @@ from ..distributed.data_parallel_base import unwrap_model
 from ..optimizer import OptimizerConfig, get_megatron_optimizer
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
-"""Takes the model, wrapped or not, and the number of a micro-batch; returns its mean loss, a scalar."""
+"""Takes the model, wrapped or not, and the number of a micro-batch. Returns its mean loss, a scalar."""
 
 SEED = 1234
 _SEQUENCES, _LENGTH = 2, 16

@@ -1,4 +1,4 @@
-"""How tests are named and where they are."""
+"""How tests are named and where they are, and how docstrings begin."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ NOT_OF_CORE = {
     "distributed/outside_the_loop": "has the scenarios of `distributed/test_outside_the_loop.py`, and no tests",
 }
 """Folders of `tests/unit` that mirror no folder of `core`, and what each is for."""
+
+JOINED_SENTENCES = ("comm", "distributed", "optimizer", "process_groups", "transformer/moe", "weights")
+"""Packages of `core` whose docstrings may still begin with two sentences joined by a semicolon."""
 
 
 def _names() -> Iterator[str]:
@@ -50,3 +53,19 @@ def test_every_folder_of_tests_is_a_folder_of_core():
     folders = {file.parent.relative_to(unit).as_posix() for file in unit.rglob("*.py")} - {"."}
     assert len(folders) > 20, "the folders were not found"
     assert {folder for folder in folders if not (CORE / folder / "__init__.py").is_file()} == NOT_OF_CORE.keys()
+
+
+def _first_paragraphs(file: Path) -> Iterator[str]:
+    """Yields the first paragraph of each docstring in a file, of attributes too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for entry in body if isinstance(body, list) else ():
+            if isinstance(entry, ast.Expr) and isinstance(entry.value, ast.Constant):
+                yield str(entry.value.value).split("\n\n")[0]
+
+
+def test_docstrings_begin_with_whole_sentences():
+    files = [file for file in CORE.rglob("*.py") if not file.relative_to(CORE).as_posix().startswith(JOINED_SENTENCES)]
+    paragraphs = [(file.relative_to(CORE).as_posix(), text) for file in files for text in _first_paragraphs(file)]
+    assert len(paragraphs) > 1500, "the docstrings were not found"
+    assert [(name, text) for name, text in paragraphs if ";" in text] == []

@@ -46,13 +46,13 @@ _POLL_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 _STRICT: dict[str, Any] = {}
-"""Keeps filelock 4 from a lock that a crash would leave behind, where the file system has no locks; earlier ones raise
-there."""
+"""Keeps filelock 4 from a lock that a crash would leave behind, where the file system has no locks. Earlier versions
+raise there."""
 if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
     _STRICT["fallback_to_soft"] = False
 
 _locks: dict[tuple[int, str], FileLock] = {}
-"""Locks by process and folder, which count their holders. `acquire_folder` adds, under `_guard`; a fork inherits the
+"""Locks by process and folder, which count their holders. `acquire_folder` adds, under `_guard`. A fork inherits the
 entries, and none of the locks."""
 _guard = threading.Lock()
 """Held while a lock is taken or released: an asynchronous save releases its lock on another thread."""
@@ -114,7 +114,7 @@ def _holder(path: Path) -> str:
 LATEST_FILE = "latest"
 _POINTER_BYTES = 4096
 _LONGEST_NAME = 128
-"""Characters of a checkpoint's name; file systems take 255 bytes."""
+"""Characters of a checkpoint's name. File systems take 255 bytes."""
 _ITERATION = re.compile(r"iter_\d{7,}")
 _LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed|old)")
 
@@ -225,7 +225,7 @@ class Retention:
     last: int
     """Number of the highest iterations to keep, at least one."""
     every: int | None = None
-    """Also keep iterations that are multiples of this; None keeps no others."""
+    """Also keep iterations that are multiples of this. None keeps no others."""
 
 
 def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda _: True) -> None:

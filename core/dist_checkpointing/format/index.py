@@ -24,7 +24,7 @@ from ...base.files import BoundsError, brief, parse_json
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]
-"""How pieces are stored: raw bytes in row-major order; archives of ``torch.save``, by torch's own writer; or whole
+"""How pieces are stored: raw bytes in row-major order, archives of ``torch.save`` (by torch's own writer), or whole
 tensors in safetensors files, found by name."""
 
 _MAX_DIMS = 64
@@ -40,7 +40,7 @@ class Box:
     offsets: tuple[int, ...]
     """First index of the box, per dimension of the whole tensor."""
     sizes: tuple[int, ...]
-    """Extent of the box per dimension; none is 0."""
+    """Extent of the box per dimension. None is 0."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Piece(Box):
     file: str
     """Name of a file in the checkpoint's folder."""
     start: int
-    """Bytes from the beginning of the file; 0 in a safetensors file."""
+    """Bytes from the beginning of the file, or 0 in a safetensors file."""
     num_bytes: int
     hash: int | None = None
-    """Addend of the box to the hash of the whole tensor (`content_hash`); None if the writer stored none."""
+    """Addend of the box to the hash of the whole tensor (`content_hash`). None if the writer stored none."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class CheckpointIndex:
 
     tensors: dict[str, TensorEntry]
     file_bytes: dict[str, int]
-    """Bytes of each file; a lower bound if pieces are archives."""
+    """Bytes of each file, or a lower bound if pieces are archives."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The metadata given to ``save``."""
     encoding: Encoding = "raw"
     others: frozenset[str] = frozenset()
-    """Entries that are not tensors, which only torch's own writer makes; they are never read."""
+    """Entries that are not tensors, which only torch's own writer makes. They are never read."""
 
     def check(self) -> None:
         """Raises CheckpointError on the first entry that contradicts another."""

@@ -141,7 +141,7 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 FINITE, SKIPPED = "finite", "skipped_steps"
-"""Entries of a checkpoint's metadata: whether all tensors are finite; and the number of steps in a row, up to the
+"""Entries of a checkpoint's metadata: whether all tensors are finite, and the number of steps in a row, up to the
 save, that were skipped because a gradient was not finite."""
 
 

@@ -120,7 +120,7 @@ class RawWriter:
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
         self._locked: tuple[int, str] | None = None
-        """Key of the folder's lock on the first rank, from `begin` until `release`; None on other ranks."""
+        """Key of the folder's lock on the first rank, from `begin` until `release`. None on other ranks."""
 
     def begin(self) -> None:
         """Locks the folder that checkpoints are in, and makes the temporary one."""

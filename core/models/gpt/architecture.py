@@ -44,7 +44,7 @@ class Architecture:
 
     transformer: Mapping[str, Any]
     """Values of the :data:`TRANSFORMER_FIELDS` and :data:`EXPERT_FIELDS`, by name, as :func:`model_fields` returns
-    them; of the latter only `num_moe_experts`, None, if there are no experts."""
+    them. Without experts the latter are only `num_moe_experts`, None."""
     vocab_size: int
     """Rows of the embedding without padding, which a model may add."""
     max_sequence_length: int

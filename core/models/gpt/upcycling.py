@@ -1,4 +1,4 @@
-"""Starts a model with experts from the weights of a dense one (Komatsuzaki et al., 2022; He et al., 2024).
+"""Starts a model with experts from the weights of a dense one (Komatsuzaki et al., 2022, and He et al., 2024).
 
 Every expert is a copy of the layer's MLP, and the router is new. Where the probabilities `p` of a token's experts add
 up to one, the model computes at first what the dense one does, whatever the router chooses:

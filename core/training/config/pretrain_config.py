@@ -162,7 +162,7 @@ def _ranks_without_a_tree(config: PretrainConfig, world_size: int) -> ParallelCo
 
 
 DIVIDING_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "seq_length", "make_vocab_size_divisible_by")
-"""Settings that `division_violations` divides, or divides by; they are positive."""
+"""Settings that `division_violations` divides, or divides by. They are positive."""
 
 
 def division_violations(settings: Mapping[str, Any]) -> Iterator[ParallelConfigError]:

@@ -33,7 +33,7 @@ class GPTConfig:
     """Give the output projection its own weight instead of the embedding's."""
 
     freeze: tuple[str, ...] = ()
-    """Do not train parameters whose names match these shell patterns, such as `decoder.layers.0.*`; may be given
+    """Do not train parameters whose names match these shell patterns, such as `decoder.layers.0.*`. May be given
     repeatedly."""
 
     lora_rank: int | None = None
@@ -47,7 +47,7 @@ class GPTConfig:
 
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this number of entries, at every tensor-parallel size, so that one
-    checkpoint fits all of them; the tensor-parallel size has to divide it."""
+    checkpoint fits all of them. The tensor-parallel size has to divide it."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_position_embeddings", "make_vocab_size_divisible_by", "lora_rank", least=1)
@@ -161,7 +161,7 @@ class DataConfig:
     """Samples of a step over all ranks. None: one micro-batch a rank."""
 
     num_workers: int = 2
-    """Processes that read samples, on each rank; 0 reads in the rank's own, on a GPU in a thread of it."""
+    """Processes that read samples, on each rank. 0 reads in the rank's own, on a GPU in a thread of it."""
 
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
@@ -186,7 +186,7 @@ class CheckpointConfig:
     """
 
     save: Path | None = None
-    """Folder of the run's checkpoints, log and loss curve. None: that of `load`; without both nothing is written."""
+    """Folder of the run's checkpoints, log and loss curve. None: that of `load`. Without both nothing is written."""
 
     load: Path | None = None
     """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
@@ -203,12 +203,12 @@ class CheckpointConfig:
     """Iterations between checkpoints. None: one at the end."""
 
     async_save: bool = False
-    """Write checkpoints while training goes on; it waits only until its state is copied to host memory. The copies
+    """Write checkpoints while training goes on. It waits only until its state is copied to host memory. The copies
     take as much memory as this rank's part of a checkpoint."""
 
     keep_last: int | None = None
-    """Keep this many of the latest checkpoints; remove older ones when a new one is complete. None: keep all. With 1
-    there is no other checkpoint if it is damaged."""
+    """Keep this many of the latest checkpoints, and remove older ones when a new one is complete. None: keep all. With
+    1 there is no other checkpoint if it is damaged."""
 
     keep_every: int | None = None
     """In addition to `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
@@ -258,7 +258,7 @@ class RunConfig:
     """Iterations between validations."""
 
     eval_iters: int = 100
-    """Global batches of a validation; 0 for none."""
+    """Global batches of a validation, 0 for none."""
 
     log_interval: int = 100
     """Iterations between lines of the log."""
@@ -287,7 +287,7 @@ class RunConfig:
     that have none. Several GPUs also need a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
 
     fp32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """How matrices in fp32 are multiplied: in fp32; in TF32, several times as fast on a GPU that has it; or in bf16.
+    """How matrices in fp32 are multiplied: in fp32, in TF32 (several times as fast on a GPU that has it), or in bf16.
     Runs in bf16 or fp16 multiply in that."""
 
     distributed_timeout_minutes: float = 10.0

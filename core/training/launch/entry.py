@@ -27,7 +27,7 @@ RUN_ERROR_STATUS = 3
 INTERRUPTED_STATUS = 130
 
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
-"""Environment variable: when the launcher started; unchanged when it restarts the ranks."""
+"""Environment variable: when the launcher started. It does not change when it restarts the ranks."""
 
 
 def environment_rank() -> int:

@@ -69,7 +69,7 @@ def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> i
 
 
 _Ended = tuple[int, str]
-"""Exit status, and why the ranks ended, if they could not print it themselves; else empty."""
+"""Exit status, and why the ranks ended, if they could not print it themselves, or empty."""
 
 
 def _run_once(num_ranks: int, command: list[str], environment: dict[str, str], signals: SignalCount) -> _Ended:

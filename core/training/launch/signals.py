@@ -57,7 +57,7 @@ class SignalCount(_SignalHandler):
         self.count = 0
         """Signals so far, without echoes. `_note` counts them, in the signal handler."""
         self.number = 0
-        """Number of the last signal; 0 before the first. `_note` sets it."""
+        """Number of the last signal, 0 before the first. `_note` sets it."""
         self._at = -ECHO_S  # time of the last signal, echoes included; `_note` sets it
 
     @property

@@ -228,8 +228,11 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path):
         ),
         (
             {
-                "num_moe_experts": 8, "moe_router_topk": 3, "moe_router_num_groups": 4,
-                "moe_router_group_topk": 3, "moe_shared_expert_intermediate_size": 20,
+                "num_moe_experts": 8,
+                "moe_router_topk": 3,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 3,
+                "moe_shared_expert_intermediate_size": 20,
             },
             r"glm4_moe cannot express .*moe_router_topk 3 in 3 of 4 groups \(a group's score is that of its 2 best",
         ),
