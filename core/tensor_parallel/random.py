@@ -14,7 +14,7 @@ ranks share a mask. Activations replicated over tensor-parallel ranks, but split
 ``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of several in ``fork()``, the seeds
 are Megatron-LM's.
 
-`rng_state` and `pack` join all random streams of a rank in one row of bytes. Streams belong to ranks: they continue
+`packed_rng_state` joins all random streams of a rank in one row of bytes. Streams belong to ranks: they continue
 only on the same number of ranks. Those of a micro-batch depend on its index in the run, and not on the rank that runs
 it.
 """
@@ -287,20 +287,16 @@ def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
     get_rng_tracker().set_states(tracked)
 
 
-def rng_layout(streams: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-    """Returns the name and number of bytes of each stream, in the order of :func:`pack`."""
-    return [[name, value.numel()] for name, value in streams.items()]
+def packed_rng_state() -> torch.Tensor:
+    """Returns :func:`rng_state` as one row of bytes, whose length says which streams this rank has."""
+    return torch.cat([value.flatten() for value in rng_state().values()])
 
 
-def pack(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Joins all streams into one row of bytes."""
-    return torch.cat([value.flatten() for value in streams.values()])
-
-
-def unpack(packed: torch.Tensor, layout: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """Splits a row of bytes into the streams that :func:`pack` joined."""
-    pieces = packed.split([size for _, size in layout])
-    return {name: piece.clone() for (name, _), piece in zip(layout, pieces, strict=True)}
+def set_packed_rng_state(packed: torch.Tensor) -> None:
+    """Restores every stream from :func:`packed_rng_state` of a rank with the same streams."""
+    streams = rng_state()
+    pieces = packed.split([value.numel() for value in streams.values()])
+    set_rng_state({name: piece.clone() for name, piece in zip(streams, pieces, strict=True)})
 
 
 _NUMPY_SEEDS = 1 << 32

@@ -40,7 +40,7 @@ from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
 from ..distributed.data_parallel_base import unwrap_model
-from ..tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
+from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from .config import PretrainConfig
 from .state import TrainingState, check_is_run, check_same_model, rank_layout, warn_of_another_order
 
@@ -59,7 +59,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if it failed on one.
     """
-    rng, tensors = rng_state(), state_tensors(state)
+    rng, tensors = packed_rng_state(), state_tensors(state)
     folder = checkpoint_directory(root, state.iteration)
     metadata = {
         "iteration": state.iteration,
@@ -69,14 +69,14 @@ def save_checkpoint(
         "optimizer": state.optimizer.state_scalars(),
         "scheduler": state.scheduler.state_dict(),
         "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
-        "rng_layout": rng_layout(rng),
+        "rng_bytes": rng.numel(),
         "layout": rank_layout(),
         "sample_order": dict(state.sample_order),
         FINITE: _all_finite(tensors),
         SKIPPED: state.skipped_steps,
     }
     write = save if saver is None else saver.save
-    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": pack(rng)}
+    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": rng}
     write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
 
@@ -114,10 +114,9 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
     check_same_model(metadata, state, config, folder)
     if metadata.get(FINITE) is False:
         raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
-    same_ranks = metadata["layout"] == rank_layout() and metadata["rng_layout"] == rng_layout(rng_state())
-    name = f"{_RNG_NAMES}rank{dist.get_rank()}"
-    num_bytes = sum(size for _, size in metadata["rng_layout"])
-    streams = {name: torch.empty(num_bytes, dtype=torch.uint8)} if same_ranks else {}
+    rng = packed_rng_state()
+    same_ranks = metadata["layout"] == rank_layout() and metadata["rng_bytes"] == rng.numel()
+    streams = {f"{_RNG_NAMES}rank{dist.get_rank()}": rng} if same_ranks else {}
     lines: list[str] = []
     verify = config.checkpoint.verify_checkpoint
     with another_offered(folder, ranks):
@@ -134,7 +133,7 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
     warn_of_another_order(metadata.get("sample_order", {}), state)
     if same_ranks:
-        set_rng_state(unpack(streams[name], metadata["rng_layout"]))
+        set_packed_rng_state(rng)
     return lines[0]
 
 

@@ -71,8 +71,6 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
 
 
 _SECTIONS = ("model", "gpt", "ddp", "optimizer")
-_RNG_BYTES = 1 << 24
-"""Limit of the bytes of a rank's random streams, which are about 20,000."""
 
 
 def _is_count(value: Any) -> bool:
@@ -80,16 +78,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Returns whether a value is a plausible number of ranks, or of bytes of a generator's state."""
+    """Returns whether a value is a plausible number of ranks, or of bytes of a rank's random streams."""
     return type(value) is int and 0 < value < 1 << 20
-
-
-def _is_rng_layout(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and all(isinstance(e, list) and len(e) == 2 and isinstance(e[0], str) and _is_small(e[1]) for e in value)
-        and sum(size for _, size in value) <= _RNG_BYTES
-    )
 
 
 _METADATA: dict[str, Callable[[Any], bool]] = {
@@ -100,7 +90,7 @@ _METADATA: dict[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, dict),
     "scheduler": lambda value: isinstance(value, dict),
     "model_tensors": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-    "rng_layout": _is_rng_layout,
+    "rng_bytes": _is_small,
     "layout": lambda value: isinstance(value, dict) and _is_small(value.get("ranks")),
 }
 """Entries of a run's metadata, each with a check of its value."""

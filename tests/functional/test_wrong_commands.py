@@ -59,7 +59,7 @@ def _deep(run: Path) -> None:
 
 def _many_ranks(metadata: dict) -> None:
     metadata["layout"]["ranks"] = 2**20 - 1
-    metadata["rng_layout"] = [["torch", 2**19]] * 100
+    metadata["rng_bytes"] = 2**40
 
 
 def _no_section(metadata: dict) -> None:
@@ -137,7 +137,7 @@ CASES = {
     "the log is a folder": Wrong("log.jsonl is not the log of a run", damage=_folder_in_place_of("log.jsonl")),
     "the settings are a folder": Wrong("config.json is a folder", damage=_folder_in_place_of("config.json")),
     "a description without end": Wrong("nested more than 64 deep", damage=_deep),
-    "ranks without end": Wrong("no pretraining run writes, under rng_layout", damage=_sealed(_many_ranks)),
+    "ranks without end": Wrong("no pretraining run writes, under rng_bytes", damage=_sealed(_many_ranks)),
     "no settings of the GPT": Wrong("no pretraining run writes, under config.gpt", damage=_sealed(_no_section)),
     "no state of the optimizer": Wrong("metadata of optimizer and schedule", damage=_sealed(_no_step)),
     "no state of the schedule": Wrong("metadata of optimizer and schedule", damage=_sealed(_no_schedule)),

@@ -18,7 +18,7 @@ from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
-from ...tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
+from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import decode, encode, load_trained, save_trained
 from ..bridge.trained import Trained
 
@@ -41,9 +41,8 @@ def save_folder(
     others: dict[str, torch.Tensor] = {}
     metadata: dict[str, Any] = {"lightning": Ranks().on_all(lambda: encode(values, _VALUES, others))}
     if with_optimizer:
-        streams = rng_state()
-        others[_own_streams()] = pack(streams)
-        metadata |= {"rng_layout": rng_layout(streams), "ranks": dist.get_world_size()}
+        streams = others[_own_streams()] = packed_rng_state()
+        metadata |= {"rng_bytes": streams.numel(), "ranks": dist.get_world_size()}
     save_trained(folder, trained, model, with_optimizer=with_optimizer, others=others, metadata=metadata)
 
 
@@ -61,14 +60,14 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
     index = Ranks().from_first(lambda: _checked_index(folder, with_optimizer))
     metadata = index.metadata
     values = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in index.tensors.items() if n.startswith(_VALUES)}
-    others, layout = dict(values), metadata.get("rng_layout", [])
-    continues = with_optimizer and metadata.get("ranks") == dist.get_world_size() and layout == rng_layout(rng_state())
-    if continues:
-        others[_own_streams()] = torch.empty(sum(size for _, size in layout), dtype=torch.uint8)
+    others, streams = dict(values), packed_rng_state()
+    same_ranks = (metadata.get("ranks"), metadata.get("rng_bytes")) == (dist.get_world_size(), streams.numel())
+    if continues := with_optimizer and same_ranks:
+        others[_own_streams()] = streams
     model = trained.model_tensors()
     load_trained(folder, trained, model, strict=strict, with_optimizer=with_optimizer, others=others)
     if continues:
-        set_rng_state(unpack(others[_own_streams()], layout))
+        set_packed_rng_state(streams)
     return decode(metadata["lightning"], values.__getitem__)
 
 

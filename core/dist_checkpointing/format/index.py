@@ -154,7 +154,7 @@ TORCH_INDEX_FILE = ".metadata"
 _FORMAT = "shardstack-checkpoint"
 _HASH = re.compile(r"[0-9a-f]{16}")
 _VERSION = 2
-_KEYS = {"format", "version", "byte_order", "metadata", "file_bytes", "tensors"}
+_KEYS = {"format", "version", "byte_order", "metadata", "file_bytes", "tensors", "sha256"}
 
 
 def encode_index(index: CheckpointIndex) -> str:
@@ -198,22 +198,20 @@ def decode_index(text: str) -> CheckpointIndex:
         raise CheckpointError(str(error)) from error
     expect(isinstance(document, dict) and document.get("format") == _FORMAT, f'no "format": "{_FORMAT}"')
     version = document.get("version")
-    expect(version in (1, _VERSION), f"version {brief(version)}, and this library reads versions 1 and {_VERSION}")
-    sealed = version != 1  # the first version had neither hashes nor a seal
-    expect(document.keys() == _KEYS | ({"sha256"} if sealed else set()), "unknown keys")
+    expect(version == _VERSION, f"version {brief(version)}, and this library reads version {_VERSION}")
+    expect(document.keys() == _KEYS, "unknown keys")
     order = document["byte_order"]
     expect(order == sys.byteorder, f"bytes are in {brief(order)} order, and this machine's is {sys.byteorder!r}")
     metadata, file_bytes, tensors = (document[key] for key in ("metadata", "file_bytes", "tensors"))
     expect(isinstance(metadata, dict) and isinstance(file_bytes, dict) and isinstance(tensors, dict), "no tables")
     expect(all(is_size(size) for size in file_bytes.values()), "sizes of files that are no integers")
-    entries = {name: _decode_tensor(name, value, sealed) for name, value in tensors.items()}
+    entries = {name: _decode_tensor(name, value) for name, value in tensors.items()}
     index = CheckpointIndex(entries, file_bytes, metadata)
     index.check()
-    if sealed:
-        for name, entry in entries.items():
-            adds_up = entry.content_hash == _hash_value(name, tensors[name]["hash"])
-            expect(adds_up, f"tensor {brief(name)} has a hash that is not the sum of its pieces' hashes")
-        expect(document["sha256"] == seal(document), "its text does not match its sha256")
+    for name, entry in entries.items():
+        adds_up = entry.content_hash == _hash_value(name, tensors[name]["hash"])
+        expect(adds_up, f"tensor {brief(name)} has a hash that is not the sum of its pieces' hashes")
+    expect(document["sha256"] == seal(document), "its text does not match its sha256")
     return index
 
 
@@ -248,21 +246,19 @@ def as_sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _decode_tensor(name: str, value: Any, hashed: bool) -> TensorEntry:
-    keys = {"dtype", "shape", "pieces"} | ({"hash"} if hashed else set())
-    known = isinstance(value, dict) and value.keys() == keys
+def _decode_tensor(name: str, value: Any) -> TensorEntry:
+    known = isinstance(value, dict) and value.keys() == {"dtype", "shape", "hash", "pieces"}
     expect(known and isinstance(value["pieces"], list), f"tensor {brief(name)} has no dtype, shape and pieces")
     dtype = value["dtype"]
     expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
     pieces = []
     for piece in value["pieces"]:
-        complete = isinstance(piece, list) and len(piece) == 5 + hashed
-        expect(complete, f"tensor {brief(name)} has a piece without its {'six' if hashed else 'five'} fields")
-        offsets, sizes, file, start, num_bytes = piece[:5]
+        complete = isinstance(piece, list) and len(piece) == 6
+        expect(complete, f"tensor {brief(name)} has a piece without its six fields")
+        offsets, sizes, file, start, num_bytes, hashed = piece
         typed = isinstance(file, str) and is_size(start) and is_size(num_bytes)
         expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
-        hashed_to = _hash_value(name, piece[5]) if hashed else None
-        pieces.append(Piece(as_sizes(offsets), as_sizes(sizes), file, start, num_bytes, hashed_to))
+        pieces.append(Piece(as_sizes(offsets), as_sizes(sizes), file, start, num_bytes, _hash_value(name, hashed)))
     return TensorEntry(DTYPES[dtype], as_sizes(value["shape"]), tuple(pieces))
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from core.tensor_parallel.random import get_rng_tracker, pack, rng_layout, rng_state, set_rng_state, unpack
+from core.tensor_parallel.random import get_rng_tracker, packed_rng_state, set_packed_rng_state
 from core.training.initialize import seed_everything
 
 
@@ -21,11 +21,10 @@ def test_rng_state_roundtrip():
     # Alone in its tensor-parallel group a rank forks to the default stream only where none was added.
     seed_everything(5)
     draws()  # leaves half a pair of normal numbers in both generators that make them in pairs
-    saved = rng_state()
-    layout, packed = rng_layout(saved), pack(saved)
+    packed = packed_rng_state()
     expected = draws()
     assert draws() != expected
-    set_rng_state(unpack(packed, layout))
+    set_packed_rng_state(packed)
     assert draws() == expected
 
 

@@ -93,7 +93,7 @@ def metadata(**changed) -> dict:
         "optimizer": {},
         "scheduler": {},
     }
-    honest |= {"model_tensors": ["model.w"], "rng_layout": [["torch", 5056]], "layout": {"ranks": 2}}
+    honest |= {"model_tensors": ["model.w"], "rng_bytes": 5056, "layout": {"ranks": 2}}
     return honest | changed
 
 
@@ -104,10 +104,8 @@ def metadata(**changed) -> dict:
         ({"consumed_samples": -1}, "consumed_samples"),
         ({"layout": {"ranks": 10**12}}, "layout"),
         ({"layout": []}, "layout"),
-        ({"rng_layout": [["torch", 10**15]]}, "rng_layout"),
-        ({"rng_layout": [["torch"]]}, "rng_layout"),
-        ({"rng_layout": 7}, "rng_layout"),
-        ({"rng_layout": [["torch", 2**19]] * 100}, "rng_layout"),
+        ({"rng_bytes": 10**15}, "rng_bytes"),
+        ({"rng_bytes": [5056]}, "rng_bytes"),
         ({"config": None}, "config"),
         ({"config": {"model": {}, "ddp": {}, "optimizer": {}}}, r"config\.gpt"),
         ({"model_tensors": [["a"]]}, "model_tensors"),
