@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .base.errors import ConfigError, ParallelConfigError
+from .base.errors import ConfigError
 from .base.megatron_names import absent_names, checks_arguments
-from .base.ranges import check_positive
+from .base.micro_batch_tree import num_microbatches
 
 _num_microbatches: int | None = None
 """Micro-batches of a step of this process. None until `init_num_microbatches_calculator` sets it.
@@ -33,29 +33,15 @@ def init_num_microbatches_calculator(
         seq_length: used only with a schedule.
 
     Raises:
-        ConfigError: sizes are set already, or below one.
-        ParallelConfigError: the global batch does not divide, or a schedule is given.
+        ConfigError: sizes are set already.
+        ParallelConfigError: a size is below one, the global batch does not divide, or a schedule is given.
     """
     global _num_microbatches
     if _num_microbatches is not None:
         raise ConfigError("the number of micro-batches is set already; call unset_num_microbatches_calculator() first")
-    caller = "init_num_microbatches_calculator"
-    sizes = {
-        "global_batch_size": global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    check_positive(sizes, caller=caller)
-    together = micro_batch_size * data_parallel_size
-    running = global_batch_size // together * together
-    if running != global_batch_size and not decrease_batch_size_if_needed:
-        raise ParallelConfigError(
-            f"{caller}: global_batch_size {global_batch_size} is not divisible by micro_batch_size {micro_batch_size} "
-            f"x data_parallel_size {data_parallel_size}; change one, or set decrease_batch_size_if_needed"
-        )
-    if running == 0:
-        raise ParallelConfigError(f"{caller}: global_batch_size {global_batch_size} is below {together}, one of each")
-    _num_microbatches = running // together
+    if decrease_batch_size_if_needed and micro_batch_size * data_parallel_size > 0:
+        global_batch_size -= global_batch_size % (micro_batch_size * data_parallel_size)
+    _num_microbatches = num_microbatches(global_batch_size, micro_batch_size, data_parallel_size)
 
 
 def unset_num_microbatches_calculator() -> None:

@@ -20,31 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..base.device import device_type
 from ..base.errors import ConfigError, DataError, ParallelConfigError
-from ..base.micro_batch_tree import MicroBatchTree
-from ..base.ranges import check_positive
-
-
-def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
-    """Returns the number of micro-batches that each rank runs in a step.
-
-    Raises:
-        ParallelConfigError: the global batch does not divide; the message names sizes that do.
-    """
-    sizes = {
-        "global_batch_size": global_batch_size,
-        "micro_batch_size": micro_batch_size,
-        "data_parallel_size": data_parallel_size,
-    }
-    check_positive(sizes, ParallelConfigError)
-    unit = micro_batch_size * data_parallel_size
-    if global_batch_size % unit:
-        below = global_batch_size // unit * unit
-        nearest = f"{below} or {below + unit}" if below else f"{unit}"
-        raise ParallelConfigError(
-            f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} x "
-            f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"
-        )
-    return global_batch_size // unit
+from ..base.micro_batch_tree import MicroBatchTree, num_microbatches
 
 
 class PretrainingSampler(Sampler[list[int]]):

@@ -106,7 +106,7 @@ def test_the_number_of_micro_batches():
         with pytest.raises(ConfigError, match="set already"):
             calculator.init_num_microbatches_calculator(0, 12, 2, 3)
         calculator.unset_num_microbatches_calculator()
-        with pytest.raises(ParallelConfigError, match="global_batch_size 13 is not divisible by micro_batch_size 2 x"):
+        with pytest.raises(ParallelConfigError, match="global_batch_size 13 is no multiple of micro_batch_size 2 x"):
             calculator.init_num_microbatches_calculator(0, 13, 2, 3)
         calculator.init_num_microbatches_calculator(0, 13, 2, 3, True)
         assert calculator.get_num_microbatches() == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...base.megatron_names import absent_names, refuse
+from ...base.megatron_names import absent_names, checks_arguments, refuse
 from ...tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ...transformer.attention import SelfAttention, SelfAttentionSubmodules
 from ...transformer.dot_product_attention import DotProductAttention
@@ -16,6 +16,7 @@ from ...transformer.transformer_layer import TransformerLayer, TransformerLayerS
 _NORMS: dict[str | None, Builder] = {None: build_norm, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
+@checks_arguments
 def get_gpt_layer_local_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool | None = False,
@@ -41,17 +42,9 @@ def get_gpt_layer_local_spec(
     Raises:
         ParallelConfigError: a refused argument, or another norm.
     """
-    caller = "get_gpt_layer_local_spec"
-    one_kind = "layers here have one attention and one MLP"
-    refuse(
-        caller,
-        multi_latent_attention=(bool(multi_latent_attention), False, one_kind),
-        fp8=(fp8, None, "set bf16 or fp16"),
-        qk_l2_norm=(bool(qk_l2_norm), False, "use qk_layernorm"),
-        use_kitchen=(use_kitchen, False, "set bf16 or fp16"),
-    )
     if normalization not in _NORMS:
-        refuse(caller, normalization=(normalization, None, 'or give "LayerNorm" or "RMSNorm"'))
+        remedy = 'or give "LayerNorm" or "RMSNorm"'
+        refuse("get_gpt_layer_local_spec", normalization=(normalization, None, remedy))
     norm = _NORMS[normalization]
     of_heads = norm if qk_layernorm else None
     attention = ModuleSpec(

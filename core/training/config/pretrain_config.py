@@ -17,8 +17,7 @@ import torch
 from ...base.dtypes import DTYPES
 from ...base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ...base.files import brief
-from ...base.micro_batch_tree import rank_counts
-from ...datasets.data_samplers import num_microbatches
+from ...base.micro_batch_tree import num_microbatches, rank_counts
 from ...distributed import (
     DistributedDataParallelConfig,
 )
