@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
-from ..base.local_parts import kept_range
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.flat_range import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
@@ -30,10 +28,11 @@ from .model.initial_values import broadcast_buffers, broadcast_tensors, has_runn
 from .model.offloaded_activations import offload_activations
 from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
 from .model.unit_transforms import transform_units
-from .parameter_owner import local_gradient, own_parameters
+from .parameter_owner import own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
 from .report import describe, model_facts
+from .verbs import EngineVerbs
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -44,7 +43,7 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
 """What Megatron-LM's FSDP2 wrapper wraps; only outermost matches count, so that a layer's own linears stay in it."""
 
 
-class _BaseDataParallel(nn.Module, ABC):
+class _BaseDataParallel(EngineVerbs):
     """A module whose gradients are made global over a data-parallel group.
 
     The rule that every wrapper keeps: **what works on a plain module in one process either gives that result, or
@@ -75,11 +74,6 @@ class _BaseDataParallel(nn.Module, ABC):
         gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
             report events to it, and check the phase before they act.
     """
-
-    engine: ClassVar[Engine]
-    """What holds the parameters and gradients. Fixed by each class, and read when a model is planned."""
-    checks_placement = False
-    """Whether `check_may_step` raises if a parameter was moved or replaced after wrapping. Fixed by each class."""
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
@@ -165,9 +159,6 @@ class _BaseDataParallel(nn.Module, ABC):
         finally:
             self._set_gradient_sync(before)
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        self._syncs_gradients = enabled
-
     @property
     def syncs_gradients(self) -> bool:
         """Whether a backward may communicate. False inside `no_sync`."""
@@ -204,9 +195,6 @@ class _BaseDataParallel(nn.Module, ABC):
             return number * (self.process_group.size() // self.plan.context_parallel_size) + rank
         return self._tree.shape.index(rank, number, self._tree.count)
 
-    def start_grad_sync(self, *unused: Any) -> None:
-        """Starts the reduction that `finish_grad_sync` completes; does nothing in a wrapper that does not overlap."""
-
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces gradients over ranks: afterwards every rank has its shard of the global gradient, and with
         ``broadcast_buffers`` rank 0's buffers.
@@ -221,7 +209,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """
         if not self._syncs_gradients:
             raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
-        self._look_for_failures()
+        self.recover()
         self.gradient_state.check_may_reduce()
         if self._tree is not None:
             self._tree.check_complete()
@@ -239,14 +227,7 @@ class _BaseDataParallel(nn.Module, ABC):
         if self._broadcasts_buffers:
             broadcast_buffers(self.module, self.process_group)
 
-    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns this rank's part of the gradient that the optimizer reads; it may be empty."""
-        return local_gradient(parameter)
-
     sharded_state_dict = sharded_state_dict
-
-    @abstractmethod
-    def _finish_grad_sync(self, force_all_reduce: bool) -> None: ...
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies every gradient that the optimizer will read by a number or a 0-dim tensor.
@@ -269,10 +250,6 @@ class _BaseDataParallel(nn.Module, ABC):
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
 
-    def _reduced_gradients(self) -> list[torch.Tensor]:
-        """Returns the tensors of this rank's reduced gradients."""
-        return [g for p in self.module.parameters() if (g := self.local_gradient(p)) is not None]
-
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None; also recovers from a step that an exception ended."""
         self._zero_gradients()
@@ -281,22 +258,9 @@ class _BaseDataParallel(nn.Module, ABC):
         restart_step([self.module])
         self.gradient_state.note_zeroed()
 
-    @abstractmethod
-    def _zero_gradients(self) -> None: ...
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Calls `zero_grad_buffer`, by torch's name; gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
-
-    @abstractmethod
-    def _open_reduced_gradients(self) -> bool:
-        """Lets a backward add to reduced gradients, as in a plain module.
-
-        Gradients that the user has set to None since start from zero.
-
-        Returns:
-            False if that is impossible: new gradients are then dropped, and the next use of gradients raises.
-        """
 
     @property
     def _adds_exactly(self) -> bool:
@@ -313,11 +277,8 @@ class _BaseDataParallel(nn.Module, ABC):
         Raises:
             ShardstackError: gradients were not reduced, or are invalid.
         """
-        self._look_for_failures()
+        self.recover()
         self.gradient_state.check_may_step(optimizer)
-
-    def _look_for_failures(self) -> None:
-        """Marks gradients broken if the wrapper detects that a backward raised."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
         """Raises unless an optimizer of torch, which reads ``param.grad`` and writes the parameters, may step.
@@ -326,14 +287,6 @@ class _BaseDataParallel(nn.Module, ABC):
             ShardstackError: as `check_may_step`; or ``param.grad`` is not the gradient that an optimizer has to read.
         """
         self.check_may_step(optimizer)
-
-    @abstractmethod
-    def settle_parameters(self) -> None:
-        """Makes `module` hold the parameters that an optimizer updates; call it outside of a forward."""
-
-    @abstractmethod
-    def note_step(self) -> None:
-        """Drops gathered parameters; called after an optimizer has written its parameters."""
 
     def broadcast_params(self) -> None:
         """Broadcasts data-parallel rank 0's parameters and buffers to all replicas.
@@ -344,20 +297,10 @@ class _BaseDataParallel(nn.Module, ABC):
         self.settle_parameters()
         broadcast_tensors(self.module.buffers(), self.process_group)
         for parameter in self.module.parameters():
-            groups, kept = self.plan.groups.of(parameter), kept_range(parameter)
+            groups = self.plan.groups.of(parameter)
             replicas = groups.replicate if self.plan.shards_parameters else groups.whole
             if replicas is not None:
-                broadcast_tensors([parameter if kept is None else kept[0]], replicas)
-
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Makes parameters readable and writable as plain tensors; keeps what is written to them.
-
-        Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
-        whose parameters are always whole, or are DTensors.
-        """
-        self.settle_parameters()
-        yield
+                broadcast_tensors([self.shard(parameter)], replicas)
 
     def _finish_construction(self) -> None:
         """Lets optimizers find the wrapper of their parameters, and puts the last hooks around units."""
@@ -417,18 +360,6 @@ class _BaseDataParallel(nn.Module, ABC):
             ConfigError: an unknown format.
         """
         return describe(model_facts(self.plan, self.module, num_microbatches), format)
-
-    @abstractmethod
-    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns this rank's tensors at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
-
-        ``gradients not reduced yet`` are whole gradients that a reduction will free. Tensors may share memory, also
-        between categories; it counts in the first.
-        """
-
-    def gradient_receivers(self) -> list[nn.Parameter]:
-        """Returns the parameters whose ``grad`` a backward would add to at this moment."""
-        return list(self.module.parameters())
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

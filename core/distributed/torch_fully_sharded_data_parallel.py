@@ -147,14 +147,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         reject_changed(self.module, self.sharded.state.names_of_parameters())
 
     def check_may_step_directly(self, optimizer: str) -> None:
-        self._look_for_failures()
+        self.recover()
         is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
         if is_accumulating and not any(True for _ in self.sharded.state.whole_gradients()):
             self._share_buffers()
             self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
         super().check_may_step_directly(optimizer)
 
-    def _look_for_failures(self) -> None:
+    def recover(self) -> None:
         if self.sharded.recover():
             self.gradient_state.note_broken()
 

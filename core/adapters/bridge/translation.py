@@ -180,7 +180,7 @@ class ShardedInPlace(TorchFullyShardedDataParallel):
 
     def _forget_failure(self, module: nn.Module, args: Any) -> None:
         """Ends a step whose backward raised, once an optimizer has set every gradient to None."""
-        self._look_for_failures()
+        self.recover()
         if self.gradient_state.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
             self.zero_grad_buffer()
 

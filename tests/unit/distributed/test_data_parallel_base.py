@@ -321,3 +321,31 @@ def _reaches_other_parameters_on_each_rank(kind: str) -> None:
 
 def test_a_parameter_few_ranks_reach_has_the_mean_gradient(kind):
     run_distributed(_reaches_other_parameters_on_each_rank, 2, kind)
+
+
+def _does_the_verbs(kind: str) -> None:
+    model = build(kind, toy(tied=False))
+    part, planned = model.plan.updated_part, {p.name: p for unit in model.plan.units for p in unit.params}
+    cuts = model.plan.shards_parameters
+    for name, parameter in model.module.named_parameters():
+        bounds = planned[name].bounds
+        held = bounds[part + 1] - bounds[part] if cuts else bounds[-1]
+        assert model.shard(parameter).numel() == held
+    accumulate(model)
+    assert sum(tensor.numel() for tensor in model.held_tensors()["gradients"])
+    finalize_model_grads([model])
+    for name, parameter in model.module.named_parameters():
+        gradient = model.local_gradient(parameter)
+        assert (gradient is not None) == parameter.requires_grad
+        if gradient is not None:
+            bounds = planned[name].bounds
+            assert gradient.numel() == bounds[part + 1] - bounds[part]
+    model.recover()  # of nothing: gradients stay
+    assert model.gradient_state.is_reduced
+    model.settle_parameters()
+    with model.whole_parameters():
+        assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))
+
+
+def test_every_engine_has_the_verbs_of_its_plan(kind):
+    run_distributed(_does_the_verbs, 2, kind)
