@@ -31,11 +31,10 @@ from .format.folders import existing_folder, latest_checkpoint
 from .format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, TensorEntry
 from .format.reader import read_index
 from .format.verification import another_offered, damage, verified_line
+from .model_state import MODEL
 from .safetensors_io import has_safetensors, read_safetensors_index
 
 _WIDTH = 118
-_WEIGHTS = "model."
-"""How the names of a run's model begin in its checkpoints."""
 
 _LONGEST_LIST = 8
 
@@ -116,7 +115,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
         *([] if index.metadata else [f"  {kind}"]),
         f"  {held}, {readable_bytes(total)} in {files}",
     ]
-    weights = {name: entry.content_hash for name, entry in index.tensors.items() if name.startswith(_WEIGHTS)}
+    weights = {name: entry.content_hash for name, entry in index.tensors.items() if name.startswith(MODEL)}
     hashes = {name: value for name, value in weights.items() if value is not None}
     if hashes and len(hashes) == len(weights):
         lines.append(f"  weights {joint_hash(hashes)}, the hash that a run logs with --log-weights-hash")

@@ -36,6 +36,21 @@ def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     return views
 
 
+MODEL, OPTIMIZER, _MASTER = "model.", "optimizer.", "master."
+"""How names of tensors begin in a checkpoint of a model and its optimizer, and those of fp32 masters in the latter."""
+
+
+def named_for_checkpoint(
+    model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns tensors of a model and its optimizer by their names in a checkpoint.
+
+    A master takes its parameter's place, so that the checkpoint loads in any precision.
+    """
+    tensors = {f"{MODEL}{name}": optimizer.get(f"{_MASTER}{name}", tensor) for name, tensor in model.items()}
+    return tensors | {f"{OPTIMIZER}{name}": t for name, t in optimizer.items() if not name.startswith(_MASTER)}
+
+
 class ShardedStateDict(dict[str, torch.Tensor]):
     """`model_state_dict` of a module, which `load` fills and returns as the module's `load_state_dict` takes it."""
 

@@ -39,6 +39,7 @@ from ..dist_checkpointing.format.folders import complete_checkpoints
 from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
+from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
 from ..distributed.data_parallel_base import unwrap_model
 from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from .config import PretrainConfig
@@ -68,7 +69,7 @@ def save_checkpoint(
         "config": config.to_json(),
         "optimizer": state.optimizer.state_scalars(),
         "scheduler": state.scheduler.state_dict(),
-        "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
+        "model_tensors": sorted(name for name in tensors if name.startswith(MODEL)),
         "rng_bytes": rng.numel(),
         "layout": rank_layout(),
         "sample_order": dict(state.sample_order),
@@ -148,7 +149,7 @@ def load_weights(
     Raises:
         CheckpointError: it is of another model, or damaged; then the newest older good one is named.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    tensors = named_for_checkpoint(model_state_dict(model), {})
     stored = load_metadata(folder)["model_tensors"]
     if sorted(tensors) != stored:
         differing = sorted(set(stored) ^ tensors.keys())
@@ -195,17 +196,13 @@ def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
 
 def weights_hash(state: TrainingState) -> str:
     """Returns the hash of the model's tensors in the checkpoint that the run would save now. Collective."""
-    weights = {name: tensor for name, tensor in state_tensors(state).items() if name.startswith("model.")}
+    weights = {name: tensor for name, tensor in state_tensors(state).items() if name.startswith(MODEL)}
     return joint_hash(held_hashes(weights, Ranks()))
 
 
 def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
-    optimizer = state.optimizer.state_tensors()
-    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
-    model = model_state_dict(unwrap_model(state.model))
-    tensors = {f"model.{name}": masters.get(name, tensor) for name, tensor in model.items()}
-    return tensors | {f"optimizer.{name}": t for name, t in optimizer.items() if not name.startswith("master.")}
+    return named_for_checkpoint(model_state_dict(unwrap_model(state.model)), state.optimizer.state_tensors())
 
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:

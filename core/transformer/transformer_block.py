@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -98,12 +99,8 @@ class TransformerBlock(MegatronModule):
         if hidden_states is None:
             raise ConfigError("a TransformerBlock without pre_process has no input; call set_input_tensor first")
         for first, last, recomputed in self._chunks():
-            if recomputed:
-                hidden_states = recompute(
-                    self._run_layers, first, last, hidden_states, attention_mask, rotary_pos_emb, documents
-                )
-            else:
-                hidden_states = self._run_layers(first, last, hidden_states, attention_mask, rotary_pos_emb, documents)
+            run = functools.partial(recompute, self._run_layers) if recomputed else self._run_layers
+            hidden_states = run(first, last, hidden_states, attention_mask, rotary_pos_emb, documents)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _chunks(self) -> Iterator[tuple[int, int, bool]]:

@@ -24,17 +24,10 @@ from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.gathering import gather_whole
+from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from .trained import TorchOptimizer, Trained
-
-_MODEL, _OPTIMIZER, _MASTER = "model.", "optimizer.", "master."
-
-
-def _named(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors by their names in a checkpoint. A master takes its parameter's place."""
-    tensors = {f"{_MODEL}{name}": optimizer.get(f"{_MASTER}{name}", tensor) for name, tensor in model.items()}
-    return tensors | {f"{_OPTIMIZER}{name}": t for name, t in optimizer.items() if not name.startswith(_MASTER)}
 
 
 def save_trained(
@@ -55,10 +48,10 @@ def save_trained(
     Raises:
         CheckpointError: on all ranks, if it failed on one.
     """
-    tensors = _named(model, {})
+    tensors = named_for_checkpoint(model, {})
     described = {"model_tensors": sorted(tensors), **(metadata or {})}
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
-        tensors = _named(model, trained.optimizer_tensors())
+        tensors = named_for_checkpoint(model, trained.optimizer_tensors())
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
         inside: dict[str, Tensor] = {}
         described |= {"optimizer": trained.updates.state_scalars(), "param_groups": encode(groups, "groups", inside)}
@@ -90,8 +83,8 @@ def load_trained(
     """
     index = Ranks().from_first(lambda: read_index(existing_folder(folder)))
     stored, metadata = index.tensors, index.metadata
-    wanted = _named(model, {})
-    differing = wanted.keys() ^ {name for name in stored if name.startswith(_MODEL)}
+    wanted = named_for_checkpoint(model, {})
+    differing = wanted.keys() ^ {name for name in stored if name.startswith(MODEL)}
     if strict and differing:
         shown = ", ".join(sorted(differing)[:5])
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {shown}")
@@ -105,10 +98,10 @@ def load_trained(
                 f"{len(groups.param_groups)}; build it as it was then"
             )
         if isinstance(updates, TorchOptimizer):
-            updates.create(dict.fromkeys(name.split(".")[1] for name in stored if name.startswith(_OPTIMIZER)))
-        wanted = _named(model, trained.optimizer_tensors())
-        lacking = [name for name in wanted if name.startswith(_OPTIMIZER) and name not in stored]
-        dropped = [name for name in stored if name.startswith(_OPTIMIZER) and name not in wanted]
+            updates.create(dict.fromkeys(name.split(".")[1] for name in stored if name.startswith(OPTIMIZER)))
+        wanted = named_for_checkpoint(model, trained.optimizer_tensors())
+        lacking = [name for name in wanted if name.startswith(OPTIMIZER) and name not in stored]
+        dropped = [name for name in stored if name.startswith(OPTIMIZER) and name not in wanted]
         if lacking or dropped:
             raise CheckpointError(
                 f"{folder} is of another optimizer: it lacks {', '.join(lacking[:5]) or 'nothing'} that this one has, "
