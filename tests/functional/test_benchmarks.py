@@ -23,6 +23,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "data_index": (),
     "ddp_engine": ("--candidates", "replicated", *ONCE, "--only", "time"),
     "deterministic": ONCE,
+    "experts": (*ONCE, "--only", "product"),
     "fully_sharded": ("128 tokens", *ONCE, "--only", "time"),
     "gpt_throughput": ("--preset", "small", "--steps", "2"),
     "held_memory": ("--ranks", "2"),

@@ -38,8 +38,11 @@ LAYOUTS: list[Layout] = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (2, 2, 2, 1),
 WRAPPERS = ["ddp", "zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2"]
 
 
-def _training(per_token: bool) -> Training:
-    return Training(_SGD, steps=STEPS, tied=False, per_token=per_token)
+_MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest"}
+
+
+def _training(per_token: bool, optimizer: dict[str, Any] = _SGD) -> Training:
+    return Training(optimizer, steps=STEPS, tied=False, per_token=per_token)
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
@@ -57,13 +60,19 @@ def _fields(balancing: str) -> dict[str, Any]:
 
 
 def _trained(
-    layout: Layout, wrapper: str, balancing: str, per_token: bool, sizes: dict[str, Any], fields: dict[str, Any]
+    layout: Layout,
+    wrapper: str,
+    balancing: str,
+    per_token: bool,
+    sizes: dict[str, Any],
+    fields: dict[str, Any],
+    optimizer: dict[str, Any] = _SGD,
 ) -> Curve:
     """Trains on this rank's part of the data; returns the whole model's numbers."""
     parallel_state.initialize_model_parallel(**_sizes(layout), **sizes)
     degrees = {**_sizes(layout), **{n: s for n, s in sizes.items() if n == "expert_tensor_parallel_size"}}
     module = gpt_with_experts(balancing, per_token, **{**_fields(balancing), **degrees, **fields})
-    model, training = wrap_model(module, module.config, ddp_config(wrapper)), _training(per_token)
+    model, training = wrap_model(module, module.config, ddp_config(wrapper)), _training(per_token, optimizer)
     replica = parallel_state.get_data_parallel_rank()
     has_replicas = model.process_group.size() > 1
     assert ("each expert on" in model.describe()) == (has_replicas and parallel_state.experts_are_apart())
@@ -138,9 +147,7 @@ def _is_quick_wrapped(case: Any) -> bool:
     return (layout, balancing, per_token) == ((2, 2, 1, 1), "aux", True) or case in (
         ((4, 2, 1, 1), "zero3", "aux", True),
         ((2, 2, 2, 1), "fsdp2", "aux", False),
-        ((2, 2, 2, 1), "zero1, overlapped", "aux", False),
         ((2, 2, 1, 1), "zero3", "bias", False),
-        ((2, 2, 1, 1), "fsdp2", "bias", False),
     )
 
 
@@ -155,11 +162,17 @@ def test_every_wrapper_equals_replicas(layout, wrapper, balancing, per_token):
             assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_both_dispatchers_equal_one_process(dispatcher):
-    expected = _serial(4, "aux", False)
+@pytest.mark.parametrize(
+    ("layout", "dispatcher"),
+    quick(
+        [((2, 2, 1, 1), "allgather"), ((4, 2, 1, 1), "allgather"), ((4, 2, 1, 1), "alltoall")],
+        lambda case: case[0] == (2, 2, 1, 1),
+    ),
+)
+def test_both_dispatchers_equal_one_process(layout, dispatcher):
+    expected = _serial(layout[0], "aux", True)
     fields = {"moe_token_dispatcher_type": dispatcher, "moe_grouped_gemm": False}
-    for curve in _runs((4, 2, 1, 1), "zero3", "aux", False, None, **fields):
+    for curve in _runs(layout, "zero3", "aux", True, None, **fields):
         assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
 
 
@@ -178,7 +191,7 @@ _RANKS_OF_EXPERTS: list[tuple[Layout, dict[str, int], str]] = [
 
 @pytest.mark.parametrize(
     ("layout", "sizes", "wrapper"),
-    quick(_RANKS_OF_EXPERTS, lambda case: case in (_RANKS_OF_EXPERTS[i] for i in (0, 2, 3, 7))),
+    quick(_RANKS_OF_EXPERTS, lambda case: case in (_RANKS_OF_EXPERTS[i] for i in (0, 3, 7))),
 )
 def test_experts_over_other_ranks_equal_one_process(layout, sizes, wrapper):
     expected = _serial(layout[0], "aux", True)
@@ -186,12 +199,28 @@ def test_experts_over_other_ranks_equal_one_process(layout, sizes, wrapper):
         assert_close(curve, expected, Tolerance(losses=1e-5, grad_norms=1e-4, gradients=1e-4, masters=1e-5))
 
 
-@pytest.mark.parametrize("wrapper", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("wrapper", quick(["zero3", "fsdp2"], lambda wrapper: wrapper == "fsdp2"))
 def test_recomputed_layers_exchange_tokens_again(wrapper):
     fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     expected = _runs((2, 2, 1, 1), "ddp", "bias", False)[0]
     for curve in _runs((2, 2, 1, 1), wrapper, "bias", False, None, **fields):
         assert_bitwise(curve, expected)
+
+
+def _trained_by_muon(ranks: int, wrapper: str) -> list[Curve]:
+    layout = (ranks, ranks, 1, 1)
+    return run_distributed(_trained, ranks, layout, wrapper, "aux", False, {}, {}, _MUON)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
+def test_muon_updates_experts_over_ranks(wrapper):
+    expected = _once("muon", lambda: _trained_by_muon(2, "ddp"))[0]
+    for curve in _trained_by_muon(2, wrapper):
+        assert_bitwise(curve, expected)
+    alone = _once("muon alone", lambda: serial("aux", False, 2, LENGTH, _MUON, **_fields("aux")))
+    # Each of five iterations of Newton and Schulz multiplies a rounding by at most 3.4445: together by 485, which
+    # makes of the bound of a gradient, 1e-6, one of an update of 5e-4.
+    assert_close(expected, alone, Tolerance(losses=5e-4, grad_norms=5e-3, gradients=5e-3, masters=5e-4))
 
 
 def _starts(wrapper: str, sizes: dict[str, int], on_meta: bool) -> dict[str, torch.Tensor]:

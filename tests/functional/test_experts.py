@@ -55,8 +55,8 @@ BALANCING: dict[str, dict[str, Any]] = {
 STEPS = 6
 
 
-def _training(per_token: bool) -> Training:
-    return Training(_SGD, steps=STEPS, tied=False, per_token=per_token)
+def _training(per_token: bool, optimizer: dict[str, Any] = _SGD) -> Training:
+    return Training(optimizer, steps=STEPS, tied=False, per_token=per_token)
 
 
 def gpt_with_experts(balancing: str, per_token: bool, **fields: Any) -> torch.nn.Module:
@@ -84,9 +84,16 @@ def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, An
     return _with_biases(curve, module)
 
 
-def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **fields: Any) -> Curve:
+def serial(
+    balancing: str,
+    per_token: bool,
+    ranks: int = 2,
+    length: int = 13,
+    optimizer: dict[str, Any] = _SGD,
+    **fields: Any,
+) -> Curve:
     """Trains in one process on the micro-batches of all ranks."""
-    module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token)
+    module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token, optimizer)
     curve, optimizer = train_serially(
         module,
         training,

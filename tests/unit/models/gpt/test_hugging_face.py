@@ -306,21 +306,25 @@ def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
     for kind in kinds:
         parallel_state.destroy_model_parallel()
         whole = {name: tensor.detach() for name, tensor in build(kind, False).state_dict().items()}
-        for tp, wrapper in ((1, "fsdp2"), (1, "zero2"), (2, "ddp"), (2, "fsdp2")):
+        layouts = [(1, 1, "fsdp2"), (1, 1, "zero2"), (2, 1, "ddp"), (2, 1, "fsdp2")]
+        if "moe" in kind:
+            layouts += [(1, 2, "ddp"), (1, 2, "zero2"), (1, 2, "fsdp2")]
+        for tp, ep, wrapper in layouts:
             parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(tp)
-            gpt = build(kind, False, seed=9, tensor_model_parallel_size=tp)
+            parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep)
+            sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
+            gpt = build(kind, False, seed=9, **sizes)
             model = wrap_model(gpt, gpt.config, configs[wrapper])
             load_hugging_face(model, folder / kind)
             for name, tensor in model_state_dict(gpt).items():
                 actual = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 if not torch.equal(actual, whole[name]):
-                    problems.append(f"{kind}, {wrapper}, tp {tp}: {name}")
-            again = folder / f"{kind}-{wrapper}-{tp}"
+                    problems.append(f"{kind}, {wrapper}, tp {tp}, ep {ep}: {name}")
+            again = folder / f"{kind}-{wrapper}-{tp}-{ep}"
             save_hugging_face(model, again, max_shard_bytes=4000)
             for path in (folder / kind).iterdir():
                 if path.read_bytes() != (again / path.name).read_bytes():
-                    problems.append(f"{kind}, {wrapper}, tp {tp}: {path.name} as written")
+                    problems.append(f"{kind}, {wrapper}, tp {tp}, ep {ep}: {path.name} as written")
     return problems
 
 
