@@ -83,7 +83,6 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     target: torch.Tensor,
     *,
-    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     vocab_chunk_size: int | None = None,
     sequence_parallel: bool = False,
     tp_group: Group = None,
@@ -97,8 +96,6 @@ def linear_cross_entropy(
         input_: `[s, b, h]`, the same on every rank; with `sequence_parallel` this rank's `[s / tp, b, h]`.
         weight: `[v / tp, h]`.
         target: `[s, b]`, tokens or -100, whose loss is zero; the same on every rank.
-        low_rank: an update of the projection (LoRA): activations `[s, b, r]`, split as the input is, and a weight
-            `[v / tp, r]`; their product is added to the logits.
         vocab_chunk_size: columns of a part. None means 2^20 elements a part on a CPU, 2^26 on a GPU.
 
     Raises:
@@ -106,15 +103,13 @@ def linear_cross_entropy(
     """
     group = resolve_group(tp_group)
     check_ids(target, weight.shape[0] * group_size(group), "target", allowed=IGNORE_INDEX)
-    pair = (None, None) if low_rank is None else low_rank
     kind = input_.device.type
     if torch.is_autocast_enabled(kind):  # backward runs outside autocast: cast here, where autograd sees it
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
-        pair = (None, None) if low_rank is None else (low_rank[0].to(dtype), low_rank[1].to(dtype))
     columns = vocab_chunk_size or _columns(target.numel(), input_.is_cuda)
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        target.reshape(-1), columns, group, sequence_parallel, input_, *pair, weight
+        target.reshape(-1), columns, group, sequence_parallel, input_, weight
     )
     return loss.view_as(target)
 
@@ -141,88 +136,57 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         input_: torch.Tensor,
-        low: torch.Tensor | None,
-        low_weight: torch.Tensor | None,
         weight: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.columns, ctx.group, ctx.sequence_parallel, ctx.lender = (
-            columns,
-            group,
-            sequence_parallel,
-            lender_of(weight),
-        )
-        pairs = _pairs(input_, low, low_weight, weight, group if sequence_parallel else None)
+        ctx.columns, ctx.group, ctx.lender = columns, group, lender_of(weight)
+        ctx.sequence_parallel = sequence_parallel
+        whole = _whole_input(input_, group, sequence_parallel)
         vocab, tokens = weight.shape[0], len(target)
         local = target - group_rank(group) * vocab  # [n], this rank's column where it has one
         part_sums = []  # log-sum-exp [n] of each part
         mine = torch.zeros(1, 2, tokens, dtype=torch.float32, device=input_.device)
         scratch = input_.new_empty(tokens * min(columns, vocab), dtype=weight.dtype)
         for part in _parts(vocab, columns):
-            part_sum, target_logits = _log_sum_exp(_logits(pairs, part, scratch), *_column(local, part))
+            part_sum, target_logits = _log_sum_exp(_logits(whole, weight[part], scratch), *_column(local, part))
             mine[0, 1] += target_logits
             part_sums.append(part_sum)
         mine[0, 0] = torch.logsumexp(torch.stack(part_sums), dim=0)
         everyone = gather_sums_over_vocabulary(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
-        ctx.save_for_backward(input_, low, low_weight, weight, log_sum_exp, target)
+        ctx.save_for_backward(input_, weight, log_sum_exp, target)
         return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(target == IGNORE_INDEX, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input_, low, low_weight, weight, log_sum_exp, target = ctx.saved_tensors
-        *_, needs_input, needs_low, needs_low_weight, needs_weight = ctx.needs_input_grad
-        pairs = _pairs(input_, low, low_weight, weight, ctx.group if ctx.sequence_parallel else None)
+        input_, weight, log_sum_exp, target = ctx.saved_tensors
+        *_, needs_input, needs_weight = ctx.needs_input_grad
+        whole = _whole_input(input_, ctx.group, ctx.sequence_parallel)
         vocab, dtype = weight.shape[0], weight.dtype
         local = target - group_rank(ctx.group) * vocab
         scale = grad.masked_fill(target == IGNORE_INDEX, 0.0).unsqueeze(1)  # [n, 1]
-        # For each pair the gradient of the activations, summed over parts, and of the weight, whose rows parts fill.
-        sums = [
-            torch.zeros_like(whole, dtype=_wide(dtype)) if needs else None
-            for (whole, _), needs in zip(pairs, (needs_input, needs_low), strict=False)
-        ]
-        rows = [
-            _memory(matrix, borrow_gradient_memory(ctx, ctx.lender) if matrix is weight else None) if needs else None
-            for (_, matrix), needs in zip(pairs, (needs_weight, needs_low_weight), strict=False)
-        ]
+        total = torch.zeros_like(whole, dtype=_wide(dtype)) if needs_input else None  # [n, h], summed over parts
+        grad_weight = None
+        if needs_weight:  # [v / tp, h], whose rows parts fill
+            lent = borrow_gradient_memory(ctx, ctx.lender)
+            grad_weight = weight.new_empty(weight.shape) if lent is None else lent
         scratch = input_.new_empty(len(target) * min(ctx.columns, vocab), dtype=dtype)
         for part in _parts(vocab, ctx.columns):
-            grad_logits = _gradient_of_logits(
-                _logits(pairs, part, scratch), *_column(local, part), log_sum_exp.unsqueeze(1), scale
-            )
-            for (whole, matrix), total, gradient in zip(pairs, sums, rows, strict=True):
-                if total is not None:
-                    _add_product(total, grad_logits, matrix[part])
-                if gradient is not None:
-                    torch.mm(grad_logits.t(), whole, out=gradient[part])
-        grad_inputs = [
-            None if total is None else _over_ranks(total.to(dtype), activations.shape, ctx)
-            for total, activations in zip(sums, (input_, low), strict=False)
-        ]
-        grad_input, grad_low = (*grad_inputs, None)[:2]
-        grad_weight, grad_low_weight = (*rows, None)[:2]
-        return None, None, None, None, grad_input, grad_low, grad_low_weight, grad_weight
+            logits = _logits(whole, weight[part], scratch)
+            grad_logits = _gradient_of_logits(logits, *_column(local, part), log_sum_exp.unsqueeze(1), scale)
+            if total is not None:
+                _add_product(total, grad_logits, weight[part])
+            if grad_weight is not None:
+                torch.mm(grad_logits.t(), whole, out=grad_weight[part])
+        grad_input = None if total is None else _over_ranks(total.to(dtype), input_.shape, ctx)
+        return None, None, None, None, grad_input, grad_weight
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Activations `[n, k]` of whole sequences, and a weight `[v / tp, k]`. Logits are the sum of the pairs' products."""
-
-
-def _pairs(
-    input_: torch.Tensor,
-    low: torch.Tensor | None,
-    low_weight: torch.Tensor | None,
-    weight: torch.Tensor,
-    gathers_over: Group,
-) -> list[Pair]:
-    pairs = []
-    for activations, matrix in ((input_, weight), (low, low_weight)):
-        if activations is not None and matrix is not None:
-            whole = activations
-            if gathers_over is not None:
-                whole = gather_first_dim(activations, gathers_over, what="the input of the output layer")[0]
-            pairs.append((whole.reshape(-1, whole.shape[-1]), matrix))
-    return pairs
+def _whole_input(input_: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+    """Returns the activations of whole sequences, `[n, h]`, gathered where ranks split them."""
+    if sequence_parallel and group is not None:
+        input_ = gather_first_dim(input_, group, what="the input of the output layer")[0]
+    return input_.reshape(-1, input_.shape[-1])
 
 
 def _parts(vocab: int, columns: int) -> Iterator[slice]:
@@ -230,14 +194,10 @@ def _parts(vocab: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + columns, vocab))
 
 
-def _logits(pairs: list[Pair], part: slice, scratch: torch.Tensor) -> torch.Tensor:
+def _logits(whole: torch.Tensor, rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """Computes the logits of a part in the scratch, `[n, c]`, rounded as a layer rounds them."""
-    (whole, matrix), *others = pairs
-    tokens, columns = len(whole), part.stop - part.start
-    logits = torch.mm(whole, matrix[part].t(), out=scratch[: tokens * columns].view(tokens, columns))
-    for low, low_matrix in others:
-        logits += low.mm(low_matrix[part].t())
-    return logits
+    tokens, columns = len(whole), len(rows)
+    return torch.mm(whole, rows.t(), out=scratch[: tokens * columns].view(tokens, columns))
 
 
 def _column(local: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,10 +235,6 @@ def _gradient_of_logits(
     else:
         softmax.scatter_add_(1, column, -here.to(softmax.dtype).unsqueeze(1))
     return softmax.mul_(scale).to(logits.dtype)
-
-
-def _memory(weight: torch.Tensor, lent: torch.Tensor | None) -> torch.Tensor:
-    return weight.new_empty(weight.shape) if lent is None else lent
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -91,13 +91,9 @@ class Adapter(nn.Module):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Maps `[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
-        update: torch.Tensor = self.linear_out(self.reduced(input_))[0]
+        features: torch.Tensor = self.linear_in(input_)[0]  # [s, b, rank]
+        update: torch.Tensor = self.linear_out(features * self.scale)[0]
         return update
-
-    def reduced(self, input_: torch.Tensor) -> torch.Tensor:
-        """Maps `[s, b, k]` to the scaled input of `linear_out`, `[s, b, rank]`."""
-        features: torch.Tensor = self.linear_in(input_)[0]
-        return features * self.scale
 
     def merge_into(self, layer: nn.Module) -> None:
         """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and removes itself from the layer."""

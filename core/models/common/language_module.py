@@ -82,15 +82,14 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
         if weight is None or labels is None or self.bias is not None:
             missing = "a weight" if weight is None else "labels" if labels is None else "bias=False"
             raise ConfigError(f"losses of a {type(self).__name__} need {missing}; give it, or take the logits")
-        adapter = getattr(self, "adapter", None)
-        low_rank = None
-        if isinstance(adapter, Adapter):
-            low_rank = adapter.reduced(input_), adapter.linear_out.get_parameter("weight")
+        target = labels.transpose(0, 1).contiguous()
+        if isinstance(adapter := getattr(self, "adapter", None), Adapter):  # whose update needs whole logits
+            logits = super().forward(input_, weight)[0] + adapter(input_)
+            return transposed(tensor_parallel.vocab_parallel_cross_entropy(logits, target, tp_group=self.tp_group))
         loss = linear_cross_entropy(
             input_,
             weight,
-            labels.transpose(0, 1).contiguous(),
-            low_rank=low_rank,
+            target,
             vocab_chunk_size=self.config.cross_entropy_fusion_vocab_chunk_size,
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,

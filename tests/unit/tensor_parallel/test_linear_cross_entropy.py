@@ -25,11 +25,11 @@ from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import own
 from tests.unit.tensor_parallel.test_weight_gradients import Memory
 
-SIZES = (6, 3, 32, 4, 48)
-"""Tokens of a sequence, sequences, channels, channels of an update, and tokens of the vocabulary."""
-S, B, H, R, V = SIZES
-REAL_SIZES = (2048, 2, 1024, 16, 32_000)
-NAMES = ("loss", "input", "low", "low weight", "weight")
+SIZES = (6, 3, 32, 48)
+"""Tokens of a sequence, sequences, channels, and tokens of the vocabulary."""
+S, B, H, V = SIZES
+REAL_SIZES = (2048, 2, 1024, 32_000)
+NAMES = ("loss", "input", "weight")
 
 
 def _numbers(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -59,36 +59,31 @@ class Case:
         sizes: tuple[int, ...] = SIZES,
     ) -> None:
         self.group, self.splits_sequence = group, splits_sequence
-        s, b, h, r, v = sizes
+        s, b, h, v = sizes
         scale = 0.5 if sizes == SIZES else h**-0.5  # logits near one: rounding a large one changes its probability
         cut = (lambda t: own(t, 0).to(device)) if group is not None else (lambda t: t.to(device))
         cut_input = cut if splits_sequence else lambda t: t.to(device)
         self.input_ = cut_input(_numbers(s, b, h, seed=1, dtype=dtype)).clone().requires_grad_()
-        self.low = cut_input(_numbers(s, b, r, seed=2, dtype=dtype)).clone().requires_grad_()
-        self.low_weight = nn.Parameter(cut(_numbers(v, r, seed=3, dtype=dtype, scale=scale)).clone())
         self.weight = nn.Parameter(cut(_numbers(v, h, seed=5, dtype=dtype, scale=scale)).clone())
         self.target, self.token_weights = _target(s, b, v).to(device), _weights(s, b).to(device)
 
-    def fused(self, adapts: bool = True, **options: Any) -> torch.Tensor:
+    def fused(self, **options: Any) -> torch.Tensor:
         return linear_cross_entropy(
             self.input_,
             self.weight,
             self.target,
-            low_rank=(self.low, self.low_weight) if adapts else None,
             sequence_parallel=self.splits_sequence,
             tp_group=self.group,
             **options,
         )
 
-    def plain(self, adapts: bool = True) -> torch.Tensor:
+    def plain(self) -> torch.Tensor:
         logits = column_parallel_linear(self.input_, self.weight, None, self.group, self.splits_sequence)
-        if adapts:
-            logits = logits + column_parallel_linear(self.low, self.low_weight, None, self.group, self.splits_sequence)
         return vocab_parallel_cross_entropy(logits, self.target, tp_group=self.group)
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         (loss * self.token_weights).sum().backward()
-        leaves = (self.input_, self.low, self.low_weight, self.weight)
+        leaves = (self.input_, self.weight)
         return dict(zip(NAMES, (loss.detach(), *(leaf.grad for leaf in leaves)), strict=True))
 
 
@@ -104,15 +99,14 @@ def _close(found: torch.Tensor | None, expected: torch.Tensor | None, tolerance:
 def _equals_the_plain_form(
     dtype: torch.dtype,
     chunk: int | None,
-    adapts: bool,
     splits_sequence: bool = False,
     device: str = "cpu",
     sizes: tuple[int, ...] = SIZES,
 ) -> None:
     group = dist.group.WORLD if dist.is_initialized() else None
     fused, plain = (Case(dtype, group, splits_sequence, device, sizes) for _ in range(2))
-    actual = fused.gradients(fused.fused(adapts, vocab_chunk_size=chunk))
-    expected = plain.gradients(plain.plain(adapts))
+    actual = fused.gradients(fused.fused(vocab_chunk_size=chunk))
+    expected = plain.gradients(plain.plain())
     assert actual["loss"].dtype is torch.float32 and actual["loss"][2, 0] == 0
     for name in NAMES:
         # A GPU's products of parts and of the whole may round single logits differently.
@@ -121,26 +115,24 @@ def _equals_the_plain_form(
         _close(actual[name], expected[name], 1e-5 if exact else rounded, name)
 
 
-@pytest.mark.parametrize("adapts", [False, True], ids=["", "low rank"])
 @pytest.mark.parametrize("chunk", [None, 1, 13, V])  # 13: an uneven part at the end
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_losses_and_gradients_equal_whole_logits(device, dtype, chunk, adapts):
-    _equals_the_plain_form(dtype, chunk, adapts, device=device)
+def test_losses_and_gradients_equal_whole_logits(device, dtype, chunk):
+    _equals_the_plain_form(dtype, chunk, device=device)
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("chunk", [None, 5000])  # None: two parts
 def test_losses_and_gradients_at_full_size_on_gpu(chunk):
-    _equals_the_plain_form(torch.bfloat16, chunk, True, device="cuda", sizes=REAL_SIZES)
+    _equals_the_plain_form(torch.bfloat16, chunk, device="cuda", sizes=REAL_SIZES)
 
 
 @pytest.mark.parametrize("splits_sequence", [False, True], ids=["tp", "tp-sp"])
-@pytest.mark.parametrize("adapts", [False, True], ids=["", "low rank"])
-def test_two_ranks_share_the_vocabulary(adapts, splits_sequence):
+def test_two_ranks_share_the_vocabulary(splits_sequence):
     for dtype in (torch.float32, torch.bfloat16):
-        run_distributed(_equals_the_plain_form, 2, dtype, 7, adapts, splits_sequence)
+        run_distributed(_equals_the_plain_form, 2, dtype, 7, splits_sequence)
 
 
 def test_large_logits_have_finite_losses():
@@ -152,11 +144,11 @@ def test_large_logits_have_finite_losses():
     _close(actual.detach(), expected.detach(), 1e-5, "loss")
 
 
-@pytest.mark.parametrize("trained", ["input_", "weight", "low_weight"])
+@pytest.mark.parametrize("trained", ["input_", "weight"])
 def test_frozen_inputs_get_no_gradient(trained):
     fused, plain = Case(torch.float32), Case(torch.float32)
     for case in (fused, plain):
-        for name in ("input_", "low", "low_weight", "weight"):
+        for name in ("input_", "weight"):
             getattr(case, name).requires_grad_(name == trained)
     actual, expected = fused.gradients(fused.fused(vocab_chunk_size=7)), plain.gradients(plain.plain())
     assert sum(value is not None for value in actual.values()) == 2
