@@ -114,10 +114,10 @@ class FlatRange(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
-        made: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
-        made.held = held
-        made.boxes = boxes
-        return made
+        tensor: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
+        tensor.held = held
+        tensor.boxes = boxes
+        return tensor
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Returns for each box its offsets in the whole tensor and a view of `held` in the box's shape."""

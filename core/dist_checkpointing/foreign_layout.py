@@ -78,12 +78,12 @@ def make_foreign(
 ) -> torch.Tensor:
     """Builds one foreign tensor from our whole tensors, the inverse of :func:`load_foreign`."""
     parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
-    made = parts[0][1].new_empty(tuple(shape))
+    tensor = parts[0][1].new_empty(tuple(shape))
     for run, stack in parts:
         whole = stack if run.index is None else stack[run.index]
         box = _source_box(run, slice(0, run.count), [slice(0, size) for size in whole.shape[1:]])
-        made[box].copy_(_transpose_if_columns(run, whole[run.start : run.start + run.count * run.step : run.step]))
-    return made
+        tensor[box].copy_(_transpose_if_columns(run, whole[run.start : run.start + run.count * run.step : run.step]))
+    return tensor
 
 
 @torch.no_grad()

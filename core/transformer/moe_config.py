@@ -270,8 +270,8 @@ def _layer_pattern(given: str | int | Sequence[int]) -> int | list[int]:
     if not isinstance(given, str):
         return list(given)
     try:
-        found: int | list[int] = _evaluate(ast.parse(given.strip(), mode="eval").body)
-        return found
+        pattern: int | list[int] = _evaluate(ast.parse(given.strip(), mode="eval").body)
+        return pattern
     except (SyntaxError, TypeError, ValueError, RecursionError):
         raise ConfigError(
             f"moe_layer_freq is {given!r}; it takes a number, or lists of 0 and 1 as ([0]*3+[1]*58)"

@@ -54,18 +54,20 @@ class ModelUnderTest:
         """
         _seed_everything(SEED)
         try:
-            made = self.make()
+            result = self.make()
         except Exception as error:
             raise ConfigError(
                 f"{self.name} raised {type(error).__name__}: {error}; it is called without arguments"
             ) from error
-        if isinstance(made, nn.Module):
-            model, loss = made, self._loss_of_tokens(made)
-        elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-            model, loss = made
+        if isinstance(result, nn.Module):
+            model, loss = result, self._loss_of_tokens(result)
+        elif (
+            isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module) and callable(result[1])
+        ):
+            model, loss = result
         else:
             raise ConfigError(
-                f"{self.name} returned {_described(made)}; let it return a model and a function loss(model, index), "
+                f"{self.name} returned {_described(result)}; let it return a model and a function loss(model, index), "
                 "or a model that takes input_ids and labels"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -150,11 +150,11 @@ def _of_two_axes(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
 
 
 def _local_world_size(world: int) -> int:
-    asked = os.environ.get("LOCAL_WORLD_SIZE", str(world))
-    if not asked.isdecimal() or not 0 < int(asked) <= world or world % int(asked):
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", str(world))
+    if not local_size.isdecimal() or not 0 < int(local_size) <= world or world % int(local_size):
         raise ParallelConfigError(
-            f"LOCAL_WORLD_SIZE is {asked!r}, which does not divide the {world} data-parallel ranks, so that they "
+            f"LOCAL_WORLD_SIZE is {local_size!r}, which does not divide the {world} data-parallel ranks, so that they "
             "cannot be sharded within machines; set it to the ranks of a machine, give a device_mesh, or choose a "
             "strategy that is not hybrid"
         )
-    return int(asked)
+    return int(local_size)

@@ -37,15 +37,15 @@ def unlike_ours(optimizer: Optimizer) -> str:
     kind, groups = type(optimizer), optimizer.param_groups
     if kind not in (AdamW, Adam, SGD):
         return kind.__name__
-    found = [
+    differences = [
         f"{name}={group[name]}" for group in groups for name, ours in _ABSENT.items() if group.get(name, ours) != ours
     ]
     if kind is Adam:  # adds the decay to the gradient
         added = (group for group in groups if not group.get("decoupled_weight_decay"))
-        found += [f"weight_decay={group['weight_decay']}" for group in added if group["weight_decay"]]
+        differences += [f"weight_decay={group['weight_decay']}" for group in added if group["weight_decay"]]
     if len({group.get("momentum") for group in groups}) > 1:
-        found.append("momentum by group")
-    return f"{kind.__name__}({found[0]})" if found else ""
+        differences.append("momentum by group")
+    return f"{kind.__name__}({differences[0]})" if differences else ""
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -137,7 +137,7 @@ class TorchOptimizer:
         Raises:
             CheckpointError: a state in another shape than its parameter's.
         """
-        found: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
             for kind, value in self.optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or (kind == "step" and value.numel() == 1):
@@ -148,8 +148,8 @@ class TorchOptimizer:
                         f"{list(value.shape)}, and checkpoints hold state in the parameter's, "
                         f"{list(parameter.shape)}; use an optimizer that keeps it so, as AdamW does"
                     )
-                found[f"{kind}.{name}"] = global_view(parameter, value)
-        return found
+                moments[f"{kind}.{name}"] = global_view(parameter, value)
+        return moments
 
     def state_scalars(self) -> dict[str, Any]:
         """Returns the step count, and the parameters that deviate from it, as JSON."""
@@ -276,8 +276,8 @@ class Trained:
     @staticmethod
     def of(wrapper: object) -> Trained | None:
         """Returns that of a wrapper that a trainer's adapter has made, else None."""
-        found: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
-        return found
+        trained: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
+        return trained
 
     @staticmethod
     def of_parameters(parameters: Iterable[object]) -> Trained | None:
@@ -320,9 +320,9 @@ class Trained:
         Raises:
             ConfigError: a part of them.
         """
-        asked = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        requested = {id(parameter) for parameter in parameters if parameter.requires_grad}
         trained = [parameter for parameter in self.wrapper.module.parameters() if parameter.requires_grad]
-        missing = sum(id(parameter) not in asked for parameter in trained)
+        missing = sum(id(parameter) not in requested for parameter in trained)
         if missing:
             raise ConfigError(
                 f"gradients are clipped by the norm of the whole model, and {missing} of its {len(trained)} trainable "

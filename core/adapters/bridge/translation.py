@@ -244,12 +244,12 @@ def check_version(package: str, adapter: str) -> None:
     if util.find_spec(package.partition("-")[0]) is None:
         raise MissingExtraError(package, extra, adapter)
     try:
-        found = metadata.version(package)
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise MissingExtraError(package, extra, adapter) from None
-    released = found.split("rc")[0].split(".dev")[0]  # which a candidate or a development version precedes
-    if TorchVersion(found) < TorchVersion(at_least) or not TorchVersion(released) < TorchVersion(below):
+    released = version.split("rc")[0].split(".dev")[0]  # which a candidate or a development version precedes
+    if TorchVersion(version) < TorchVersion(at_least) or not TorchVersion(released) < TorchVersion(below):
         raise ConfigError(
-            f"{package} {found} is installed, and {adapter} knows {package}>={at_least},<{below}; install one of "
+            f"{package} {version} is installed, and {adapter} knows {package}>={at_least},<{below}; install one of "
             f"these: pip install 'shardstack[{extra}]'"
         )

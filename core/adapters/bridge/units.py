@@ -49,9 +49,9 @@ def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[t
     """
     if names is None:
         return _guessed(model, asked_by)
-    found = [_class_of(model, name.strip(), asked_by) for name in names.split(",") if name.strip()]
-    check_classes_are_in(model, found, asked_by)
-    return found
+    classes = [_class_of(model, name.strip(), asked_by) for name in names.split(",") if name.strip()]
+    check_classes_are_in(model, classes, asked_by)
+    return classes
 
 
 def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
@@ -69,18 +69,18 @@ def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
 def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
     """Returns the classes that the model declares whole, as Hugging Face's do, or the largest class in its lists."""
     declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    found = {type(module) for module in model.modules() if type(module).__name__ in declared}
-    if not found:
+    classes = {type(module) for module in model.modules() if type(module).__name__ in declared}
+    if not classes:
         weights: Counter[type[nn.Module]] = Counter()
         for item in _items(model):
             weights[type(item)] += sum(parameter.numel() for parameter in item.parameters())
-        found = {kind for kind, _ in weights.most_common(1)}
-    if not found:
+        classes = {kind for kind, _ in weights.most_common(1)}
+    if not classes:
         raise WrapError(
             f"{asked_by} is not given, and {type(model).__name__} has no list of layers to guess it from; name the "
             f"class of its layers: {choices('', class_names(model))}"
         )
-    return sorted(found, key=lambda kind: kind.__name__)
+    return sorted(classes, key=lambda kind: kind.__name__)
 
 
 def _items(model: nn.Module) -> Iterator[nn.Module]:
@@ -110,11 +110,11 @@ def check_classes_are_in(model: nn.Module, classes: Sequence[type[nn.Module]], a
     Raises:
         WrapError: naming the class, the classes that the model has, and the nearest of them.
     """
-    for asked in classes:
-        if not any(isinstance(module, asked) for module in model.modules()):
+    for unit_class in classes:
+        if not any(isinstance(module, unit_class) for module in model.modules()):
             raise WrapError(
-                f"{asked_by} names the class {asked.__module__}.{asked.__qualname__}, but {type(model).__name__} "
-                f"has no module of it; {choices(asked.__name__, class_names(model))}"
+                f"{asked_by} names the class {unit_class.__module__}.{unit_class.__qualname__}, but "
+                f"{type(model).__name__} has no module of it; {choices(unit_class.__name__, class_names(model))}"
             )
 
 

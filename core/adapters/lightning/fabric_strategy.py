@@ -194,18 +194,18 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
         trained, values, has_optimizer = self._split(given)
         folder = self.folder(path)
-        found: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
-        missing = [name for name in values if name not in found]
+        stored: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
+        missing = [name for name in values if name not in stored]
         if strict and missing:
             raise CheckpointError(f"{folder} does not hold {', '.join(missing)}; give strict=False, or leave them out")
         for name, value in values.items():
-            if name in found:
-                saved = found.pop(name)
+            if name in stored:
+                saved = stored.pop(name)
                 if hasattr(value, "load_state_dict"):
                     value.load_state_dict(saved)
                 else:
                     given[name] = saved
-        return found
+        return stored
 
     # ---- inside
 

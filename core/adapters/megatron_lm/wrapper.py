@@ -158,13 +158,13 @@ def translated(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
 
 
 def _changed_fields(ddp_config: Any) -> dict[str, Any]:
-    found = {}
+    changed = {}
     for field in fields(ddp_config):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         value = getattr(ddp_config, field.name)
         if value != default:
-            found[field.name] = value
-    return found
+            changed[field.name] = value
+    return changed
 
 
 def _reject_unsupported(config: Any) -> None:

@@ -230,20 +230,20 @@ def nvfsdp_strategy_parallelize(
     )
 
 
-def _as_strategy(asked: str | int) -> str:
-    if asked in _RUN_AS_FULLY_SHARDED:
+def _as_strategy(strategy: str | int) -> str:
+    if strategy in _RUN_AS_FULLY_SHARDED:
         warn_once(
-            f"data_parallel_sharding_strategy {asked!r} runs as 'optim_grads_params': where parameters are sharded, "
-            "the optimizer's state is too. No number changes"
+            f"data_parallel_sharding_strategy {strategy!r} runs as 'optim_grads_params': where parameters are "
+            "sharded, the optimizer's state is too. No number changes"
         )
         return "optim_grads_params"
-    if asked in SHARDING_STRATEGIES:
-        return str(asked)
-    if type(asked) is int and 0 <= asked < len(SHARDING_STRATEGIES):
-        return SHARDING_STRATEGIES[asked]
+    if strategy in SHARDING_STRATEGIES:
+        return str(strategy)
+    if type(strategy) is int and 0 <= strategy < len(SHARDING_STRATEGIES):
+        return SHARDING_STRATEGIES[strategy]
     raise ParallelConfigError(
-        f"data_parallel_sharding_strategy is {asked!r}; "
-        f"{choices(str(asked), (*SHARDING_STRATEGIES, *_RUN_AS_FULLY_SHARDED))}, or a number from 0 to 3"
+        f"data_parallel_sharding_strategy is {strategy!r}; "
+        f"{choices(str(strategy), (*SHARDING_STRATEGIES, *_RUN_AS_FULLY_SHARDED))}, or a number from 0 to 3"
     )
 
 
@@ -258,9 +258,9 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
         return dtype
-    found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+    names = ", ".join(sorted(str(dtype) for dtype in dtypes))
     warn_once(
-        f"preserve_fp32_weights acts on models that are in bf16 or fp16 throughout, and this one is in {found}; the "
+        f"preserve_fp32_weights acts on models that are in bf16 or fp16 throughout, and this one is in {names}; the "
         "optimizer of core.optimizer keeps fp32 masters of weights in low precision. No number changes"
     )
     return None

@@ -185,17 +185,17 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> dict[str, ParallelStyle]:
     """Returns styles for embeddings and linear layers that share a weight with one that the plan cuts by
     vocabulary."""
-    found = {}
+    styles = {}
     for names in ties:
         modules = [name.rpartition(".")[0] for name in names]
         planned = [name for name in modules if any(_matches(pattern, name) for pattern in plan)]
         for name in set(modules) - set(planned) if planned else ():
             module = model.get_submodule(name)
             if isinstance(module, nn.Embedding):
-                found[name] = translate_to_torch_parallel_style("embedding_rowwise")
+                styles[name] = translate_to_torch_parallel_style("embedding_rowwise")
             elif isinstance(module, nn.Linear):
-                found[name] = translate_to_torch_parallel_style("colwise_gather_output")
-    return found
+                styles[name] = translate_to_torch_parallel_style("colwise_gather_output")
+    return styles
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:

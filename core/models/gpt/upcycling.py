@@ -57,11 +57,11 @@ def upcycled(
     Args:
         targets: tensors of the model with experts; its routers are left out of the result.
     """
-    made = []
+    recipes_of_experts = []
     for recipe in recipes:
         match = _MLP.fullmatch(recipe.name)
         if match is not None and a.has_experts(int(match[2])):
             runs = tuple(replace(run, index=expert) for expert in range(a["num_moe_experts"]) for run in recipe.runs)
             recipe = Recipe(f"{match[1]}.experts.{match[3]}", runs)
-        made.append(recipe)
-    return made, {name: tensor for name, tensor in targets.items() if ".mlp.router." not in name}
+        recipes_of_experts.append(recipe)
+    return recipes_of_experts, {name: tensor for name, tensor in targets.items() if ".mlp.router." not in name}
