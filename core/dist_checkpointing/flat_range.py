@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..base.errors import CheckpointError
 from ..base.local_parts import kept_range
-from ..comm.collectives import all_reduce_by_backend
 from .global_view import global_shape, global_view, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -137,19 +135,3 @@ class FlatRange(Tensor):
             f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
             "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathers a tensor whose shards or flat ranges ranks hold, bit by bit, detached. All ranks call it."""
-    if isinstance(tensor, DTensor):
-        full: Tensor = tensor.full_tensor()
-        return full.detach()
-    if not isinstance(tensor, FlatRange):
-        return tensor.detach()
-    total = torch.zeros(tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
-    for offsets, piece in tensor.pieces():
-        place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
-        total[place] = piece
-    # Replicas of a hybrid hold the same range, and a sum of theirs would round: the largest of equal bytes and zeros.
-    all_reduce_by_backend(total.view(-1).view(torch.uint8), what="a whole tensor", op=dist.ReduceOp.MAX)
-    return total

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.base.local_parts import local_part
-from core.dist_checkpointing.flat_range import whole, whole_view
+from core.dist_checkpointing.flat_range import whole_view
 from core.distributed import finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.context_parallel import own_chunks
@@ -28,6 +28,7 @@ from tests.functional._runs import (
 from tests.functional.test_experts import BALANCING, gpt_with_experts, serial
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole
 
 _SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
 _EVEN = {"vocab": 64, "num_attention_heads": 4, "num_query_groups": 2, "num_moe_experts": 4, "ffn_hidden_size": 16}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core import parallel_state
-from core.dist_checkpointing.flat_range import whole, whole_view
+from core.dist_checkpointing.flat_range import whole_view
 from core.distributed import wrap_model
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._runs import (
@@ -24,6 +24,7 @@ from tests.functional._runs import (
 from tests.functional.test_experts import gpt_with_experts
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole
 
 # Lion and AdamW turn rounding of a small gradient into a whole step, so that what Muon leaves is frozen here.
 TRAINING = Training(

@@ -12,8 +12,8 @@ from core import parallel_state
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import flat_range_view, load, local_slices, local_tensor, model_state_dict, save
 from core.dist_checkpointing.flat_range import boxes_of_range
-from core.dist_checkpointing.flat_range import whole as gathered
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole as gathered
 from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, on_ranks, toy, whole
 
 
@@ -44,9 +44,9 @@ def test_the_view_is_the_whole_tensor_and_shares_storage():
 
 
 def _gathered(dtype: torch.dtype) -> None:
-    """Three ranks: the first two have a half each, and the last is a replica of both."""
+    """Three ranks: the first two have a part each, and the last is a replica of the second."""
     values = torch.tensor([[4e4, -0.0, 0.1], [float("nan"), float("inf"), -1.0]]).to(dtype)
-    start, end = [(0, 2), (2, 6), (0, 6)][dist.get_rank()]
+    start, end = [(0, 2), (2, 6), (2, 6)][dist.get_rank()]
     for shape in ((2, 3), (6,), (1, 6, 1)):
         param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
         found = gathered(flat_range_view(param, values.view(-1)[start:end].clone(), start))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.base.errors import warn_once
 from core.dist_checkpointing import load, model_state_dict, save
-from core.dist_checkpointing.flat_range import whole
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -38,6 +37,7 @@ from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole
 from tests.unit.dist_checkpointing._pieces import Shapes, Toy
 
 # The gradient of each step is the same on all ranks and of power-of-two multiples of the weights and their squares,

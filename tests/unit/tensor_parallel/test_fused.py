@@ -88,7 +88,7 @@ def _equals_the_plain_form_compiled(*case: Any) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "chunk"), [(1, 32), (2, 16)])
 def test_compiled_loss_equals_whole_logits(ranks, chunk):
-    for graphs in run_distributed(_equals_the_plain_form_compiled, ranks, torch.bfloat16, chunk, True, ranks == 2):
+    for graphs in run_distributed(_equals_the_plain_form_compiled, ranks, torch.bfloat16, chunk, ranks == 2):
         assert graphs == 4  # of two functions, for parts of two widths
 
 

@@ -1,0 +1,13 @@
+"""Gathers one tensor whole."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from core.dist_checkpointing.gathering import gather_whole
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a tensor whose shards or flat ranges ranks hold. All ranks call it."""
+    ((_, gathered),) = gather_whole({"the tensor": tensor.detach()})
+    return gathered
