@@ -121,6 +121,8 @@ class WholeTensors:
         # The parts of each tensor by name, and the ranks with each. The first pass sets it, by communication; fixed
         # from then on, because nothing moves a wrapper's shards.
         self._owners: dict[str, dict[Part, list[int]]] | None = None
+        # This rank's parts of each tensor, and views of their storage. Set with `_owners`.
+        self.held: dict[str, dict[Part, Tensor]] = {}
 
     @property
     def receives(self) -> bool:
@@ -134,7 +136,8 @@ class WholeTensors:
             CheckpointError: on all ranks, if the parts of a tensor do not make it up.
         """
         if self._owners is None:
-            own = {name: [part for part, _ in held_parts(view)] for name, view in self.views.items()}
+            self.held = {name: dict(held_parts(view)) for name, view in self.views.items()}
+            own = {name: [*parts] for name, parts in self.held.items()}
             owners: dict[str, dict[Part, list[int]]] = {name: {} for name in self.views}
             for rank, held in enumerate(self.ranks.all_gather(own)):
                 for name, parts in held.items():
@@ -176,8 +179,7 @@ class WholeTensors:
 
     def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         owners = self.owners()
-        pieces = {name: dict(held_parts(self.views[name])) for name in names}
-        wholes = {name: self._begin(self.views[name], pieces[name]) for name in names}
+        wholes = {name: self._begin(self.views[name], self.held[name]) for name in names}
         transfers = [
             _Transfer(name, part, source, receiver)
             for name in names
@@ -186,7 +188,7 @@ class WholeTensors:
             if (source := self._source(name, ranks, receiver)) != receiver
         ]
         for group in self._within_memory(transfers):
-            self._exchange(group, pieces, wholes)
+            self._exchange(group, wholes)
         return wholes
 
     def _source(self, name: str, ranks: Sequence[int], receiver: int) -> int:
@@ -220,15 +222,13 @@ class WholeTensors:
         if group:
             yield group
 
-    def _exchange(
-        self, transfers: Sequence[_Transfer], pieces: Mapping[str, Mapping[Part, Tensor]], wholes: Mapping[str, Tensor]
-    ) -> None:
+    def _exchange(self, transfers: Sequence[_Transfer], wholes: Mapping[str, Tensor]) -> None:
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
         copies: list[tuple[Tensor, Tensor]] = []
         for transfer in transfers:
             if transfer.source == self.ranks.rank:
-                sends.append((_as_bytes(pieces[transfer.name][transfer.part].contiguous()), transfer.receiver))
+                sends.append((_as_bytes(self.held[transfer.name][transfer.part].contiguous()), transfer.receiver))
             elif transfer.receiver == self.ranks.rank:
                 target = transfer.part.of(wholes[transfer.name])
                 if not transfer.part.is_run:

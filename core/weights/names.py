@@ -6,6 +6,7 @@ LoRA adapter is added to its layer's weight on the way, or goes out alone under 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,13 +30,13 @@ Adapters = Literal["merge", "only"]
 _PEFT = "base_model.model."
 _LOW_IN, _LOW_OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
-_GATED = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS: Mapping[str, tuple[str, tuple[str, str, str]]] = {
+_EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3"), ("mlp", _GATED)),
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    ),
 }
 """Of transformers' models that stack their experts: the block and the weights of an expert in files."""
-
 
 _Update = tuple[float, str, str]
 """Scale of a LoRA adapter, and the names of its factors: the one next to the input, and the other."""
@@ -84,6 +85,13 @@ def outgoing(
     ours = {name: tuple(view.shape) for name, view in views.items() if not is_adapter(name)}
     shapes = foreign_shapes(recipes, ours)
     adapted, sent = dict(_adapted(model)), []
+    known = {name for _, *factors in adapted.values() for name in factors}
+    unknown = [name for name in views if ".lora_" in name and name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]} is not of one plain LoRA adapter that is active, and cannot be merged here; merge it by "
+            "PEFT, or use adapters='only'"
+        )
     for recipe in recipes:
         update = adapted.get(recipe.name)
         sources = (recipe.name, *(update[1:] if update else ()))
@@ -114,33 +122,26 @@ def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names, vocab_
             f"a model of type {kind!r} keeps its experts as 3-D tensors, and whether its files do is not known here; "
             "use names='module', and split them on the receivers' side"
         )
+    block, weights = _EXPERTS[kind] if stacks else ("mlp", ())
     gated = isinstance(model, GPTModel) and model.config.gated_linear_unit and names == "megatron"
-    is_pefts = hasattr(model, "peft_config")
+    has_lora = any(".lora_" in name for name in views)
     for name, view in views.items():
-        if is_adapter(name) or (is_pefts and any(part in name for part in (".lora_", ".original_module."))):
+        if is_adapter(name) or (has_lora and any(part in name for part in (".lora_", ".original_module."))):
             continue
-        rows = view.shape[0] if view.dim() else 1
+        source = _name_in_base(name) if has_lora and names == "hugging_face" else name
+        source, rows = source.replace(".mlp.", f".{block}."), view.shape[0] if view.dim() else 1
         if gated and ".linear_fc1." in name and view.dim() < 3:
             half = rows // 2
             yield Recipe(name, (Run(name, half, 0, 2), Run(name, half, 1, 2, half)))
-        elif stacks:
-            yield Recipe(name, tuple(_runs_of_experts(name, view, *_EXPERTS[kind])))
+        elif stacks and name.endswith(_STACKED):
+            stem, _, last = source.rpartition(".")
+            parts = weights[:2] if last == "gate_up_proj" else weights[2:]
+            rows = view.shape[1] // len(parts)
+            places = itertools.product(range(view.shape[0]), enumerate(parts))
+            runs = (Run(f"{stem}.{e}.{part}.weight", rows, n * rows, index=e) for e, (n, part) in places)
+            yield Recipe(name, tuple(runs))
         else:
-            source = _name_in_base(name) if is_pefts and names == "hugging_face" else name
             yield Recipe(name, (Run(source, rows),))
-
-
-def _runs_of_experts(name: str, view: Tensor, block: str, weights: tuple[str, str, str]) -> Iterator[Run]:
-    """Yields the runs of a tensor of a model that stacks its experts, under the names of its files."""
-    stem, _, kind = name.replace(".mlp.", f".{block}.").rpartition(".")
-    if not name.endswith(_STACKED):
-        yield Run(f"{stem}.{kind}" if stem else kind, view.shape[0] if view.dim() else 1)
-        return
-    names = weights[:2] if kind == "gate_up_proj" else weights[2:]
-    rows = view.shape[1] // len(names)
-    for expert in range(view.shape[0]):
-        for number, weight in enumerate(names):
-            yield Run(f"{stem}.{expert}.{weight}.weight", rows, number * rows, index=expert)
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, _Update]]:
@@ -149,7 +150,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, _Update]]:
         if isinstance(module, Adapter):
             layer = name.removesuffix(".adapter")
             yield f"{layer}.weight", (module.scale, layer + _LOW_IN, layer + _LOW_OUT)
-        elif hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+        elif hasattr(module, "base_layer") and not (getattr(module, "merged", True) or module.fan_in_fan_out):
             for kind in module.active_adapters:
                 factors = f"{name}.lora_A.{kind}.weight", f"{name}.lora_B.{kind}.weight"
                 yield f"{name}.base_layer.weight", (module.scaling[kind], *factors)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base.errors import ConfigError, ShardstackError
 from ..comm.collectives import exchange
-from ..dist_checkpointing.gathering import Part, held_parts
+from ..dist_checkpointing.gathering import Part
 from .stream import WeightStream
 
 _INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,7 +78,7 @@ class PatchStream:
         sends it."""
         tensors = self.stream.tensors
         owners = tensors.owners()[name]
-        for part, piece in held_parts(tensors.views[name]):
+        for part, piece in tensors.held[name].items():
             if owners[part][0] == tensors.ranks.rank:
                 values = piece.detach().to(self._dtypes[name], copy=copies, memory_format=torch.contiguous_format)
                 yield (name, part), values.view(-1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.errors import ConfigError
 from core.distributed import wrap_model
 from core.models.gpt.hugging_face import save_hugging_face
 from core.weights import WeightStream, save_adapter
@@ -72,3 +73,15 @@ def test_pefts_models_send_what_pefts_files_have(kind: str):
     base = model.merge_and_unload().state_dict()
     assert merged.keys() == base.keys()
     assert all(torch.allclose(value, base[name], rtol=1e-6, atol=1e-6) for name, value in merged.items())
+
+
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"target_modules": ["embed_tokens"]}, {"second": True}])
+def test_adapters_that_cannot_be_merged_are_refused(fields: dict[str, Any]):
+    second = fields.pop("second", False)
+    config = peft.LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | fields))
+    model = peft.get_peft_model(hugging_face_model("llama"), config)
+    if second:
+        model.add_adapter("other", config)
+        model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ConfigError, match="cannot be merged here"):
+        WeightStream(model)

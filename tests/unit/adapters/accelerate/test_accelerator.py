@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from core.weights import WeightStream
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import (
@@ -122,6 +123,26 @@ def test_a_loop_computes_what_it_does_in_one_process(settings, by_value):
             assert torch.equal(found[2][name], of_ranks[0][0][2][name]), (strategy, name)
         assert found[1] == [UNITS if strategy in ("optim_grads_params", "fsdp2") else 1] * 2
         assert found[3] == rates
+
+
+def _streamed(strategies: list[str]) -> list[tuple[bool, bool]]:
+    """Returns whether a stream of the prepared model yields the weights that accelerate gathers, and them alone."""
+    found = []
+    for strategy in strategies:
+        with fresh_accelerate():
+            loop = Loop(strategy)
+            loop.epoch()
+            weights = loop.weights()
+            received = {name: value.clone() for name, value in WeightStream(loop.model, "module", receivers=[0])}
+            is_first = dist.get_rank() == 0
+            equal = is_first and all(torch.equal(received[name], weight) for name, weight in weights.items())
+            found.append((equal, all(value.is_meta != is_first for value in received.values())))
+    return found
+
+
+def test_a_stream_of_the_prepared_model_yields_its_weights():
+    first, second = run_distributed(_streamed, 2, ["optim", "optim_grads_params", "fsdp2"])
+    assert first == [(True, True)] * 3 and second == [(False, True)] * 3
 
 
 def _by_the_users_own() -> None:
