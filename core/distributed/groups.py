@@ -127,7 +127,8 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     backend = group._get_backend(torch.device(device.device_type()))
     ranks = dist.get_process_group_ranks(group)
     _equalize_numbers_of_groups(group)
-    timeout: timedelta = backend.options._timeout
+    # torch's ``fake`` backend has no options, and its collectives nothing to wait for
+    timeout: timedelta | None = backend.options._timeout if backend.options is not None else None
     made: dist.ProcessGroup = dist.new_group(
         [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
     )

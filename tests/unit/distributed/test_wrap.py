@@ -10,6 +10,7 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
+from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import toy
 
@@ -31,3 +32,11 @@ def _chooses() -> list[str]:
 def test_wrap_model_chooses_by_config_type_and_strategy():
     replicas, sharded = ["DistributedDataParallel"] * 3, ["FullyShardedDataParallel"] * 2
     assert run_distributed(_chooses, 1) == [[*replicas, *sharded, "TorchFullyShardedDataParallel"]]
+
+
+def test_full_sharding_wraps_under_the_fake_backend():
+    with fake_world(0, 4):
+        wrapped = wrap_model(toy(), object(), FullyShardedDataParallelConfig(), process_group=dist.group.WORLD)
+        kept = sum(unit.kept_bytes for unit in wrapped.plan.units)
+        gathered = sum(unit.gathered_bytes for unit in wrapped.plan.units)
+    assert (wrapped.plan.num_shards, 4 * kept) == (4, gathered)
