@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ..base.device import current_device
 from ..base.errors import ParallelConfigError, ShardstackError
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
@@ -94,7 +93,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         with replaced_parameters_marked(module):
             start_equal(module, plan.groups)  # replicas that start different would stay different
         named = dict(model.named_parameters())
-        self._build(named, next((param.device for param in named.values()), current_device()))
+        self._build(named)
         self._take_gradients()
         # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
         by_place = {piece.bucket: unit for unit in self.units for piece in unit.plan.pieces}

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
+from ..base.device import current_device
 from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..base.host_memory import transient_memory
 from ..base.local_parts import kept_range
@@ -56,7 +56,6 @@ class _FlatDataParallel(_BaseDataParallel):
     def _build(
         self,
         named: Mapping[str, nn.Parameter],
-        device: torch.device,
         *,
         has_own_lane: bool = False,
         allocate_grads: Allocate = transient_memory,
@@ -66,12 +65,14 @@ class _FlatDataParallel(_BaseDataParallel):
 
         Args:
             named: the model's parameters, by name.
-            device: that the model computes on.
             has_own_lane: reduces in twins of the groups of shards and in a second lane, next to gathers of parameters.
             allocate_grads: allocates whole gradients, where buckets release theirs.
             allocate_slots: allocates the memory that units are gathered into.
         """
-        plan, lane = self.plan, comm_lane(device, int(has_own_lane))
+        plan = self.plan
+        # All that is trained is on one device (`reject_unfit`); what is frozen may be elsewhere.
+        device = next((param.device for param in named.values() if param.requires_grad), current_device())
+        lane = comm_lane(device, int(has_own_lane))
         # Own all memory of gradients, and of parameters or their shards if a strategy shards, for the wrapper's
         # lifetime. Like the two below fixed: parameters never change buckets.
         self._flat_buffers: list[FlatBuffer] = []

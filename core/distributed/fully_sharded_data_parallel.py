@@ -95,9 +95,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
         allocate_grads = allocator(reductions, device, registers=plan.nccl_ub)
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.nccl_ub)
-        self._build(
-            named, device, has_own_lane=has_twins, allocate_grads=allocate_grads, allocate_slots=allocate_slots
-        )
+        self._build(named, has_own_lane=has_twins, allocate_grads=allocate_grads, allocate_slots=allocate_slots)
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in self._flat_buffers if buffer.shards is not None]
         for unit in self.units:

@@ -166,7 +166,7 @@ def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:
         "vocab_size": model.vocab_size,
         "config": config.to_json(),
         "model_tensors": sorted(tensors),
-        "rng_layout": [],
+        "rng_bytes": 0,
         "layout": {"ranks": 1, "tensor": 1, "context": 1},
     }
     save(tensors, checkpoint_directory(root, 0), metadata=metadata)
