@@ -63,7 +63,7 @@ class CollectiveRecord:
 
 _EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
 """At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
-through `explain_failures_with`; it is never cleared."""
+through `explain_failures_with`. It is never cleared."""
 
 
 def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:

@@ -69,7 +69,7 @@ def _add_neighbours(addends: Sequence[Tensor], out: Tensor | None) -> Tensor:
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
 """Bytes of one message of a reduction, at most and at least. A message is small enough to be added while it is in the
-cache; it shrinks as the group grows, so that the inboxes take the same memory in a group of any size."""
+cache. It shrinks as the group grows, so that the inboxes take the same memory in a group of any size."""
 
 REDUCE_TAG, GATHER_TAG, EXCHANGE_TAG = 0x5A4D, 0x5A4E, 0x5A4F
 """Tags of the messages of this file and of `collectives.exchange`, so that no other send or receive matches them."""
@@ -86,7 +86,7 @@ def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> dist.Work:
-    """Starts to gather every rank's input into its part of the output; wait for the work before reading it."""
+    """Starts to gather every rank's input into its part of the output. Wait for the work before reading it."""
     own, parts = group.rank(), output.chunk(group.size())
     if parts[own].data_ptr() != input_.data_ptr():
         parts[own].copy_(input_)
@@ -154,8 +154,8 @@ def exchange_and_add(
 
 
 _idle_inboxes: list[Tensor] = []
-"""Scratch memory kept from the last exchange for the next. Only `_inbox_memory` takes and returns it, on any thread;
-empty during an exchange and after one that failed."""
+"""Scratch memory kept from the last exchange for the next. Only `_inbox_memory` takes and returns it, on any thread.
+Empty during an exchange and after one that failed."""
 
 
 @contextmanager

@@ -182,7 +182,7 @@ def _live_records() -> list[CollectiveRecord]:
 
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
-"""Records by group. `record_of` adds on the calling thread; an entry is dropped with its group."""
+"""Records by group. `record_of` adds on the calling thread. An entry is dropped with its group."""
 _every_record: list[weakref.ref[CollectiveRecord]] = []
 """The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds one, and
 drops those whose groups are gone."""

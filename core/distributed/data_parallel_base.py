@@ -40,7 +40,7 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     RotaryEmbedding,
     ColumnParallelLinear,
 )
-"""What Megatron-LM's FSDP2 wrapper wraps; only outermost matches count, so that a layer's own linears stay in it."""
+"""What Megatron-LM's FSDP2 wrapper wraps. Only outermost matches count, so that a layer's own linears stay in it."""
 
 
 class _BaseDataParallel(EngineVerbs):
@@ -142,7 +142,7 @@ class _BaseDataParallel(EngineVerbs):
         return self.plan.reduction is GradientReduction.SUM
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward; `raise_explained` explains its errors."""
+        """Runs the module's forward. `raise_explained` explains its errors."""
         try:
             return self.module(*inputs, **kwargs)
         except Exception as error:
@@ -151,7 +151,7 @@ class _BaseDataParallel(EngineVerbs):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets backward accumulate on this rank alone: no gradient crosses ranks. Nests; restored on errors."""
+        """Lets backward accumulate on this rank alone: no gradient crosses ranks. Nests, and is restored on errors."""
         before = self._syncs_gradients
         self._set_gradient_sync(False)
         try:
@@ -165,7 +165,7 @@ class _BaseDataParallel(EngineVerbs):
         return self._syncs_gradients
 
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
-        """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``; the default is 1.
+        """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``. The default is 1.
 
         Args:
             divides_by_ranks: divide summed gradients by the number of ranks, exactly. False: the caller divides each
@@ -251,7 +251,7 @@ class _BaseDataParallel(EngineVerbs):
             torch._foreach_mul_(gradients, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Makes every gradient zero or None; also recovers from a step that an exception ended."""
+        """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
         self._zero_gradients()
         if self._tree is not None:
             self._tree.restart()
@@ -259,7 +259,7 @@ class _BaseDataParallel(EngineVerbs):
         self.gradient_state.note_zeroed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Calls `zero_grad_buffer`, by torch's name; gradients are None or unused memory in both forms."""
+        """Calls `zero_grad_buffer`, by torch's name. Gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
 
     @property
@@ -320,11 +320,11 @@ class _BaseDataParallel(EngineVerbs):
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns the module's state dict for a checkpoint; Megatron-LM's name."""
+        """Returns the module's state dict for a checkpoint, by Megatron-LM's name."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies into the module's parameters and buffers; every rank calls it.
+        """Copies into the module's parameters and buffers. Every rank calls it.
 
         Args:
             state_dict: whole tensors, as those of a plain module; or this rank's parts, as `load_model_state_dict`

@@ -1,4 +1,4 @@
-"""Replicas on contiguous buffers; optionally shards optimizer state (ZeRO-1) and gradients (ZeRO-2)."""
+"""Replicas on contiguous buffers. Optionally shards optimizer state (ZeRO-1) and gradients (ZeRO-2)."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
             unit.wait_until_readable()
 
     def free_overlap_buffers(self) -> None:
-        """Waits for gathers, by Megatron-LM's name; they write into the buffers, so that nothing is freed."""
+        """Waits for gathers, by Megatron-LM's name. They write into the buffers, so that nothing is freed."""
         self.finish_param_sync()
 
     def enable_forward_pre_hook(self) -> None:
@@ -158,7 +158,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
 
 
 def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
-    """Makes each module below `module` wait for its parameters before its forward; yields the hooks' handles.
+    """Makes each module below `module` wait for its parameters before its forward. Yields the hooks' handles.
 
     All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children waits for
     all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
@@ -172,7 +172,7 @@ def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[A
 
 
 class _Waiter:
-    """Waits for the parameters of some units; in a pickled module it does nothing."""
+    """Waits for the parameters of some units. In a pickled module it does nothing."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units

@@ -14,7 +14,7 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
-"""What backward computes again of a unit: nothing; all but its inputs; or all but its inputs and long operations."""
+"""What backward computes again of a unit: nothing, all but its inputs, or all but its inputs and long operations."""
 
 
 class Engine(Enum):
@@ -59,7 +59,7 @@ class DistributedDataParallelConfig:
     replicated."""
 
     use_distributed_optimizer: bool = False
-    """Shard the optimizer state; by itself it means the strategy ``optim``."""
+    """Shard the optimizer state. By itself it means the strategy ``optim``."""
 
     num_distributed_optimizer_instances: int = 1
     """Shard within ``dp / instances`` ranks and replicate across instances (hybrid sharding) when above one."""
@@ -71,7 +71,7 @@ class DistributedDataParallelConfig:
     """Raise, likewise, when a gradient's norm is ten times the largest of its first hundred steps."""
 
     bucket_size: int | None = None
-    """Elements, not bytes, at which a bucket is full; one collective reduces one bucket.
+    """Elements, not bytes, at which a bucket is full. One collective reduces one bucket.
 
     None means ``max(40_000_000, 1_000_000 * dp)`` if buckets are reduced during backward (``overlap_grad_reduce``, or
     the strategy ``optim_grads``) or gathered during forward (``overlap_param_gather``), and else one bucket for each
@@ -79,13 +79,13 @@ class DistributedDataParallelConfig:
     """
 
     num_buckets: int | None = None
-    """Number of buckets of about equal size, instead of ``bucket_size``; fewer if single parameters are larger."""
+    """Number of buckets of about equal size, instead of ``bucket_size``. Fewer if single parameters are larger."""
 
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to multiples of 2^16 elements, with which NCCL's rings reach their full bandwidth."""
 
     average_in_collective: bool = False
-    """Let the collective divide (``ReduceOp.AVG``); by default each rank scales its part of the sum."""
+    """Let the collective divide (``ReduceOp.AVG``). By default each rank scales its part of the sum."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
     """Send gradients in their low precision, but add those of all ranks in fp32, rounding once."""

@@ -61,7 +61,7 @@ class _FlatDataParallel(_BaseDataParallel):
         allocate_grads: Allocate = transient_memory,
         allocate_slots: Allocate = transient_memory,
     ) -> None:
-        """Builds buffers, buckets and units as planned; a constructor calls it once.
+        """Builds buffers, buckets and units as planned. A constructor calls it once.
 
         Args:
             named: the model's parameters, by name.
@@ -95,7 +95,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self.units = build_units(plan, self._bucket_at, allocate_slots)
 
     def _take_gradients(self) -> None:
-        """Lets backwards bring their gradients to the buckets; the last that a constructor does."""
+        """Lets backwards bring their gradients to the buckets. A constructor calls it last."""
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         slots = ((slot.name, slot.param) for bucket in self._buckets for slot in bucket.slots)
         self._placement = ParamPlacement(unwrap_model(self), slots)
@@ -127,7 +127,7 @@ class _FlatDataParallel(_BaseDataParallel):
         return values[start - first : end - first] if start < end else values[:0]
 
     def publish_update(self) -> None:
-        """All-gathers the updated shards, where ranks update shards; every rank calls it."""
+        """All-gathers the updated shards, where ranks update shards. Every rank calls it."""
 
     def note_step(self) -> None:
         self._shown.hide_after_step()

@@ -39,7 +39,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """
 
     data_parallel_sharding_strategy: str = "optim_grads_params"
-    """Parameters, gradients and optimizer state are sharded; there is no other value."""
+    """Parameters, gradients and optimizer state are sharded. There is no other value."""
 
     # ---- when parameters are gathered
 
@@ -59,7 +59,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """
 
     forward_prefetch: int = 1
-    """How many units ahead parameters are gathered during forward; 0 gathers each when it is reached."""
+    """How many units ahead parameters are gathered during forward. 0 gathers each when it is reached."""
 
     backward_prefetch: int = 1
     """The same for backward."""
@@ -83,7 +83,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """
 
     shard_cut: str = "auto"
-    """Where parameters may be cut between ranks, on flat buffers; no number changes.
+    """Where parameters may be cut between ranks, on flat buffers. No number changes.
 
     ``flat``: anywhere, with the least padding. ``rows``: a shard is a whole number of rows of each parameter.
     ``tensor``: each parameter whole on one rank, balanced by size, for an optimizer that needs whole matrices.
@@ -98,7 +98,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     param_dtype: Dtype | None = None
     """Dtype of computation and of all-gathers. None: that of the model's config (``bf16``, ``fp16``) where all
-    parameters arrive in fp32; else each parameter keeps its own, as fp32 norms in a bf16 model do."""
+    parameters arrive in fp32. Else each parameter keeps its own, as fp32 norms in a bf16 model do."""
 
     reduce_dtype: Dtype | None = None
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
@@ -118,7 +118,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """Keep shards of parameters, gradients and optimizer state in the host's memory."""
 
     pin_memory: bool = True
-    """Pin that memory, for faster copies; without an accelerator a warning says that there is nothing to pin for."""
+    """Pin that memory, for faster copies. Without an accelerator a warning says that there is nothing to pin for."""
 
     nccl_ub: bool = False
     """Allocate the memory of collectives from the backend, which registers it with NCCL (user buffers): they then

@@ -20,7 +20,7 @@ class Phase(Enum):
     """Nothing: no backward has run since they were zeroed."""
 
     ACCUMULATING = "accumulating"
-    """Gradients of this rank's micro-batches; some may be reduced already."""
+    """Gradients of this rank's micro-batches. Some may be reduced already."""
 
     REDUCED = "reduced"
     """Global gradients, after `finish_grad_sync`."""
@@ -63,11 +63,11 @@ class GradientState:
         return self.phase in (Phase.REDUCED, Phase.FINALIZED)
 
     def note_zeroed(self) -> None:
-        """Records that gradients are zero or None; ends every other phase, invalid ones included."""
+        """Records that gradients are zero or None. Ends every other phase, invalid ones included."""
         self.phase = Phase.ZEROED
 
     def note_backward(self, opens: Callable[[], bool]) -> None:
-        """Records that a backward of this step has begun; called when its first gradient arrives.
+        """Records that a backward of this step has begun. Called when its first gradient arrives.
 
         Args:
             opens: called where gradients are reduced; returns whether the backward may add to them, as in a plain
@@ -87,7 +87,7 @@ class GradientState:
         self.phase = Phase.UNSCALED
 
     def note_skipped(self, before: Phase) -> None:
-        """Records that the step was skipped, so that gradients were not divided; restores the phase before the step.
+        """Records that the step was skipped, so that gradients were not divided. Restores the phase before the step.
 
         Args:
             before: the phase before the step. Ignored if gradients were zeroed or added to since.
@@ -100,7 +100,7 @@ class GradientState:
         self.phase = Phase.BROKEN
 
     def note_reduced(self) -> None:
-        """Records that gradients are reduced; `finalize_model_grads` may still sum and scale them."""
+        """Records that gradients are reduced. `finalize_model_grads` may still sum and scale them."""
         if self.phase in (Phase.ZEROED, Phase.ACCUMULATING):
             self.phase = Phase.REDUCED
 

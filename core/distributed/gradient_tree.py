@@ -21,7 +21,7 @@ Begin = Callable[[int | None, bool], None]
 micro-batch, and `MicroBatchTree.reduces`, whether ranks add up gradients at its end."""
 
 Sum = Sequence[Tensor | None]
-"""The gradients of some parameters, or one flat tensor of all; None for a parameter without a gradient."""
+"""The gradients of some parameters, or one flat tensor of all. None for a parameter without a gradient."""
 
 
 class PartialSums:
@@ -38,7 +38,7 @@ class PartialSums:
         return [tensor for values in self._waiting for tensor in values if tensor is not None]
 
     def set_aside(self, values: Sum, additions: int) -> list[Tensor]:
-        """Adds `values` to the newest `additions` sums, and keeps the result; takes ownership of the memory.
+        """Adds `values` to the newest `additions` sums, and keeps the result. Takes ownership of the memory.
 
         Returns:
             Tensors that are no longer needed.
@@ -52,7 +52,7 @@ class PartialSums:
         return free
 
     def added_to(self, values: Sum) -> Sum:
-        """Adds all partial sums to `values`, in place, the newest first; returns the result."""
+        """Adds all partial sums to `values`, in place, the newest first. Returns the result."""
         while self._waiting:
             values = _added(values, self._waiting.pop())
         return values
@@ -103,7 +103,7 @@ class GradientTree:
 
     @property
     def factor(self) -> float:
-        """Scale of the sum over ranks; exact, since the number of data-parallel ranks is a power of two."""
+        """Scale of the sum over ranks. Exact, since the number of data-parallel ranks is a power of two."""
         return 1.0 / self._mean_over if self._divides else 1.0
 
     @property
@@ -118,7 +118,7 @@ class GradientTree:
 
     @property
     def has_entered(self) -> bool:
-        """Whether `enter` was called in the running backward; True if none runs."""
+        """Whether `enter` was called in the running backward. True if none runs."""
         return current_backward() in (self._backward, NO_BACKWARD)
 
     def register(self, begin: Begin) -> None:
@@ -142,7 +142,7 @@ class GradientTree:
         self._count, self._divides = count, divides
 
     def enter(self) -> None:
-        """Records the running backward; call it before each of its gradients is stored.
+        """Records the running backward. Call it before each of its gradients is stored.
 
         Raises:
             ShardstackError: the step has all its backwards already.

@@ -33,13 +33,13 @@ class DataParallelGroups:
     """The ranks of this optimizer instance, which shard parameters, gradients or optimizer state."""
 
     replicate: dist.ProcessGroup | None = None
-    """The ranks with the same shard, one per optimizer instance; None with one instance."""
+    """The ranks with the same shard, one per optimizer instance. None with one instance."""
 
     given_mesh: DeviceMesh | None = None
-    """The mesh that the groups come from, if any; else `mesh` makes one."""
+    """The mesh that the groups come from, if any. Else `mesh` makes one."""
 
     experts: DataParallelGroups | None = None
-    """The ranks with replicas of the same experts; None where these are the ranks above."""
+    """The ranks with replicas of the same experts. None where these are the ranks above."""
 
     num_dense_replicas: int | None = None
     """Of experts: the number of ranks in `whole` of other parameters."""
@@ -84,7 +84,7 @@ def find_groups(
     process_group: Ranks | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> DataParallelGroups:
-    """Returns the groups given to a wrapper; by default those of `core.parallel_state`.
+    """Returns the groups given to a wrapper, by default those of `core.parallel_state`.
 
     Args:
         caller: name of the function that the user called, for messages.
@@ -136,7 +136,7 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
 
 
 def neighbour_groups(group: dist.ProcessGroup, sizes: Iterable[int | None]) -> Mapping[int | None, dist.ProcessGroup]:
-    """Makes this rank's group of neighbours in `group` for each size, None apart; every rank of `group` calls it."""
+    """Makes this rank's group of neighbours in `group` for each size, None apart. Every rank of `group` calls it."""
     made = dict[int | None, dist.ProcessGroup]()
     for size in sorted({size for size in sizes if size is not None}):
         first = group.rank() // size * size
@@ -158,7 +158,7 @@ def _equalize_numbers_of_groups(group: dist.ProcessGroup) -> None:
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a second group of the same ranks, made once for each group; all of its ranks call it.
+    """Returns a second group of the same ranks, made once for each group. All of its ranks call it.
 
     Collectives of one group do not wait for those of the other.
     """
@@ -177,7 +177,7 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-"""The second group of each group. `twin_group` adds and replaces entries; an entry is dropped when its first group is
+"""The second group of each group. `twin_group` adds and replaces entries. An entry is dropped when its first group is
 freed."""
 
 

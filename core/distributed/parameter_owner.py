@@ -47,7 +47,7 @@ _OF_WRAPPERS = frozenset(
         "pending_view",  # `set_pending_view` sets it; never cleared
     }
 )
-"""Attributes that wrappers set on parameters; they are not pickled, and no wrapper deletes them."""
+"""Attributes that wrappers set on parameters. They are not pickled, and no wrapper deletes them."""
 
 
 class _Owner(StepMark):
@@ -66,7 +66,7 @@ class _Owner(StepMark):
 
 
 def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
-    """Registers `wrapper` as the wrapper of these parameters; parameters hold only a weak reference to it."""
+    """Registers `wrapper` as the wrapper of these parameters. Parameters hold only a weak reference to it."""
     owner = _Owner(wrapper)
     for param in params:
         set_mark(param, owner)
@@ -88,7 +88,7 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Returns the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
+    """Returns the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``. None leaves it out.
 
     Under a wrapper ``grad`` counts: after `finish_grad_sync` it is the memory of ``main_grad``, or what the user has
     set it to since, also None. Where dtypes differ it is a tensor that cannot be read, in the place of ``main_grad``.

@@ -63,7 +63,7 @@ class SavedWeights:
         self._running += 1
 
     def end(self) -> None:
-        """Ends the last forward that has begun, if any; it may have raised."""
+        """Ends the last forward that has begun, if any. It may have raised."""
         if self._running:
             self._running -= 1
             torch._C._autograd._pop_saved_tensors_default_hooks()

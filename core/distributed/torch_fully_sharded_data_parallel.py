@@ -90,7 +90,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._finish_construction()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the wrapped module's forward; frees gathered parameters if no backward follows or forward raised.
+        """Runs the wrapped module's forward. Frees gathered parameters if no backward follows or forward raised.
 
         Between `finish_grad_sync` and the step it frees them too, and a backward gathers them again.
         """
@@ -105,7 +105,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return output
 
     def _note_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Frees gathered parameters if no backward follows; else records the backward when it begins."""
+        """Frees gathered parameters if no backward follows. Else records the backward when it begins."""
         if not torch.is_grad_enabled() or self._shows_gradients:
             self.sharded.reshard()
         for tensor in tree_leaves(output):
@@ -113,7 +113,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 tensor.register_hook(self._enter_backward)
 
     def let_module_be_called(self) -> nn.Module:
-        """Lets the module be called in place of the wrapper, which then lives as long as it; returns the module.
+        """Lets the module be called in place of the wrapper, which then lives as long as it. Returns the module.
 
         Its ``set_requires_gradient_sync(False)`` acts as `no_sync`, unless called with ``recurse=False``. The module
         is marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.

@@ -22,7 +22,7 @@ class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     """
 
     collectives: Literal["auto", "torch"] = "auto"
-    """``auto``: as the backend does them best; under gloo ranks exchange pieces directly. ``torch``: FSDP2's own."""
+    """``auto``: as the backend does them best. Under gloo ranks exchange pieces directly. ``torch``: FSDP2's own."""
 
     @property
     def engine(self) -> Engine:

@@ -50,7 +50,7 @@ class EngineVerbs(nn.Module, ABC):
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Makes parameters readable and writable as plain tensors; keeps what is written to them.
+        """Makes parameters readable and writable as plain tensors. Keeps what is written to them.
 
         Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
         whose parameters are always whole, or are DTensors.
@@ -60,11 +60,11 @@ class EngineVerbs(nn.Module, ABC):
 
     @abstractmethod
     def settle_parameters(self) -> None:
-        """Makes `module` hold the parameters that an optimizer updates; call it outside of a forward."""
+        """Makes `module` hold the parameters that an optimizer updates. Call it outside of a forward."""
 
     @abstractmethod
     def note_step(self) -> None:
-        """Drops gathered parameters; called after an optimizer has written its parameters."""
+        """Drops gathered parameters. Called after an optimizer has written its parameters."""
 
     # ---- add, send
 
@@ -82,7 +82,7 @@ class EngineVerbs(nn.Module, ABC):
         """
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Starts the reduction that `finish_grad_sync` completes; does nothing in a wrapper that does not overlap."""
+        """Starts the reduction that `finish_grad_sync` completes. Does nothing in a wrapper that does not overlap."""
 
     @abstractmethod
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
@@ -99,7 +99,7 @@ class EngineVerbs(nn.Module, ABC):
         return local_part(parameter.detach()) if kept is None else kept[0]
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns this rank's part of the gradient that the optimizer reads; it may be empty."""
+        """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""
         return local_gradient(parameter)
 
     def _reduced_gradients(self) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ NOT_OF_CORE = {
 }
 """Folders of `tests/unit` that mirror no folder of `core`, and what each is for."""
 
-JOINED_SENTENCES = ("comm", "distributed", "optimizer", "process_groups", "transformer/moe", "weights")
+JOINED_SENTENCES = ("optimizer", "process_groups", "transformer/moe", "weights")
 """Packages of `core` whose docstrings may still begin with two sentences joined by a semicolon."""
 
 

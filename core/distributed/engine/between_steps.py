@@ -94,7 +94,7 @@ class ShownGradients:
             param.grad = None
 
     def show(self) -> None:
-        """Shows reduced gradients; None for a frozen parameter without a gradient."""
+        """Shows reduced gradients, and None for a frozen parameter without a gradient."""
         self._stepped = None
         for param, bucket in self._bucket_of.items():
             slot = bucket.slot_of(param)

@@ -55,12 +55,9 @@ class Bucket(PlacedParams):
 
     Attributes:
         tree: the order of additions over micro-batches, where there is one.
-        grad_data: `[numel]`, whole gradients. Without `releases_grads` a view of the buffer's ``grad_data``; fixed.
-            With `releases_grads` memory of the bucket: allocated for the first gradient of a step or to send the
-            bucket, dropped by `release_grads`, None in between.
-        separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`. Allocated when it is
-            first asked for in a step; dropped by `clear_grads`, and by `_set_aside`, which gives it to the sums.
-        phase: the bucket's phase in the step. Only methods of this class set it.
+        grad_data: `[numel]`, whole gradients, or None where they are released and not allocated.
+        separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`, or None.
+        phase: the bucket's phase in the step.
     """
 
     def __init__(
@@ -75,7 +72,12 @@ class Bucket(PlacedParams):
         super().__init__(buffer, plan, slots)
         # ``[start, end)`` in `local_grad_shard` of what this rank keeps of each gradient; fixed.
         self._place_in_shard = dict(zip(self._slot_of, plan.places_in_shard(buffer.grad_shard_index), strict=True))
+        # Without `releases_grads` a view of the buffer's ``grad_data``; fixed. With it memory of the bucket, on the
+        # thread that runs backward: allocated for the first gradient of a step or to send the bucket, dropped by
+        # `release_grads`. A reduction in the lane keeps it alive until it ends.
         self.grad_data: Tensor | None = None
+        # Owned by the bucket. `local_grad_shard` allocates it when first asked for in a step, and the lane writes
+        # it until `wait_for_shard` returns. `clear_grads` drops it, and `_set_aside`, which gives it to the sums.
         self.separate_shard: Tensor | None = None
         # Sums of earlier micro-batches, with a tree: of whole gradients or shards. `_set_aside` adds them when a
         # backward begins, on its thread; `_add_sums` takes them out at a step's end, and `clear_grads` drops them.
@@ -93,6 +95,8 @@ class Bucket(PlacedParams):
         # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
         # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
         self._sent: Tensor | None = None
+        # `start_grad_sync`, `begin_backward`, `open_again` and `clear_grads` set it: on autograd's thread in a
+        # backward, on the main thread between backwards.
         self.phase = BucketPhase.FILLING
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[plan.layout.start : plan.layout.end])
@@ -121,7 +125,7 @@ class Bucket(PlacedParams):
         return self.separate_shard
 
     def local_grad(self, param: nn.Parameter) -> Tensor:
-        """Returns this rank's part of a parameter's reduced gradient, flat; it may be empty."""
+        """Returns this rank's part of a parameter's reduced gradient, flat. It may be empty."""
         start, end = self._place_in_shard[param]
         return self.local_grad_shard[start:end]
 
@@ -152,7 +156,7 @@ class Bucket(PlacedParams):
             slot.prepare_for_layer()
 
     def complete_grads(self) -> Tensor:
-        """Returns the whole gradient `[numel]`, with zeros where no gradient has arrived; sets every ``main_grad``."""
+        """Returns the whole gradient `[numel]`, with zeros where no gradient has arrived. Sets every ``main_grad``."""
         for slot in self.slots:
             slot.complete()
         return self.grad_data  # type: ignore[return-value]
@@ -171,7 +175,7 @@ class Bucket(PlacedParams):
 
     @property
     def has_reduced(self) -> bool:
-        """Whether the shard has gradients of this step; otherwise its values are from an earlier step."""
+        """Whether the shard has gradients of this step. Otherwise its values are from an earlier step."""
         return self.phase is not BucketPhase.FILLING
 
     @property
@@ -185,14 +189,14 @@ class Bucket(PlacedParams):
             self.phase = BucketPhase.REFILLING
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
-        """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
+        """Lends memory to compute the parameter's gradient in (`GradSlot.lend`), or None if it comes too late."""
         if self.tree is not None:
             self.tree.enter()
         is_late = self.has_left and not self._reduces_each
         return None if is_late else self.slot_of(param).lend()
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> bool:
-        """Adds a gradient; None records that a layer has added it itself.
+        """Adds a gradient. None records that a layer has added it itself.
 
         Returns:
             False for a gradient that comes after the bucket was sent: it is dropped, because it can no longer be
@@ -234,7 +238,7 @@ class Bucket(PlacedParams):
         return len(self._ready) >= self._num_awaited
 
     def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Lets a backward add to reduced gradients; gradients of the parameters in `dropped` start from zero."""
+        """Lets a backward add to reduced gradients. Gradients of the parameters in `dropped` start from zero."""
         if len(dropped) == len(self.params):
             self.clear_grads()
             return
@@ -284,7 +288,7 @@ class Bucket(PlacedParams):
             streams.current_stream().synchronize()
 
     def abandon_reduction(self) -> None:
-        """Waits for a running reduction whose gradients are dropped; if it fails, warns."""
+        """Waits for a running reduction whose gradients are dropped. If it fails, warns."""
         try:
             self.wait_for_grads()
         except Exception as error:
@@ -299,7 +303,7 @@ class Bucket(PlacedParams):
             self._sent = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient."""
+        """Makes this rank's shard of the gradient global, or with `force_all_reduce` the whole gradient."""
         if not self.has_left:
             self.start_grad_sync()
         self.wait_for_shard()

@@ -113,9 +113,7 @@ class PlacedParams:
         slots: as given; fixed.
         offset: the bucket's first element in the buffer.
         numel: number of elements, padding included; a multiple of the number of shards.
-        param_data: `[numel]`, the memory that parameters are views of; empty where they keep their own. A view of the
-            buffer's ``param_data``; under ZeRO-3 memory of its unit's slot, in the dtype of computation, set by
-            the unit when it gets a slot, or `local_param_shard` itself if a single rank has all in that dtype.
+        param_data: `[numel]`, the memory that parameters are views of; empty where they keep their own.
         local_param_shard: `[numel / shards]`, this rank's part of the parameters, which its optimizer updates; fixed.
     """
 
@@ -127,6 +125,9 @@ class PlacedParams:
         ends, starts = [0, *(slot.end for slot in slots)], [*(slot.start for slot in slots), self.numel]
         # Padding, ``[start, end)`` in the bucket; fixed.
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+        # `param_data` is a view of the buffer's. Under ZeRO-3 it is `local_param_shard` itself if one rank has all,
+        # else memory of the unit's slot, in the dtype of computation: the unit sets it when it gets a slot, and the
+        # lane writes it during a gather.
         self.param_data, self.local_param_shard = buffer.cut_params(plan)
         if buffer.param_data is not None:
             self._adopt_values()

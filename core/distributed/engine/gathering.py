@@ -76,7 +76,7 @@ class ParameterGathering:
             unit.saved.begin()
 
     def after_call(self, unit: Unit, output: Any) -> None:
-        """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
+        """Ends a call, which returned `output` or raised (None). Makes backward through `output` gather the unit."""
         unit.running = max(unit.running - 1, 0)
         has_ended = not unit.running and current_backward() == NO_BACKWARD
         if unit.saved is not None:
@@ -227,7 +227,7 @@ def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGa
 
 
 class _CallHooks:
-    """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
+    """Hooks of one unit's modules. They do nothing in a pickled or copied module, where `_gathering` is None."""
 
     def __init__(self, unit: Unit, gathering: ParameterGathering | None) -> None:
         precision = unit.plan.precision
@@ -280,7 +280,7 @@ def _do_nothing() -> Any:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in a tree to `dtype`; returns the same tree if all of them have it."""
+    """Casts the floating-point tensors in a tree to `dtype`. Returns the same tree if all of them have it."""
 
     def is_other(leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype

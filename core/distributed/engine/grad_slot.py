@@ -71,25 +71,25 @@ class GradSlot:
     """Allocates the bucket's whole gradient and calls `hold` of each slot of the bucket."""
 
     accumulates_in_fp32: bool = False
-    """``param.main_grad`` is `accumulator`; its values are rounded into `view` when the bucket is reduced."""
+    """``param.main_grad`` is `accumulator`. Its values are rounded into `view` when the bucket is reduced."""
 
     accumulator: Tensor | None = None
-    """fp32, in the parameter's shape, owned by the slot; None unless `accumulates_in_fp32`. Allocated when a gradient
+    """fp32, in the parameter's shape, owned by the slot. None unless `accumulates_in_fp32`. Allocated when a gradient
     arrives, freed by `release`. Where the bucket keeps whole gradients, it stays allocated from step to step."""
 
     view: Tensor | None = None
-    """The parameter's part of the bucket's whole gradient, in the parameter's shape; the bucket or its buffer owns the
+    """The parameter's part of the bucket's whole gradient, in the parameter's shape. The bucket or its buffer owns the
     memory. `hold` sets it when the bucket gets the memory, `release` clears it."""
 
     content: Content = Content.STALE
     """The state of the gradient in memory."""
 
     borrower: int = NO_BACKWARD
-    """The backward that computes the gradient in the memory. `lend` sets it; valid only while `content` is LENT."""
+    """The backward that computes the gradient in the memory. `lend` sets it. Valid only while `content` is LENT."""
 
     is_written_by_layer: bool = False
     """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
-    gradient or the wrapper sets it; never cleared."""
+    gradient or the wrapper sets it. Never cleared."""
 
     @property
     def main_grad_dtype(self) -> torch.dtype:
@@ -135,7 +135,7 @@ class GradSlot:
             self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 
     def restart(self) -> None:
-        """Keeps the memory, whose values were set aside; the next gradient is copied over them."""
+        """Keeps the memory, whose values were set aside. The next gradient is copied over them."""
         self.content = Content.SENT if self.has_arrived else Content.STALE
         self.param.main_grad = None  # type: ignore[attr-defined]
 
@@ -161,7 +161,7 @@ class GradSlot:
     # ---- gradients that arrive
 
     def lend(self) -> Tensor | None:
-        """Lends ``main_grad`` to a layer, which computes a gradient in it; returns None if it cannot be lent.
+        """Lends ``main_grad`` to a layer, which computes a gradient in it. Returns None if it cannot be lent.
 
         It cannot be lent if it holds a gradient already, has another dtype than the parameter, or is lent already. Nor
         if it is less aligned than an allocation of torch: the last bits of a matrix product depend on the alignment,
@@ -192,7 +192,7 @@ class GradSlot:
         self.content = Content.STALE
 
     def add(self, gradient: Tensor) -> None:
-        """Adds a dense or sparse `gradient` into ``main_grad``; does nothing if it was computed in that memory."""
+        """Adds a dense or sparse `gradient` into ``main_grad``. Does nothing if it was computed in that memory."""
         memory = self.show()
         if gradient.is_sparse:
             if not self.counts:
@@ -234,7 +234,7 @@ class GradSlot:
             self._place().copy_(self.accumulator)
 
     def note_zeros(self) -> None:
-        """Exposes zeroed memory as ``main_grad``; the next backward adds to values written there before it."""
+        """Exposes zeroed memory as ``main_grad``. The next backward adds to values written there before it."""
         self.show()
         # A gradient that was sent is to be sent again, with zeros.
         self.content = Content.GRADIENT if self.has_arrived else Content.ZEROS

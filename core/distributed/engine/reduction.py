@@ -48,7 +48,7 @@ class BucketReduction:
         self.replica_group = None if plan.is_replicated else plan.groups.replicate
 
     def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
-        """Reduces `whole` `[n]` into `kept`, this rank's shard; without shards both are the same tensor.
+        """Reduces `whole` `[n]` into `kept`, this rank's shard. Without shards both are the same tensor.
 
         The collective runs in the dtype of `whole`. `kept` may have a wider dtype, so that additions to it are not
         rounded, and may be in host memory, into which the copy then runs in the lane.

@@ -42,20 +42,22 @@ class Slot:
     Attributes:
         parts: memory for the whole parameters of a unit, by kind. Kept as long as the model is wrapped; the
             parameters of every unit of the slot are views of it. A lane writes it during a gather.
-        units: the units that take turns with it. Each adds itself when it is built; `leave_to` removes all but one.
-        owner: the unit whose values are in it, or are being gathered. `Unit.start_gather` sets it; None before the
-            first gather, after the shards were written (`ParameterGathering.forget`), while the parameters are in
-            memory of their own (`Unit.gather_apart`), and where one was written while it was gathered.
+        units: the units that take turns with it.
+        owner: the unit whose values are in it, or are being gathered; None if there is none.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
         self._sizes, self._allocate = sizes, allocate
         self.parts = [allocate(*size) for size in sizes]
+        # Each unit adds itself when it is built; `leave_to` removes all but one.
         self.units: list[Unit] = []
+        # `Unit.start_gather` sets it. None before the first gather, after the shards were written
+        # (`ParameterGathering.forget`), while parameters are in memory of their own (`Unit.gather_apart`), and where
+        # one was written while it was gathered. Main thread, or autograd's during a backward.
         self.owner: Unit | None = None
 
     def leave_to(self, unit: Unit) -> Sequence[Unit]:
-        """Leaves the memory, with its values, to `unit`; returns the others, which take turns with new memory."""
+        """Leaves the memory, with its values, to `unit`. Returns the others, which take turns with new memory."""
         others = [other for other in self.units if other is not unit]
         rest = Slot(self._sizes, self._allocate)
         self.units = [unit]
@@ -96,15 +98,11 @@ class Unit:
     Attributes:
         name: of its modules, or of its bucket, for messages.
         name_of: its parameters, each with its name in the model; fixed.
-        part: of each bucket the part that this rank keeps for its neighbours between forward and backward, in memory
-            of its own; else empty. Set when another unit takes the slot in forward; `drop_part` clears it once
-            backward has gathered from it, and when the shards are written.
-        on_use: what a use of a hidden parameter calls; and saved: what autograd saves in its forwards, if it is freed
-            after them. `ParameterGathering`, which replicas do not have, sets both when it is built.
-        running: calls of its modules that have begun and not ended, counted by `ParameterGathering`, which resets it
-            when gradients are zeroed.
-        used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by
-            `ParameterGathering.ensure_gathered`.
+        part: of each bucket the part that this rank keeps for its neighbours between forward and backward, or empty.
+        on_use: what a use of a hidden parameter calls.
+        saved: what autograd saves in its forwards, if it is freed after them.
+        running: calls of its modules that have begun and not ended.
+        used_in: the backward that needed it last, or `NO_BACKWARD` for a forward.
     """
 
     def __init__(
@@ -119,10 +117,14 @@ class Unit:
         if slot is not None:
             self._enter(slot)
         self._what = f"the parameters of {f'unit {self.name}' if plan.modules else buckets[0].name}"
+        # `ParameterGathering` counts them, on the thread of the forward, and resets it when gradients are zeroed.
         self.running = 0
+        # `ParameterGathering.ensure_gathered` sets it, on the thread that needs the unit.
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
+        # Memory of its own, on the stream of the computation. `_keep_part` sets it when another unit takes the slot in
+        # forward; `drop_part` clears it once backward has gathered from it, and when the shards are written.
         self.part: list[Tensor] = []
         self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
@@ -130,7 +132,9 @@ class Unit:
         # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
         # slot and does not count. `hide` compares it: a write in between would be lost.
         self._versions = self._count_writes()
+        # Methods of this class set it: on autograd's thread during a backward, else on the main thread.
         self.phase = UnitPhase.READABLE
+        # `ParameterGathering`, which replicas do not have, sets both when it is built; then fixed.
         self.on_use: Callable[[], None] = self.wait_until_readable
         self.saved: SavedWeights | None = None
 
@@ -196,7 +200,7 @@ class Unit:
                 own.copy_(param.detach().flatten()[start : start + own.numel()])
 
     def start_gather(self, lane: CommLane, *, waits: bool) -> None:
-        """Gathers the shards into the slot, in place of what another unit has there; without a slot in place.
+        """Gathers the shards into the slot, in place of another unit, or without a slot in place.
 
         Args:
             waits: return when the parameters may be read. Always so where `can_be_hidden` is False.
@@ -243,7 +247,7 @@ class Unit:
             self.drop_part()
 
     def wait_until_readable(self) -> None:
-        """Waits for the running gather, if any, and makes the parameters readable; they are gathered."""
+        """Waits for the running gather, if any, and makes the parameters readable. They are gathered."""
         self.finish_gather()
         if self.phase is UnitPhase.HIDDEN:
             self.phase = UnitPhase.READABLE
@@ -308,7 +312,7 @@ class Unit:
 
 
 def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], allocate: Allocate) -> list[Unit]:
-    """Builds the units of a plan, in its order, and the slots that they share; every rank calls it.
+    """Builds the units of a plan, in its order, and the slots that they share. Every rank calls it.
 
     Args:
         buckets: by their place in the plan's buffers.

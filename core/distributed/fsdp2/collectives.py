@@ -27,7 +27,7 @@ from .torch_private import as_fsdp
 
 
 def set_collectives(plan: Plan) -> list[KeptPart]:
-    """Sets the collectives of every unit; every rank calls it.
+    """Sets the collectives of every unit. Every rank calls it.
 
     Returns:
         the parts of the units that a part of the ranks keeps whole.
@@ -66,7 +66,7 @@ class KeptPart:
         self._is_written = streams.record_event() if streams.is_asynchronous(whole.device) else None
 
     def take(self) -> Tensor | None:
-        """Returns the part, for a gather on the current stream; None if there is none."""
+        """Returns the part, for a gather on the current stream, or None if there is none."""
         part = self.tensor
         if part is not None and self._is_written is not None:
             streams.current_stream().wait_event(self._is_written)
@@ -81,7 +81,7 @@ class KeptPart:
 
 
 class _UnitCollective:
-    """What both collectives of a unit are made from; all fields are fixed.
+    """What both collectives of a unit are made from. All fields are fixed.
 
     They are subclasses of torch's own, so that torch replaces them where a user calls ``set_symm_mem_for_comm`` or
     ``set_allocate_memory_from_process_group_for_comm``; calls are then not recorded.

@@ -88,6 +88,8 @@ class _TreeReduceScatter(UnitReduceScatter):
         # The gradients that are added in place, whole or of shards, flat, in memory of their own. `_add` sets and
         # clears it, on torch's stream for reductions; `set_aside` moves it to `_sums`, between reductions.
         self._current: Tensor | None = None
+        # Sums of earlier micro-batches. `set_aside` adds them when a backward begins, `_add` takes them out after the
+        # last one of a step, both on autograd's thread; `clear` drops them between steps.
         self._sums = PartialSums()
         # The last backward that has reduced the unit, to notice a second run of the unit in it.
         self._reduced_in = NO_BACKWARD
@@ -100,7 +102,7 @@ class _TreeReduceScatter(UnitReduceScatter):
         self._sum(gradient.clone(), gradient, Tensor.copy_)
 
     def _sum(self, whole: Tensor, shard: Tensor, reduce: Callable[[Tensor, Tensor], Any]) -> None:
-        """Makes `shard` this rank's part of the sum over the step, once it is complete; `reduce` fills it from whole
+        """Makes `shard` this rank's part of the sum over the step, once it is complete. `reduce` fills it from whole
         gradients."""
         is_late = current_backward() == NO_BACKWARD  # a gradient that its unit's backward has left
         if not is_late:
@@ -142,7 +144,7 @@ class _TreeReduceScatter(UnitReduceScatter):
         return [*self._sums.tensors, *(() if self._current is None else (self._current,))]
 
     def _add(self, gradients: Tensor) -> Tensor | None:
-        """Adds the gradients of a micro-batch, taking their memory; returns the sum of the step after the last."""
+        """Adds the gradients of a micro-batch, taking their memory. Returns the sum of the step after the last."""
         _keep_for_this_stream(gradients)
         self._current = gradients if self._current is None else self._current.add_(gradients)
         if not self._tree.is_last:

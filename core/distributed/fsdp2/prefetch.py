@@ -49,7 +49,7 @@ class Prefetcher:
             unit.register_forward_hook(self._leave)
 
     def end_order(self) -> None:
-        """Keeps the order of the last forward as what to expect; the next module to run begins a new order."""
+        """Keeps the order of the last forward as what to expect. The next module to run begins a new order."""
         self._last_order, self._order = self._order or self._last_order, []
 
     def _begin(self, root: nn.Module, args: Any) -> None:
@@ -100,7 +100,7 @@ class Prefetcher:
 
 
 def _last_index(order: list[nn.Module], module: nn.Module) -> int:
-    """Returns the last index of `module` in `order`; its length where it is absent."""
+    """Returns the last index of `module` in `order`, or its length where it is absent."""
     return next((index for index in reversed(range(len(order))) if order[index] is module), len(order))
 
 

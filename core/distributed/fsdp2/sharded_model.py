@@ -26,7 +26,7 @@ from .torch_private import TorchState, as_fsdp
 
 
 class ShardedModel:
-    """A model that is the same on all ranks, sharded in place; frees, reduces and recovers all of its units.
+    """A model that is the same on all ranks, sharded in place. Frees, reduces and recovers all of its units.
 
     Args:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
@@ -41,8 +41,7 @@ class ShardedModel:
         plan: as given.
         fsdp_modules: every module that FSDP2 acts on, the root first; fixed.
         state: what torch holds for them.
-        sums: sums of a step's gradients; fixed. None without `tree`. Backwards fill it, and the last one of a step
-            empties it; `drop_gradients` clears it.
+        sums: sums of a step's gradients, or None without `tree`.
 
     Raises:
         WrapError: a model that is sharded already, or that cannot be.
@@ -62,6 +61,7 @@ class ShardedModel:
         # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is
         # fixed. The units' all-gathers fill the parts; `reshard` drops them.
         self._parts = set_collectives(plan)
+        # Fixed. Backwards fill it on autograd's thread, the last one of a step empties it; `drop_gradients` clears it.
         self.sums = None if tree is None else GradientSums(plan, tree, self.fsdp_modules, self.state)
         # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
         self._prefetcher = Prefetcher(plan)
@@ -98,7 +98,7 @@ class ShardedModel:
         return [part.tensor for part in self._parts if part.tensor is not None]
 
     def reshard(self) -> None:
-        """Frees all gathered parameters, as after an evaluation; not to be called inside a forward or backward.
+        """Frees all gathered parameters, as after an evaluation. Not to be called inside a forward or backward.
 
         With no backward to follow nothing else would free them: the next forward would read stale weights, and the
         module would show gathered parameters in place of the sharded ones, which hold the gradients.
@@ -120,7 +120,7 @@ class ShardedModel:
         self._values.check_unwritten()
 
     def recover(self) -> bool:
-        """Resets FSDP2 after a backward that raised; returns whether there was one since the last call."""
+        """Resets FSDP2 after a backward that raised. Returns whether there was one since the last call."""
         self._end_failed_backward()
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
@@ -185,7 +185,7 @@ class ShardedModel:
                     module.set_reshard_after_forward(enabled, recurse=False)
 
     def _freeing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a method that gathers parameters free them if no backward follows; every rank calls it, as `forward`.
+        """Makes a method that gathers parameters free them if no backward follows. Every rank calls it, as `forward`.
 
         The next forward would read stale weights otherwise.
         """

@@ -47,7 +47,7 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
 
 
 def gathered_tensors_of(module: FSDPModule) -> list[Tensor]:
-    """Returns the tensors that one unit is gathered into; empty before its first gather."""
+    """Returns the tensors that one unit is gathered into. Empty before its first gather."""
     # Torch makes each once, and frees a unit by resizing storages: made anew, `SavedWeights` would not find them.
     groups = groups_of(module)  # type: ignore[arg-type]
     return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
@@ -98,7 +98,7 @@ class TorchState:
         yield from (gradient for gradient in (*accumulated, *of_gathered) if gradient is not None)
 
     def reduce_unsharded_gradients(self) -> None:
-        """Reduces whole gradients, those of a last micro-batch inside `no_sync` too; every rank must call it."""
+        """Reduces whole gradients, those of a last micro-batch inside `no_sync` too. Every rank must call it."""
         if any(True for _ in self.whole_gradients()):
             # The callback of a backward's end, which reduces each unit once. Under another name this raises.
             self._state._root_post_backward_final_callback()
@@ -135,7 +135,7 @@ class TorchState:
         return self._state._state_ctx.iter_forward_root is not None
 
     def has_failed_in_backward(self) -> bool:
-        """Returns whether the last backward raised before FSDP2's callback at its end; ask outside of any backward."""
+        """Returns whether the last backward raised before FSDP2's callback at its end. Ask outside of any backward."""
         # True from a backward's first hook to its end. If it were cleared, a failed backward would look complete.
         return bool(self._state._state_ctx.post_backward_final_callback_queued)
 
@@ -252,7 +252,7 @@ class TorchState:
     # ---- memory: under other names a table of memory counts these as activations, or asking for it raises
 
     def gathered_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that modules compute with, and autograd gives gradients to; none before the first
+        """Yields the parameters that modules compute with, and autograd gives gradients to. None before the first
         all-gather."""
         for parameter in self._parameters:
             if hasattr(parameter, "_unsharded_param"):
@@ -317,7 +317,7 @@ def _writes(parameter: Any) -> int:
 
 
 def _running_reductions(comm_ctx: Any) -> list[Any]:
-    """Returns torch's running reductions; torch before 2.13 keeps one and later versions a list."""
+    """Returns torch's running reductions. Torch before 2.13 keeps one and later versions a list."""
     states = getattr(comm_ctx, "reduce_scatter_states", None)
     if states is None:
         states = [comm_ctx.reduce_scatter_state]

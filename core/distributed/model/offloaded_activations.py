@@ -20,7 +20,7 @@ from ..plan.parts import UnitTransform
 from ..saved_weights import keep, read_kept
 
 LEAST_BYTES = 1024
-"""Size of a tensor from which on it is copied; a smaller one costs more than its memory is worth."""
+"""Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""
 
 
 def offload_activations(transforms: Iterable[UnitTransform]) -> None:
@@ -161,7 +161,7 @@ class _OnHost:
             return copy, streams.record_event()
 
     def read(self) -> Tensor:
-        """Returns the memory on its device; the current stream waits for it."""
+        """Returns the memory on its device. The current stream waits for it."""
         self._forward.begin_return()
         copy, copied = self.begin_return()
         self._unread -= 1
