@@ -14,7 +14,7 @@ from .optimizer import MegatronOptimizer
 
 
 class AveragedWeights:
-    """Keeps an average of a model's trained weights; torch's ``AveragedModel`` for sharded parameters.
+    """Keeps an average of a model's trained weights, as torch's ``AveragedModel`` does, for sharded parameters.
 
     Each rank averages the part that it updates: no communication, and the memory of a shard where updates are sharded.
     ::

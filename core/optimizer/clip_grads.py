@@ -158,7 +158,7 @@ class _Part:
 def _reduced(
     total: Tensor, group: dist.ProcessGroup | None, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduces in place over the ranks with other parts of the model; returns `total`."""
+    """Reduces in place over the ranks with other parts of the model. Returns `total`."""
     if group is not None and dist.get_world_size(group) > 1:
         all_reduce_by_backend(total, group, what=what, op=op)
     return total

@@ -40,7 +40,7 @@ class MainRange(MainParam):
     """The run: elements ``[start, end)`` of the flattened parameter."""
 
     _run: Tensor = field(init=False, repr=False)
-    """A view of the run in the wrapper's buffer, which owns the memory. Set once; valid while the parameter is in the
+    """A view of the run in the wrapper's buffer, which owns the memory. Set once. Valid while the parameter is in the
     buffer, which `check_storage` checks."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from ..comm.collectives import all_gather
 
 _BITS = 46
-"""Bits of a square in units; 2^16 squares sum to 62 bits."""
+"""Bits of a square in units. 2^16 squares sum to 62 bits."""
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements that are squared at a time on CPU: 512 KiB, which a core's cache holds."""
@@ -123,7 +123,7 @@ _TOTAL_BITS = 28
 """Bits of each of the two numbers: 2^24 such numbers add up in the 53 bits of double."""
 
 _LARGEST_ADDEND = 900
-"""Largest exponent of an addend; addends above it, or below its negative, lose bits."""
+"""Largest exponent of an addend. Addends above it, or below its negative, lose bits."""
 
 
 def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:

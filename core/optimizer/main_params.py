@@ -58,7 +58,7 @@ class MainParam:
     is set only during the update: `MegatronOptimizer._update` sets and clears it."""
 
     _address: int = field(init=False)
-    """Address of this rank's part of the parameter when `main` was created. Fixed; `check_storage` compares it."""
+    """Address of this rank's part of the parameter when `main` was created. Fixed. `check_storage` compares it."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():

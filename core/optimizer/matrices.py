@@ -34,7 +34,7 @@ class Matrix:
     param: int
     """Index of its parameter among those that Muon updates."""
     split: str
-    """Its name among the matrices of the parameter; empty if it is the only one."""
+    """Its name among the matrices of the parameter. Empty if it is the only one."""
     rows: Tensor
     """`[n]`, ascending: its rows in the whole tensor."""
     columns: int
@@ -92,7 +92,7 @@ def _is_matrix(p: MainParam) -> bool:
 
 
 def _reason_against(p: MainParam) -> str:
-    """Returns why the rule does not give a parameter to Muon; empty if it does."""
+    """Returns why the rule does not give a parameter to Muon. Empty if it does."""
     if p.param.ndim < 2 or p.attribute == "bias":  # that of experts is a batch of vectors
         return "vector"
     if (

@@ -76,7 +76,7 @@ something to another one."""
 
 
 Arrival = Callable[[], Iterable[tuple[_Part, Tensor]]]
-"""Waits for an exchange; returns the parts that this rank receives, each with its `[rows, columns]`."""
+"""Waits for an exchange. Returns the parts that this rank receives, each with its `[rows, columns]`."""
 
 
 class MatrixOwners:
@@ -236,7 +236,7 @@ def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ra
 
 
 def _starts_by_box(held: Sequence[Sequence[Sequence[Box]]]) -> list[dict[Box, dict[int, int]]]:
-    """Returns for each parameter its boxes; for each box, by rank that holds it, its place in the rank's memory.
+    """Returns for each parameter its boxes. For each box, by rank that holds it, its place in the rank's memory.
 
     Args:
         held: boxes by rank and parameter, in the order of the rank's memory.

@@ -43,7 +43,7 @@ from .update_rules import (
 
 _MOMENTUM = "momentum_buffer"
 _OWNED = "owned."
-"""Prefix of the momentum of a matrix that this rank owns, in the state of its parameter; its index follows."""
+"""Prefix of the momentum of a matrix that this rank owns, in the state of its parameter. Its index follows."""
 
 
 class Muon(SkippableRule):
@@ -247,7 +247,7 @@ def _descend(keep: float, step: float, columns: Columns) -> None:
 
 
 def _sharing_ranks(params: Iterable[MainParam], tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Returns the smallest group with all ranks that hold parts of the model or replicas of them; None for one rank.
+    """Returns the smallest group with all ranks that hold parts of the model or replicas of them. None for one rank.
 
     Raises:
         ParallelConfigError: no group has the ranks of both tensor and data parallelism.

@@ -52,7 +52,7 @@ et al., 2025 (CANS); Boissin et al., 2025 (Turbo-Muon); DeepSeek-V4.
 """
 
 _LAST_REPEATS = ("polar_express", "cans", "deepseekv4")
-"""Types whose last coefficients are those of all further steps; of the others the first come again."""
+"""Types whose last coefficients are those of all further steps. Of the others the first come again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ class MuonRecipe:
     coefficient_type: CoefficientType = "simple"
     num_ns_steps: int = 5
     rounds_first: bool = True
-    """An update that is multiplied in bf16 is rounded before it is divided by its norm; else after."""
+    """An update that is multiplied in bf16 is rounded before it is divided by its norm. Else after."""
     eps: float = 1e-7
     adds_eps: bool = False
-    """`eps` is added to the norm; else it is the least norm."""
+    """`eps` is added to the norm. Else it is the least norm."""
     scale_mode: ScaleMode = "spectral"
     extra_scale_factor: float = 1.0
     split_gate_up: bool = True
@@ -77,7 +77,7 @@ class MuonRecipe:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """Dtype that an update is rounded to in any case before its matrix is multiplied; None if it is not."""
+        """Dtype that an update is rounded to in any case before its matrix is multiplied. None if it is not."""
         return torch.bfloat16 if self.fp32_matmul_prec == "medium" and self.rounds_first else None
 
     def scale(self, shape: Sequence[int]) -> float:
@@ -99,7 +99,7 @@ PRESETS: dict[Preset, MuonRecipe] = {
     ),
     "torch": MuonRecipe(scale_mode="shape_scaling"),
 }
-"""Published recipes. Liu et al., 2025 (Moonlight); Jordan's repository; Megatron-LM's configuration; torch.optim.
+"""Published recipes. Liu et al., 2025 (Moonlight), Jordan's repository, Megatron-LM's configuration, torch.optim.
 
 Moonlight's momentum is a sum, which is the mean times 1 / (1 - momentum). Division by the norm removes that factor, if
 eps has it too.

@@ -324,7 +324,7 @@ class MegatronOptimizer(OptimizerState):
         self._publish_parameters()
 
     def describe(self) -> str:
-        """Returns what updates each parameter, as text for a log; empty if all have one update rule."""
+        """Returns what updates each parameter, as text for a log. Empty if all have one update rule."""
         return getattr(self.optimizer, "table", "")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -59,8 +59,8 @@ class OptimizerConfig:
     """Add the gradient to its momentum once more. None: the preset's."""
 
     muon_scale_mode: ScaleMode | None = None
-    """Factor of an orthogonal update: ``"spectral"``, the root of the larger side; ``"shape_scaling"``, the root of
-    rows / columns, at least 1; ``"unit_rms_norm"``, that root. None: the preset's."""
+    """Factor of an orthogonal update: ``"spectral"``, the root of the larger side, ``"shape_scaling"``, the root of
+    rows / columns, at least 1, or ``"unit_rms_norm"``, that root. None: the preset's."""
 
     muon_extra_scale_factor: float | None = None
     """Another factor of the update. None: the preset's, 0.2 in moonlight's, which gives it AdamW's usual size."""
@@ -77,7 +77,7 @@ class OptimizerConfig:
 
     muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
     """How Megatron-LM updates a matrix that tensor parallelism cuts. Here it is always updated whole, as in the first
-    two modes; ``"blockwise"``, whose update depends on the number of ranks, is refused."""
+    two modes. ``"blockwise"``, whose update depends on the number of ranks, is refused."""
 
     muon_split_qkv: bool = True
     """Update a fused projection as three matrices: queries, keys and values."""
@@ -105,11 +105,11 @@ class OptimizerConfig:
     """Decay of Lion's momentum."""
 
     muon_momentum_holder: Literal["shards", "owners"] = "shards"
-    """Who keeps the momentum of a matrix: the ranks that keep its elements, each its part; or the rank that updates
+    """Who keeps the momentum of a matrix: the ranks that keep its elements, each its part, or the rank that updates
     it, which saves memory where parameters are replicated."""
 
     clip_grad: float = 1.0
-    """Largest global L2 norm of the gradient. 0 turns clipping off; the norm is measured and returned either way."""
+    """Largest global L2 norm of the gradient. 0 turns clipping off. The norm is measured and returned either way."""
 
     fp16: bool = False
     """Scale the loss dynamically, for gradients computed in fp16."""
@@ -136,7 +136,7 @@ class OptimizerConfig:
     """Count the gradient's zeros in the pass that measures its norm."""
 
     use_distributed_optimizer: bool | None = None
-    """Whether the script expects state that is sharded over flat buffers. The model's wrapper decides; building the
+    """Whether the script expects state that is sharded over flat buffers. The model's wrapper decides. Building the
     optimizer raises if the wrapper differs. None expects nothing."""
 
     def __post_init__(self) -> None:

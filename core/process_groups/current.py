@@ -15,7 +15,7 @@ from ..base.errors import ParallelConfigError, ParallelStateError
 from .make_groups import ParallelGroups, RankGroup
 
 _groups: ParallelGroups | None = None
-"""The groups of this process; None while there is no parallel state. `set_groups` sets and clears it;
+"""The groups of this process. None while there is no parallel state. `set_groups` sets and clears it.
 `parallel_state` calls that on initialisation and on destruction."""
 
 

@@ -28,7 +28,7 @@ def save_adapter(
     base_model: str | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Writes the LoRA adapters of a GPT into a new folder, under Hugging Face's names. Collective; the base model is
+    """Writes the LoRA adapters of a GPT into a new folder, under Hugging Face's names. Collective. The base model is
     not gathered.
 
     Args:

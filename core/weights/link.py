@@ -75,7 +75,7 @@ class Link:
         self.store.set(key, json.dumps(value))
 
     def read(self, key: str, limit_s: float | None = None) -> Any:
-        """Returns a value that another rank writes; None if it does not within the limit, by default the link's."""
+        """Returns a value that another rank writes. None if it does not within the limit, by default the link's."""
         try:
             self.store.wait([key], self.limit if limit_s is None else timedelta(seconds=limit_s))
             return json.loads(self.store.get(key))

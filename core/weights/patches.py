@@ -23,7 +23,7 @@ _INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class WeightPatch:
-    """Changed elements of one tensor; vLLM's ``SparseWeightPatch`` has the same fields."""
+    """Changed elements of one tensor, with the fields of vLLM's ``SparseWeightPatch``."""
 
     name: str
     indices: Tensor
@@ -84,7 +84,7 @@ class PatchStream:
                 yield (name, part), values.view(-1)
 
     def changes(self) -> Iterator[list[WeightPatch]]:
-        """Yields the changes of each bucket, in the stream's order; an empty list on ranks that do not receive, and
+        """Yields the changes of each bucket, in the stream's order. An empty list on ranks that do not receive, and
         where nothing changed.
 
         Raises:

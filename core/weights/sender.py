@@ -18,10 +18,10 @@ from .patches import PatchStream
 from .stream import WeightStream
 
 _Bucket = tuple[Any, list[int], Iterable[Tensor]]
-"""What receivers have to know of a patch's bucket, or None; the bytes of each tensor; the tensors."""
+"""What receivers have to know of a patch's bucket, or None, the bytes of each tensor, and the tensors."""
 
 _ANSWER_S = 5.0
-"""Seconds in which a receiver answers whose broadcast has failed; one that does not is the one that is lost."""
+"""Seconds in which a receiver answers whose broadcast has failed. One that does not is the one that is lost."""
 
 
 class WeightSender:

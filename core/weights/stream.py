@@ -24,7 +24,7 @@ _NUM_LISTED = 5
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """Name, dtype and shape of a tensor as receivers get it; vLLM's class of this name has the same fields."""
+    """Name, dtype and shape of a tensor as receivers get it, with the fields of vLLM's class of this name."""
 
     name: str
     dtype: torch.dtype
@@ -172,7 +172,7 @@ def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing
 
 @dataclass(frozen=True)
 class FlattenedTensorMetadata:
-    """The place of a tensor in a flattened bucket, in elements; SGLang's class of this name has the same fields."""
+    """The place of a tensor in a flattened bucket, in elements. SGLang's class of this name has the same fields."""
 
     name: str
     shape: torch.Size

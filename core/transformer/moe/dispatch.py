@@ -99,7 +99,7 @@ def _combine(tokens: torch.Tensor, probs: torch.Tensor, permutation: Permutation
 def _compute_elsewhere(
     rows: torch.Tensor, permutation: Permutation, *, compute: Compute, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Computes rows, sorted by the experts of all ranks, on the ranks that have these; the host waits for the
+    """Computes rows, sorted by the experts of all ranks, on the ranks that have these. The host waits for the
     device."""
     counts = permutation.ends.diff(prepend=permutation.ends.new_zeros(1)).long()
     arriving = torch.empty_like(counts)
@@ -115,7 +115,7 @@ def _compute_elsewhere(
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends rows to ranks; backward returns their gradients."""
+    """Sends rows to ranks. Backward returns their gradients."""
 
     @staticmethod
     def forward(

@@ -36,7 +36,7 @@ class EachExpert:
     initializer: Initializer
 
     def __call__(self, whole: torch.Tensor, generator: torch.Generator) -> None:
-        """Fills in place; the generator gives the first seed."""
+        """Fills in place. The generator gives the first seed."""
         for index, matrix in enumerate(whole):
             call_initializer(self.initializer, matrix, (generator.initial_seed() + index) % _SEED_BOUND)
 
@@ -85,7 +85,7 @@ class GroupedLinear(ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(self, rows: torch.Tensor, permutation: Permutation) -> torch.Tensor:
-        """Maps `[rows, in]` to `[rows, out]`; dropped rows become zero, but for the bias."""
+        """Maps `[rows, in]` to `[rows, out]`. Dropped rows become zero, but for the bias."""
         output = self._multiply(rows, self.weight, permutation)
         if self.bias is None:
             return output
@@ -140,7 +140,7 @@ class GroupedMLP(MegatronModule):
 
 
 def looped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:
-    """Multiplies each expert's rows `[rows, in]` by its matrix of `[experts, out, in]`; the host waits for the
+    """Multiplies each expert's rows `[rows, in]` by its matrix of `[experts, out, in]`. The host waits for the
     device."""
     ends = permutation.ends.tolist()
     parts = [
@@ -153,7 +153,7 @@ def looped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permuta
 
 
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:
-    """Computes :func:`looped_matmul` in one call, and nothing waits; falls back to it where torch has no kernel."""
+    """Computes :func:`looped_matmul` in one call, and nothing waits. Falls back to it where torch has no kernel."""
     if not _has_grouped_kernel(rows, weight):
         return looped_matmul(rows, weight, permutation)
     # torch computes nothing past the last end, neither in forward nor of the input's gradient: what was in memory

@@ -54,12 +54,12 @@ def sum_counts(counts: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def context_group() -> Group:
-    """Returns the ranks that share sequences; None if this rank is alone."""
+    """Returns the ranks that share sequences. None if this rank is alone."""
     return parallel_state.get_context_parallel_group(check_initialized=False)
 
 
 def replica_group() -> Group:
-    """Returns the data-parallel and context-parallel ranks; None if this rank is alone.
+    """Returns the data-parallel and context-parallel ranks. None if this rank is alone.
 
     Raises:
         ParallelStateError: there are several ranks, and nothing says which of them have replicas.
@@ -93,7 +93,7 @@ def add_auxiliary_losses(losses: torch.Tensor, model: nn.Module, has_loss: torch
 
 
 def take_pending(module: nn.Module) -> torch.Tensor | None:
-    """Returns the loss that a router's last forwards left, and forgets it; None if there is none."""
+    """Returns the loss that a router's last forwards left, and forgets it. None if there is none."""
     loss: torch.Tensor | None = getattr(module, "pending_loss", None)
     if loss is not None:
         module.pending_loss = None  # type: ignore[assignment]
@@ -101,13 +101,13 @@ def take_pending(module: nn.Module) -> torch.Tensor | None:
 
 
 def forget_losses(model: nn.Module) -> None:
-    """Drops the losses of forwards that raised, or whose losses nothing added; `GPTModel` calls it first."""
+    """Drops the losses of forwards that raised, or whose losses nothing added. `GPTModel` calls it first."""
     for module in model.modules():
         take_pending(module)
 
 
 class _WithLosses(torch.autograd.Function):
-    """Identity of its first argument; the gradients of `pending` are the sum of its gradient over tokens with a
+    """Identity of its first argument. The gradients of `pending` are the sum of its gradient over tokens with a
     loss."""
 
     @staticmethod

@@ -79,7 +79,7 @@ class MoELayer(MegatronModule):
         self.layer_number = layer_number
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Maps `[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`. With sequence parallelism both are this rank's `[s / tp, b, h]`."""
         tokens = self._enter(hidden_states)
         probs, experts = self.router(tokens)
         experts = drop_over_capacity(experts, probs.detach(), self.config)

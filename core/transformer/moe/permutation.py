@@ -25,11 +25,11 @@ class Permutation:
     order: torch.Tensor
     """Of each row, its place in `[tokens x k]`."""
     inverse: torch.Tensor
-    """Of each place, its row; at or past the end of `order` if it has none."""
+    """Of each place, its row. At or past the end of `order` if it has none."""
     ends: torch.Tensor
-    """Of each expert, the end of its rows; int32."""
+    """Of each expert, the end of its rows, in int32."""
     row_experts: torch.Tensor
-    """The expert of each row; of a dropped row, the last one."""
+    """The expert of each row. Of a dropped row, the last one."""
     topk: int
     has_dropped: bool
     """Whether there may be rows after the last end."""
@@ -42,7 +42,7 @@ class Permutation:
         return dropped
 
     def without_dropped(self) -> Permutation:
-        """Returns the permutation without rows that no expert takes; the host waits for the device."""
+        """Returns the permutation without rows that no expert takes. The host waits for the device."""
         if not self.has_dropped:
             return self
         end = int(self.ends[-1])

@@ -87,7 +87,7 @@ class TopKRouter(ParameterOwner):
 
     @property
     def token_group(self) -> Group:
-        """The ranks that route parts of the same sequences; None if this rank is alone."""
+        """The ranks that route parts of the same sequences. None if this rank is alone."""
         if self.splits_tokens:
             return parallel_state.get_tensor_and_context_parallel_group()
         return load_balancing.context_group()
@@ -110,7 +110,7 @@ class TopKRouter(ParameterOwner):
         self.pending_loss = None
 
     def _add_in_backward(self, probs: torch.Tensor, name: str, sums: torch.Tensor) -> None:
-        """Adds to a buffer when the gradient of `probs` is there; at once if it has none, as in frozen layers."""
+        """Adds to a buffer when the gradient of `probs` is there. At once if it has none, as in frozen layers."""
 
         def add(_: torch.Tensor | None) -> None:
             self._buffers[name] += sums  # type: ignore[operator]
@@ -135,7 +135,7 @@ class TopKRouter(ParameterOwner):
             return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
 
     def _note(self, logits: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> None:
-        """Computes the auxiliary losses, in a recomputation too; keeps them and the load of the experts if it is
+        """Computes the auxiliary losses, in a recomputation too. Keeps them and the load of the experts if it is
         none."""
         counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
         shares = shares_of_experts(logits if self.config.auxiliary_losses else logits.detach(), self.config)
@@ -210,7 +210,7 @@ class TopKRouter(ParameterOwner):
         return self.latest_counts * (own.sum() / self.latest_counts.sum().clamp(min=1))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TopKRouter:
-        """Moves the module; its buffers keep their dtypes, because a cast would round the bias and the counts."""
+        """Moves the module. Its buffers keep their dtypes, because a cast would round the bias and the counts."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():

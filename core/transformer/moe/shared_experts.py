@@ -31,7 +31,7 @@ class SharedExpertMLP(MLP, ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Maps `[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`. With sequence parallelism both are this rank's `[s / tp, b, h]`."""
         output = super().forward(hidden_states)
         if self.gate_weight is None:
             return output

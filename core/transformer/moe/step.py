@@ -15,14 +15,14 @@ from .moe_layer import MoELayer
 from .router import SUMS
 
 STATISTICS = ("load_max", "load_min", "dropped_share", "entropy", "balance_loss", "z_loss")
-"""What the log shows of each layer: the largest and smallest load of an expert, as multiples of the mean load; the
-share of choices that were dropped; the mean entropy of a token's scores, in nats; means of the losses, without their
-coefficients."""
+"""What the log shows of each layer: the largest and smallest load of an expert, as multiples of the mean load, the
+share of choices that were dropped, the mean entropy of a token's scores, in nats, and means of the losses, without
+their coefficients."""
 
 
 @torch.no_grad()
 def finish_step(models: Sequence[nn.Module], group: Group) -> None:
-    """Adds up the tokens of experts over ranks, and moves each expert's bias by them; all ranks of a model call it.
+    """Adds up the tokens of experts over ranks, and moves each expert's bias by them. All ranks of a model call it.
 
     `finalize_model_grads` calls it, before the optimizer's step and whether or not that is skipped. Each layer keeps
     its statistics as `step_statistics`.
@@ -61,7 +61,7 @@ def restart_step(models: Iterable[nn.Module]) -> None:
 
 
 def logged_statistics(model: nn.Module) -> tuple[list[str], torch.Tensor] | None:
-    """Returns names and values, on the device, of what the last step's log shows; None for a model without experts.
+    """Returns names and values, on the device, of what the last step's log shows. None for a model without experts.
 
     Means over layers come first. With `moe_per_layer_logging` the statistics of each layer follow, and the load of
     each of its experts.
