@@ -247,6 +247,29 @@ def test_initial_values_are_the_same_over_any_ranks(wrapper):
                 assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def _frozen_layer(wrapper: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Trains a step with all of the first layer frozen, its experts too."""
+    parallel_state.initialize_model_parallel(**sizes)
+    module = gpt_with_experts("aux", False, **_fields("aux"), **sizes)
+    module.decoder.layers[0].requires_grad_(False)
+    model = wrap_model(module, module.config, ddp_config(wrapper))
+    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD), [model])
+    for tokens, labels in micro_batches(0, parallel_state.get_data_parallel_rank(), False, LENGTH)[-1:]:
+        model(tokens, labels=labels).mean().backward()
+    finalize_model_grads([model])
+    optimizer.step()
+    return {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+
+
+def test_frozen_experts_are_sharded_over_their_own_ranks():
+    sizes = {"expert_model_parallel_size": 2}
+    expected = run_distributed(_frozen_layer, 4, "ddp", sizes)[0]
+    for wrapper in ("zero3", "fsdp2"):
+        for found in run_distributed(_frozen_layer, 4, wrapper, sizes):
+            assert found.keys() == expected.keys()
+            assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
 def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
     """An expert's gradient on one rank alone is not finite: every rank skips."""
     sizes = {"expert_model_parallel_size": 2}

@@ -96,6 +96,7 @@ def _minority_units(
     """Returns the modules that hold the unit's own trainable parameters of each kind but the commonest dense one."""
     holders: dict[_Kind, list[nn.Module]] = defaultdict(list)
     elements: Counter[_Kind] = Counter()
+    has_dense = False
     is_root = not unit.names[0]
     for module in (submodule for member in unit.modules for submodule in member.modules()):
         own = [
@@ -103,6 +104,8 @@ def _minority_units(
             for parameter in module.parameters(recurse=False)
             if owners[parameter] & {None if is_root else m for m in unit.modules}
         ]
+        # Frozen dense parameters are of no kind, and stay: experts next to them must not stay with them.
+        has_dense = has_dense or any(not (splits_experts and is_expert_parameter(parameter)) for parameter in own)
         kinds = {
             (parameter.dtype, is_expert)
             for parameter in own
@@ -126,7 +129,7 @@ def _minority_units(
             f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time, over one set of ranks; give "
             "them one dtype, or name the inner modules in sub_modules_to_wrap"
         )
-    dense = Counter({kind: count for kind, count in elements.items() if not kind[1]}) or elements
+    dense = Counter({kind: count for kind, count in elements.items() if not (has_dense and kind[1])})
     stays = outer or [kind for kind, _ in dense.most_common(1)]
     for kind, modules in holders.items():
         if kind not in stays:
