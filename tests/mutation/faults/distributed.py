@@ -293,6 +293,13 @@ MUTATIONS = (
         "set_requires_gradient_sync(True",
         (CONTRACT, _FSDP2),
     ),
+    Mutation(
+        "a model that starts on meta loses the marks of its parameters",
+        "core.distributed.model.initial_values.parameter_attributes_kept",
+        r"setattr\(parameter, key, value\)",
+        "pass",
+        ("tests/unit/optimizer/test_muon_over_ranks.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
+    ),
     # ---- streams
     Mutation(
         "streams: parameters are used before they are gathered",

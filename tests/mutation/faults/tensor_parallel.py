@@ -79,11 +79,4 @@ MUTATIONS = (
         "pass",
         (STREAMS_OF_LAYERS,),
     ),
-    Mutation(
-        "a model that starts on meta loses the marks of its parameters",
-        "core.tensor_parallel.initialization.mark_parameter",
-        r"module\.parameter_marks\[name\]\.update\(marks\)",
-        "pass",
-        ("tests/unit/optimizer/test_muon_over_ranks.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
-    ),
 )
