@@ -26,6 +26,7 @@ from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
 from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
 from .model.offloaded_activations import offload_activations
+from .model.packed_weights import hold_packed_weights
 from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
 from .model.unit_transforms import transform_units
 from .parameter_owner import own_parameters
@@ -80,6 +81,8 @@ class _BaseDataParallel(EngineVerbs):
         reject_different_models(plan)
         if plan.transforms:
             transform_units(plan.transforms)
+        if plan.shards_parameters:
+            hold_packed_weights(module)
         self.config = config
         self.module = module
         self.ddp_config = ddp_config

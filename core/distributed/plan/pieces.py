@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ...base import device
-from ...base.errors import WrapError
+from ...base.dtypes import dtype_name
+from ...base.errors import ParallelConfigError, WrapError
 from ...base.local_parts import local_part
 from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
@@ -114,6 +115,8 @@ class Pieces:
 
     def _plan_of(self, param: nn.Parameter, kind: PieceKind, bounds: tuple[int, ...]) -> ParamPlan:
         names, places = self.names.of[param], self.names.places
+        if is_packed(param):
+            _reject_changes(names[0], kind)
         has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
         return ParamPlan(
             names=names,
@@ -128,12 +131,28 @@ class Pieces:
         name = self.names.of[param][0]
         if isinstance(param, DTensor):
             raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
-        if self._is_gathered and not can_be_pending(param):
+        if self._is_gathered and not can_be_pending(param) and not is_packed(param):
             raise WrapError(
                 f"parameter {name} is a {type(param).__name__}, and FullyShardedDataParallel makes readers of a "
                 "parameter wait by its class, nn.Parameter; make it an nn.Parameter, or use "
                 "TorchFullyShardedDataParallel"
             )
+
+
+def is_packed(param: torch.Tensor) -> bool:
+    """Returns whether a parameter's elements are codes, not numbers, as of bitsandbytes' ``Params4bit``."""
+    return getattr(param, "quant_state", None) is not None
+
+
+def _reject_changes(name: str, kind: PieceKind) -> None:
+    if kind.is_trained:
+        raise WrapError(f"parameter {name} holds packed codes, which no gradient can change; freeze it")
+    if kind.gathered_dtype != kind.param_dtype:
+        raise ParallelConfigError(
+            f"parameter {name} holds packed codes in {dtype_name(kind.param_dtype)}, which a cast to "
+            f"{dtype_name(kind.gathered_dtype)} would destroy; store it in torch.uint8 or in the dtype of computation "
+            "(quant_storage), or leave param_dtype and the config's bf16 and fp16 out"
+        )
 
 
 def kind_of_parameter(

@@ -24,6 +24,7 @@ _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distr
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
+_PACKED = "tests/unit/distributed/model/test_packed_weights.py"
 _OFFLOADED = "tests/unit/distributed/model/test_offloaded_activations.py"
 
 MUTATIONS = (
@@ -299,6 +300,20 @@ MUTATIONS = (
         r"setattr\(parameter, key, value\)",
         "pass",
         ("tests/unit/optimizer/test_muon_over_ranks.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
+    ),
+    Mutation(
+        "gathered codes have nothing to be unpacked by",
+        "core.distributed.model.packed_weights._Unpacking.__call__",
+        r"module\._parameters\[self\._name\]\.quant_state = self\._state",
+        "pass",
+        (f"{_PACKED}::test_codes_keep_their_bytes_and_adapters_train",),
+    ),
+    Mutation(
+        "packed codes are cast with the model",
+        "core.distributed.plan.pieces._reject_changes",
+        r"kind\.gathered_dtype != kind\.param_dtype",
+        "False",
+        (f"{_PACKED}::test_what_would_change_codes_is_refused",),
     ),
     # ---- streams
     Mutation(

@@ -1,0 +1,184 @@
+"""Frozen weights of packed codes under every wrapper: the same bytes, and adapters that train as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.base.errors import ParallelConfigError, WrapError
+from core.dist_checkpointing import load, model_state_dict, save
+from core.dist_checkpointing.gathering import gather_whole
+from core.distributed import finalize_model_grads
+from core.distributed.data_parallel_base import unwrap_model
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import build
+
+WIDTH, INNER = 8, 13
+KINDS = ["ddp", "zero1", "zero2_overlap", "zero3", "fsdp2"]
+
+
+class Codes(nn.Parameter):
+    """Bytes with a state to unpack them by, in a class of its own: the shape of bitsandbytes' ``Params4bit``."""
+
+    quant_state: Any
+
+    def __new__(cls, data: Tensor, quant_state: Any, requires_grad: bool = False) -> Codes:
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.quant_state = quant_state
+        return made
+
+
+class CodedLinear(nn.Module):
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (INNER * WIDTH, 1), dtype=torch.uint8)  # each bit pattern, NaN among floats
+        self.weight = Codes(codes.view(-1, storage.itemsize).view(storage), SimpleNamespace(scale=torch.rand(INNER)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.weight.detach().view(-1).view(torch.uint8).view(INNER, WIDTH)
+        return x @ ((codes.float() - 128) / 64 * self.weight.quant_state.scale[:, None]).to(x.dtype).t()
+
+
+class Adapted(nn.Module):
+    """A packed linear with an adapter, and a trained one."""
+
+    def __init__(self, linear: nn.Module, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__()
+        self.base = linear
+        self.a, self.b = nn.Parameter(torch.randn(2, width) / 4), nn.Parameter(torch.randn(inner, 2) / 4)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.base(x) + x @ self.a.t() @ self.b.t()))
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def _coded(storage: torch.dtype, seed: int = 0) -> Stack:
+    """Returns a stack whose scales are always those of the first seed: they are in no state dict."""
+    made, first = (Stack(lambda: Adapted(CodedLinear(storage)), s) for s in (seed, 0))
+    for layer, other in zip(made.layers, first.layers, strict=True):
+        layer.base.weight.quant_state = other.base.weight.quant_state
+    return made
+
+
+def _train(model: Any, width: int = WIDTH) -> list[Tensor]:
+    """Takes three steps on one batch for all ranks, whose mean is exact."""
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.0), [model])
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        torch.manual_seed(step + 10)
+        losses.append(model(torch.randn(4, width)))
+        losses[-1].backward()
+        if hasattr(model, "zero_grad_buffer"):
+            finalize_model_grads([model])
+        optimizer.step()
+    return [loss.detach() for loss in losses]
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in gather_whole(model_state_dict(unwrap_model(model)))}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(_bytes(actual[name]), _bytes(tensor))] == []
+
+
+def _trained(kind: str, storage: torch.dtype, options: dict[str, Any], folder: str) -> Any:
+    model = build(kind, _coded(storage), unit_classes=(Adapted,), **options)
+    losses = _train(model)
+    save(model_state_dict(unwrap_model(model)), folder)
+    other = build(kind, _coded(storage, seed=1), unit_classes=(Adapted,), **options)
+    load(model_state_dict(unwrap_model(other)), folder)
+    return losses, _weights(model), _weights(other)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_keep_their_bytes_and_adapters_train(kind, storage, tmp_path: Path):
+    alone = _coded(storage)
+    codes = {name: tensor for name, tensor in _weights(alone).items() if "base" in name}
+    losses = _train(alone)
+    expected = _weights(alone)
+    _assert_equal({name: expected[name] for name in codes}, codes)
+    for found, weights, loaded in run_distributed(_trained, 2, kind, storage, {}, str(tmp_path)):
+        assert found == losses
+        _assert_equal(weights, expected)
+        _assert_equal(loaded, expected)
+
+
+def _keeps_bytes_under_casts(kind: str, storage: torch.dtype) -> None:
+    expected = _weights(_coded(storage))
+    model = build(kind, _coded(storage), unit_classes=(Adapted,), param_dtype="bf16")
+    _train(model)
+    _assert_equal(*({n: t for n, t in of.items() if "base" in n} for of in (_weights(model), expected)))
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_codes_are_not_cast_with_the_model(kind, storage):
+    run_distributed(_keeps_bytes_under_casts, 2, kind, storage)
+
+
+def _refuses(kind: str) -> None:
+    with pytest.raises(
+        ParallelConfigError, match=r"layers.0.base.weight holds packed codes in float32.*quant_storage"
+    ):
+        build(kind, _coded(torch.float32), unit_classes=(Adapted,), param_dtype="bf16")
+    trained = _coded(torch.float32)
+    trained.layers[1].base.weight.requires_grad_(True)
+    with pytest.raises(WrapError, match=r"layers.1.base.weight holds packed codes.*freeze it"):
+        build(kind, trained, unit_classes=(Adapted,))
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_what_would_change_codes_is_refused(kind):
+    run_distributed(_refuses, 1, kind)
+
+
+def _quantised(storage: torch.dtype) -> Stack:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def make() -> Adapted:
+        options = {"quant_type": "nf4", "quant_storage": storage}
+        linear = bitsandbytes.nn.Linear4bit(64, 96, bias=False, compute_dtype=torch.float32, **options)
+        linear.weight = bitsandbytes.nn.Params4bit(torch.randn(96, 64), requires_grad=False, **options)
+        return Adapted(linear.to("cpu"), 64, 96)  # the move quantises
+
+    return Stack(make)
+
+
+def _trained_by_bitsandbytes(kind: str, storage: torch.dtype) -> list[Tensor]:
+    return _train(build(kind, _quantised(storage), unit_classes=(Adapted,)), 64)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_bitsandbytes_train_adapters(kind, storage):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    expected = _train(_quantised(storage), 64)
+    for losses in run_distributed(_trained_by_bitsandbytes, 2, kind, storage):
+        assert losses == expected
