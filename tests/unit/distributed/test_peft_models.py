@@ -1,0 +1,81 @@
+"""Models of peft under every wrapper train as in one process, and what they freeze stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core.dist_checkpointing import model_state_dict
+from core.dist_checkpointing.gathering import gather_whole
+from core.distributed import finalize_model_grads
+from core.distributed.data_parallel_base import unwrap_model
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._hugging_face import hugging_face_model, loss_of, token_batches
+from tests.unit.distributed._toys import build
+
+pytest.importorskip("peft", reason="peft is not installed: pip install 'shardstack[hf]'")
+
+METHODS = ["lora", "dora", "prompt tuning"]
+STEPS = 3
+
+
+def _adapted(method: str) -> nn.Module:
+    import peft
+
+    torch.manual_seed(5)
+    if method == "prompt tuning":
+        config: Any = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    else:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_dora=method == "dora")
+    model: nn.Module = peft.get_peft_model(hugging_face_model("llama"), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zeros at the start, which would leave the other factor without a gradient
+                parameter.normal_()
+    return model
+
+
+def _train(model: Any) -> list[Tensor]:
+    """Trains on one batch for all ranks in a step, so that their mean is exact."""
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.0), [model])
+    losses = []
+    for tokens in token_batches(STEPS):
+        optimizer.zero_grad()
+        losses.append(loss_of(model, tokens))
+        losses[-1].backward()
+        if hasattr(model, "zero_grad_buffer"):
+            finalize_model_grads([model])
+        optimizer.step()
+    return [loss.detach() for loss in losses]
+
+
+def _wholes(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in gather_whole(model_state_dict(unwrap_model(model)))}
+
+
+def _trained(kind: str, method: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = build(kind, _adapted(method), unit_classes=(LlamaDecoderLayer,))
+    assert dist.get_world_size() == model.process_group.size()
+    return _train(model), _wholes(model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2_overlap", "zero3", "fsdp2"])
+def test_models_of_peft_train_as_in_one_process(kind, method):
+    alone = _adapted(method)
+    start = _wholes(alone)
+    losses = _train(alone)
+    expected = _wholes(alone)
+    trained = {name for name, parameter in alone.named_parameters() if parameter.requires_grad}
+    assert trained and {name for name, value in expected.items() if not torch.equal(value, start[name])} == trained
+    for found, weights in run_distributed(_trained, 2, kind, method):
+        assert found == losses
+        assert weights.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []
