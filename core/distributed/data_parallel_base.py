@@ -83,6 +83,7 @@ class _BaseDataParallel(EngineVerbs):
             transform_units(plan.transforms)
         if plan.shards_parameters:
             hold_packed_weights(module)
+        # These five are the user's and the plan's; nothing replaces them.
         self.config = config
         self.module = module
         self.ddp_config = ddp_config

@@ -175,6 +175,7 @@ class _Waiter:
     """Waits for the parameters of some units. In a pickled module it does nothing."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        # Those that the module's forward waits for; fixed.
         self._units = units
 
     def __call__(self, *unused: Any) -> None:

@@ -49,6 +49,7 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__(config, module, ddp_config, plan)
+        # All fixed. The groups have Megatron-LM's names, for scripts that read them.
         self._is_sharded = not plan.is_replicated
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
@@ -96,8 +97,10 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def _take_gradients(self) -> None:
         """Lets backwards bring their gradients to the buckets. A constructor calls it last."""
+        # The bucket of each parameter with a gradient; fixed.
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         slots = ((slot.name, slot.param) for bucket in self._buckets for slot in bucket.slots)
+        # Where parameters were when the wrapper was built. Units tell it when they move them.
         self._placement = ParamPlacement(unwrap_model(self), slots)
         finish = _weakly(self.finish_grad_sync) if self.plan.finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.

@@ -174,6 +174,7 @@ class GradientChecks:
     """
 
     def __init__(self, for_nan: bool, for_large: bool) -> None:
+        # Which checks are asked for; fixed.
         self._for_nan, self._for_large = for_nan, for_large
         # The largest norm of each gradient in its first `OBSERVED_STEPS` steps, by parameter. `_check_norm` updates it
         # in these steps. Never cleared, and not in checkpoints: a resumed run observes again.

@@ -78,6 +78,7 @@ class GradientTree:
     """
 
     def __init__(self, shape: MicroBatchTree, mean_over: int) -> None:
+        # Both fixed: the order of additions does not depend on the number of ranks.
         self.shape = shape
         self._mean_over = mean_over
         # Whether the root of the tree is divided by `mean_over`. `expect` sets it, for all steps that follow.

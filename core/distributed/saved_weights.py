@@ -42,6 +42,7 @@ class SavedWeights:
     """
 
     def __init__(self, memory: Callable[[], Sequence[Tensor]], gather: Callable[[], None]) -> None:
+        # Both fixed: the engine's, called on the thread that runs a forward or a backward.
         self._memory, self._gather = memory, gather
         # Forwards of the unit that are running, on the thread that runs them. `begin` and `end` count.
         self._running = 0
@@ -97,6 +98,7 @@ class _SavedWeight:
     __slots__ = ("dtype", "index", "mesh", "owner", "place")
 
     def __init__(self, owner: SavedWeights, index: int, tensor: Tensor, local: Tensor) -> None:
+        # All fixed: the place of the weight stays, whichever memory its unit is gathered into next.
         self.owner, self.index, self.dtype = owner, index, local.dtype
         self.place = local.shape, local.stride(), local.storage_offset()
         self.mesh: Any = None

@@ -80,6 +80,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
         super().__init__(config, module, ddp_config, plan)
+        # Fixed; it owns torch's hooks and what is kept between micro-batches.
         self.sharded = ShardedModel(module, plan, self._tree, initializes=initializes)
         self.units = plan.units[:-1]
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has

@@ -23,6 +23,7 @@ class ParamPlacement:
     """
 
     def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        # Fixed. Its modules are asked in each check whether they still hold the parameters.
         self._model = model
         # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
         self._names: dict[nn.Parameter, str] = {}
@@ -74,6 +75,7 @@ class ShownGradients:
     """
 
     def __init__(self, bucket_of: Mapping[nn.Parameter, Bucket], is_sharded: bool) -> None:
+        # Both fixed. Buckets own the gradients that are shown.
         self._bucket_of, self._is_sharded = bucket_of, is_sharded
         # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.

@@ -63,6 +63,7 @@ class Bucket(PlacedParams):
     def __init__(
         self, buffer: FlatBuffer, plan: PiecePlan, params: Mapping[str, nn.Parameter], reduction: BucketReduction
     ) -> None:
+        # All fixed. Buckets over the same ranks share a reduction, and all of a wrapper a lane and a tree.
         self._reduction, self._lane, self.tree = reduction, reduction.lane, reduction.tree
         self._reduces_each = reduction.plan.reduces_every_micro_batch
         slots = [

@@ -51,12 +51,15 @@ class FlatBuffer:
         self, plan: Plan, buckets: Sequence[PiecePlan], device: torch.device, allocate: Allocate = transient_memory
     ) -> None:
         kind: PieceKind = buckets[0]
+        # What all parameters have in common, and below the ranks that share them; fixed.
         self.kind = kind
         plan = plan.over_ranks_of(kind.holds_experts)
         self.shard_group, self._num_param_shards = plan.groups.shard, plan.num_shards
         self.numel, self.device, self.shard_device = buckets[-1].layout.end, device, device
         self._pins_memory = False  # pinned, so that copies between host and device overlap with computation
         self.num_grad_shards, self.grad_shard_index = plan.num_updated_parts, plan.updated_part
+        # The memory of whole parameters, of this rank's shards, and of gradients that are kept whole. The constructor
+        # allocates what the plan holds; it lives as long as the buffer.
         self.param_data: Tensor | None = None
         self.shards: Tensor | None = None
         self.grad_data: Tensor | None = None
@@ -70,6 +73,7 @@ class FlatBuffer:
             self._pins_memory = plan.pins_memory
             self.shards = self.zeros_for_shards(self.numel // plan.num_shards, kind.param_dtype)
             reused.update(bucket.elements for bucket in buckets)
+        # Memory of gradients that buckets release. Buckets take and return it on the threads that run backward.
         self.grad_memory = ReusedMemory(
             kind.grad_dtype,
             device,
@@ -118,6 +122,7 @@ class PlacedParams:
     """
 
     def __init__(self, buffer: FlatBuffer, plan: PiecePlan, slots: Sequence[GradSlot]) -> None:
+        # All fixed: the plan gives each parameter its place, once.
         self.buffer, self.offset, self.numel, self.slots = buffer, plan.layout.start, plan.elements, slots
         self._slot_of = {slot.param: slot for slot in slots}
         first, last = slots[0].name, slots[-1].name

@@ -43,6 +43,7 @@ class ParameterGathering:
         lane: CommLane,
         note_moved: Callable[[Iterable[tuple[str, nn.Parameter]]], None],
     ) -> None:
+        # All fixed. The wrapper owns units and shards, and its process the lane.
         self._units, self._shards, self._lane = units, shards, lane
         self._note_moved = note_moved
         self._root = units[-1]
@@ -231,6 +232,7 @@ class _CallHooks:
 
     def __init__(self, unit: Unit, gathering: ParameterGathering | None) -> None:
         precision = unit.plan.precision
+        # Dtypes that arguments and results are cast to, None for no cast; fixed.
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
         self._outputs = precision.output_dtype
         # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.

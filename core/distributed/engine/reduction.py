@@ -42,6 +42,7 @@ class BucketReduction:
     def __init__(
         self, plan: Plan, shard_group: ProcessGroup, lane: CommLane, inspect: Inspect, tree: GradientTree | None
     ) -> None:
+        # All fixed. `reduce` runs in the lane, on its thread or stream.
         self.plan, self.lane, self.inspect, self.tree = plan, lane, inspect, tree
         self.group, self.order = plan.groups.whole, plan.sum_order
         self.shard_group = None if plan.is_replicated else shard_group

@@ -41,6 +41,7 @@ class ReductionSchedule:
         finish: Callable[[], None] | None = None,
         tree: GradientTree | None = None,
     ) -> None:
+        # All fixed. `_finish` is called at the end of a backward, where each one finishes gradients.
         self._buckets, self._plan, self._finish, self._tree = buckets, plan, finish, tree
         # Index of the next bucket to send; earlier buckets were sent in this step. `_send_complete` advances it on
         # autograd's thread, `send_all` on the main thread. `restart` resets it, and so does the end of each backward

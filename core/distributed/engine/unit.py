@@ -47,6 +47,7 @@ class Slot:
     """
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
+        # Fixed: how `leave_to` makes new memory.
         self._sizes, self._allocate = sizes, allocate
         self.parts = [allocate(*size) for size in sizes]
         # Each unit adds itself when it is built; `leave_to` removes all but one.
@@ -112,6 +113,7 @@ class Unit:
         buckets: Sequence[PlacedParams],
         neighbours: ProcessGroup | None = None,
     ) -> None:
+        # Fixed, but for the slot: units get another one when weights of its unit outlive a forward.
         self.plan, self.slot, self.buckets, self._neighbours = plan, slot, buckets, neighbours
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
@@ -126,6 +128,7 @@ class Unit:
         # Memory of its own, on the stream of the computation. `_keep_part` sets it when another unit takes the slot in
         # forward; `drop_part` clears it once backward has gathered from it, and when the shards are written.
         self.part: list[Tensor] = []
+        # Names of its parameters; fixed.
         self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]

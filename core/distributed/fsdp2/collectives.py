@@ -53,6 +53,7 @@ class KeptPart:
     """
 
     def __init__(self, ranks: ProcessGroup, *, outlasts_backward: bool) -> None:
+        # Both fixed: the neighbours, and whether the plan keeps the unit between micro-batches.
         self.ranks, self._outlasts_backward = ranks, outlasts_backward
         # Memory of our own, on the stream that gathers. `keep` sets it when a forward has gathered the unit; `take`
         # clears it in backward, or `drop`, when shards may have changed.
@@ -90,6 +91,7 @@ class _UnitCollective:
     def __init__(self, plan: Plan, unit: UnitPlan) -> None:
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
         plan = plan.over_ranks_of(unit.holds_experts)
+        # Fixed, as all below: how messages travel is decided when the model is sharded.
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
         self._registers = plan.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
@@ -110,6 +112,7 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
 
     def __init__(self, plan: Plan, unit: UnitPlan, part: KeptPart | None = None) -> None:
         super().__init__(plan, unit)
+        # Kept by the gather of a forward, and read by that of its backward. None where ranks keep all or nothing.
         self._part = part
 
     def __call__(

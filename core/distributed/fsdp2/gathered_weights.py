@@ -28,6 +28,7 @@ class GatheredValues:
     """
 
     def __init__(self, state: TorchState) -> None:
+        # What torch holds of the sharded model; read only.
         self._state = state
         # Versions of shards at the last `are_stale`, which replaces them.
         self._of_shards = state.shard_versions()
@@ -91,6 +92,7 @@ class FreedWeights:
 
     def __init__(self, unit: UnitPlan) -> None:
         self._unit, self._module = unit, as_fsdp(unit.modules[0])
+        # Hooks of autograd around each forward; they live as long as the module.
         self._saved = SavedWeights(self._memory, self._gather)
         for module in unit.modules:
             module.register_forward_pre_hook(self._before)  # after torch has gathered

@@ -38,6 +38,7 @@ class GradientSums:
     """
 
     def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
+        # All fixed. `_of_shards`: sums are of reduced gradients, because each micro-batch is reduced.
         self._modules, self._state, self._of_shards = list(modules), state, plan.reduces_every_micro_batch
         # The units' reduce-scatters; fixed.
         self._units = [_TreeReduceScatter(plan, unit, tree) for unit in plan.units]
@@ -81,6 +82,7 @@ class _TreeReduceScatter(UnitReduceScatter):
 
     def __init__(self, plan: Plan, unit: UnitPlan, tree: GradientTree) -> None:
         super().__init__(plan, unit)
+        # All fixed. The tree is the wrapper's, which all units share.
         self._tree, self._module, self._replicas = tree, as_fsdp(unit.modules[0]), plan.groups.replicate
         self._of_shards, self._is_alone = plan.reduces_every_micro_batch, plan.groups.shard.size() == 1
         # Whether the running backward is outside `no_sync`. `GradientSums.expect_sync` sets it before each.

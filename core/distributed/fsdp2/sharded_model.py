@@ -53,9 +53,11 @@ class ShardedModel:
         start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states) if initializes else None
         if start is not None:
             start.equalize()
+        # Both fixed.
         self.module = module
         self.plan = plan
         shard_model(plan)
+        # Fixed: torch's modules do not change once they are sharded.
         self.fsdp_modules = fsdp_modules(module)
         self.state = TorchState(module)
         # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is

@@ -96,6 +96,7 @@ class InitialValues:
     """
 
     def __init__(self, module: nn.Module, groups: DataParallelGroups, *, from_first_rank: bool = True) -> None:
+        # All fixed.
         self._module, self._group = module, groups.whole
         self._follows_first = from_first_rank and groups.whole.size() > 1
         tensors = _named_tensors(module)

@@ -76,6 +76,7 @@ class _Forward:
     """One forward of a unit. The tensors that it saved refer to it, so that it lives as long as its graph."""
 
     def __init__(self, module: nn.Module, order: _Order) -> None:
+        # Of the model; it outlives each forward.
         self._order = order
         # The forward before it, whose activations backward needs next. Fixed.
         self._before, order.last = order.last, weakref.ref(self)

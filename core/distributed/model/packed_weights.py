@@ -34,6 +34,7 @@ class _Unpacking:
     """Sets the state that a weight is unpacked by, before each forward of the module that holds it."""
 
     def __init__(self, name: str, state: Any) -> None:
+        # Both fixed: frozen codes are unpacked alike for ever. The state's scales are shared by all gathered copies.
         self._name, self._state = name, state
 
     def __call__(self, module: nn.Module, *unused: Any) -> None:

@@ -47,6 +47,7 @@ class Pieces:
         groups: DataParallelGroups,
         shares_updates: bool = False,
     ) -> None:
+        # All fixed but `_buffers`. An instance lives while one model is planned.
         self.names, self._groups, self._shares_updates = ParameterNames(module), groups, shares_updates
         self._is_sharded, self._is_gathered = settings.sharding_strategy != "no_shard", settings.shards_parameters
         self._fp32_patterns = settings.param_name_patterns_for_fp32_local_accumulation
