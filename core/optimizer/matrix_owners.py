@@ -165,7 +165,9 @@ class MatrixOwners:
         """
         for part, values in arrival():
             elements, rows = self._at(part, memory)
-            elements[rows] = values.to(elements.device, elements.dtype) * factors[part.matrix]
+            if factors[part.matrix] != 1.0:
+                values = values.to(elements.dtype) * factors[part.matrix]
+            elements[rows] = values.to(elements.device, elements.dtype)
 
     def _at(self, part: _Part, memory: Mapping[int, Tensor]) -> tuple[Tensor, slice | Tensor]:
         """Returns the box in this rank's memory, `[rows, columns]`, and which of its rows are the part's."""

@@ -235,9 +235,11 @@ class Muon(SkippableRule):
 def _advance(recipe: MuonRecipe, columns: Columns) -> None:
     grads, momenta, updates = columns
     torch._foreach_lerp_(momenta, grads, 1 - recipe.momentum)
-    torch._foreach_copy_(updates, grads if recipe.nesterov else momenta)
-    if recipe.nesterov:
-        torch._foreach_lerp_(updates, momenta, recipe.momentum)
+    if not recipe.nesterov:
+        torch._foreach_copy_(updates, momenta)
+        return
+    for grad, momentum, update in zip(grads, momenta, updates, strict=True):
+        torch.lerp(grad, momentum, recipe.momentum, out=update)  # without a copy first
 
 
 def _descend(keep: float, step: float, columns: Columns) -> None:
