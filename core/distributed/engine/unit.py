@@ -49,7 +49,8 @@ class Slot:
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
         # Fixed: how `leave_to` makes new memory.
         self._sizes, self._allocate = sizes, allocate
-        self.parts = [allocate(*size) for size in sizes]
+        with torch.inference_mode(False):  # `leave_to` may be called in an evaluation, whose memory no step could use
+            self.parts = [allocate(*size) for size in sizes]
         # Each unit adds itself when it is built; `leave_to` removes all but one.
         self.units: list[Unit] = []
         # `Unit.start_gather` sets it. None before the first gather, after the shards were written

@@ -401,6 +401,25 @@ def test_units_whose_weights_are_in_use_keep_memory(kind):
         assert units[:3] == ["layers.0", "layers.1", "layers.2"] and len(units) == len(set(units))
 
 
+def _evaluated_first(kind: str, evaluates: bool) -> dict[str, Tensor]:
+    """Trains a step, after an evaluation in which units keep their memory."""
+    model = build(kind, KeptViews(), unit_classes=(Layer,))
+    if evaluates:
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(batch(dist.get_rank(), 1))
+    model(batch(dist.get_rank(), 0)).backward()
+    finalize_model_grads([model])
+    return gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_memory_kept_in_inference_mode_can_be_trained_in(kind):
+    (expected, *_), found = (run_distributed(_evaluated_first, 2, kind, evaluates) for evaluates in (False, True))
+    for of_rank in found:
+        assert all(torch.equal(of_rank[name], value) for name, value in expected.items())
+
+
 def _hooks_end(kind: str) -> bool:
     """Returns whether hooks of units are gone after a forward that raised, and one that was interrupted."""
     model = build(kind, Model(), unit_classes=(Layer,))
