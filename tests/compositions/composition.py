@@ -52,7 +52,9 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "embeddings": ("tied", "untied"),
     "widths": ("even", "odd"),
     "heads": ("all", "grouped", "one group"),
+    "experts": ("none", "balanced by losses", "balanced by a bias", "over ranks"),
     "recompute": ("none", "full", "selective", "units", "products of units"),
+    "activations": ("on the device", "on the host"),
     "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
     "unused": ("nothing", "on some ranks", "in some steps", "ever"),
     "layers": ("once", "twice", "share a weight"),
@@ -124,7 +126,9 @@ class Composition:
     embeddings: str = "tied"
     widths: str = "even"
     heads: str = "all"
+    experts: str = "none"
     recompute: str = "none"
+    activations: str = "on the device"
     trained: str = "all"
     unused: str = "nothing"
     layers: str = "once"
@@ -172,7 +176,8 @@ class Composition:
         if self.continues == "no":
             return (first,)
         wrapper, layout = self.continues.split(" on ")
-        return (first, first.replaced(wrapper=wrapper, layout=layout).settled())
+        second = first.replaced(wrapper=wrapper, layout=layout)
+        return (first, (second if _may_share_experts(second) else second._with_whole_experts()).settled())
 
     @property
     def plain(self) -> Composition:
@@ -190,7 +195,12 @@ class Composition:
     @property
     def serial(self) -> Composition:
         """The composition in one process: with as many replicas, none of them cut."""
-        return self.plain.replaced(layout=f"dp{self.shape.dp}", continues="no").settled()
+        alone = self.plain._with_whole_experts()
+        return alone.replaced(layout=f"dp{self.shape.dp}", continues="no").settled()
+
+    def _with_whole_experts(self) -> Composition:
+        """Returns the composition with all experts on each rank."""
+        return self.replaced(experts="balanced by losses") if self.experts == "over ranks" else self
 
     @property
     def ranks(self) -> int:
@@ -281,7 +291,12 @@ def _shows_gradients(c: Composition) -> bool:
 def _may_step_by_torch(c: Composition) -> bool:
     """Whether an optimizer of torch trains as ours does: in fp32, on whole gradients, all of a norm on each rank."""
     is_kept = c.continues == "no" and c.fails in ("never", "forward") and c.mistake == "none"
-    return is_kept and _shows_gradients(c) and c.precision == "fp32" and c.shape.tp == 1
+    has_whole_norm = c.shape.tp == 1 and c.experts != "over ranks"
+    return is_kept and _shows_gradients(c) and c.precision == "fp32" and has_whole_norm
+
+
+def _may_share_experts(c: Composition) -> bool:
+    return c.shape.dp * c.shape.cp % 2 == 0
 
 
 def _shapes(c: Composition) -> list[Layout]:
@@ -313,6 +328,10 @@ RULES: tuple[Rule, ...] = (
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
     ("policy", ("a layer in fp32",), lambda c: not c.is_fsdp2),
+    # A number of ranks is that of dense parameters; experts are sharded over others.
+    ("reshard", ("two ranks",), lambda c: c.experts != "over ranks"),
+    # torch's policy finds other calls in the recomputation of an exchange than in its forward.
+    ("recompute", ("products of units",), lambda c: c.experts != "over ranks"),
     # Parameters are kept over the ranks that share them, two at a time: there have to be an even number.
     ("reshard", ("two ranks",), lambda c: c.shape.dp * c.shape.cp in (2, 4) and not c.is_hybrid),
     # What is done to low precision alone.
@@ -323,6 +342,7 @@ RULES: tuple[Rule, ...] = (
     ("start", ("meta",), lambda c: c.unused == "nothing"),
     ("start", ("meta",), lambda c: c.tables == "none" and c.hooks == "none"),
     ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
+    ("start", ("ranks differ",), lambda c: c.experts != "over ranks"),  # each rank's experts start as its own
     # What `train_step` does by itself.
     ("evaluates", ("before the update",), lambda c: c.loop == "written out"),
     ("zeroes", (), lambda c: c.loop == "written out"),
@@ -347,7 +367,12 @@ RULES: tuple[Rule, ...] = (
     ("rates", (), lambda c: not c.steps_by_torch),
     ("schedule", (), lambda c: not c.steps_by_torch),
     ("zeroes", ("optimizer",), lambda c: not c.steps_by_torch),
+    # Each call that ends a step moves biases.
+    ("experts", ("balanced by a bias",), lambda c: c.mistake != "finalizes twice"),
+    ("experts", ("over ranks",), _may_share_experts),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
+    # A rank waits in its backward for gradients of others, and these wait for its tokens: `docs/experts.md`.
+    ("unused", ("on some ranks",), lambda c: c.experts != "over ranks"),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
 )
 """By axis and values, all but the first where none are named, when they mean something."""

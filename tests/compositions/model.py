@@ -100,7 +100,7 @@ def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bo
             position_embedding_type="rope",
         )
         if composition.trained == "adapters":
-            add_lora(model, 2)
+            add_lora(model, 2, targets=None if composition.experts == "none" else ("linear_qkv", "linear_proj"))
     if composition.unused != "nothing":
         layer: Any = model.decoder.layers[1]
         layer.mlp = Gated(layer.mlp, model.config)
@@ -120,6 +120,30 @@ def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bo
 
 def _halve(gradient: Tensor) -> Tensor:
     return gradient * 0.5
+
+
+_EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+_BALANCING: dict[str, dict[str, Any]] = {
+    "balanced by losses": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.3, 0.3],  # so large that one which is off shows in the router
+        "moe_z_loss_coeff": 0.05,
+        "moe_grouped_gemm": True,
+    },
+    "balanced by a bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.02,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_shared_expert_gate": True,
+    },
+}
+_BALANCING["over ranks"] = {**_BALANCING["balanced by losses"], "moe_token_dispatcher_type": "alltoall"}
+
+
+def expert_parallel_size(composition: Composition) -> dict[str, int]:
+    """Returns the number of ranks that share the experts, as an argument."""
+    return {"expert_model_parallel_size": 2 if composition.experts == "over ranks" else 1}
 
 
 def _config(composition: Composition, layout: Layout) -> TransformerConfig:
@@ -145,6 +169,10 @@ def _config(composition: Composition, layout: Layout) -> TransformerConfig:
     }
     if composition.precision != "fp32":
         fields[composition.precision] = True
+    if composition.experts != "none":
+        fields |= _EXPERTS | _BALANCING[composition.experts] | expert_parallel_size(composition)
+        # Rounding decides between experts of almost equal scores: in low precision, often, so that all are taken.
+        fields |= {} if composition.precision == "fp32" else {"moe_router_topk": 4, "moe_router_dtype": "fp32"}
     if composition.recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif composition.recompute == "selective":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.compositions.composition import Composition
-from tests.compositions.settings import optimizer_config, parameter_groups
+from tests.compositions.settings import is_matrix, optimizer_config, parameter_groups
 
 SCHEDULE = ((0.25, 0.5), (1.0, 0.75), (0.7, 1.0))
 """Factors of the learning rate and of weight decay after so many updates, with a schedule: the rate rises from 1/4 in
@@ -37,7 +37,7 @@ class PlainOptimizer:
             {
                 "params": [self.masters[name]],
                 "peak": (config.lr or 0.0) * (factor if "layers.1" in name else 1.0),
-                "decay": config.weight_decay if p.ndim > 1 or composition.decay == "all" else 0.0,
+                "decay": config.weight_decay if composition.decay == "all" or is_matrix(name, p) else 0.0,
             }
             for name, p in self._params.items()
         ]

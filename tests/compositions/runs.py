@@ -51,7 +51,7 @@ def train_all(runs: Sequence[Run], folder: Path) -> dict[Run, Outcome]:
         open_runs = [run for run in runs if number < len(run.parts) and isinstance(found[run], list)]
         for ranks in sorted({run.parts[number].shape.ranks for run in open_runs}):
             waiting = [run for run in open_runs if run.parts[number].shape.ranks == ranks]
-            waiting.sort(key=lambda run: run.parts[number].layout)
+            waiting.sort(key=lambda run: _groups_of(run.parts[number]))
             while waiting:
                 ended = _job(waiting, number, ranks, folder, runs)
                 for run, outcome in zip(waiting, ended, strict=False):
@@ -81,7 +81,7 @@ def _train_parts(runs: Sequence[Run], number: int, folders: Sequence[Path]) -> l
     warnings.simplefilter("ignore")
     found: list[Curve | Refused | Broken] = []
     both = zip(runs, folders, strict=True)
-    for _, of_layout in itertools.groupby(both, key=lambda pair: pair[0].parts[number].layout):
+    for _, of_layout in itertools.groupby(both, key=lambda pair: _groups_of(pair[0].parts[number])):
         group = list(of_layout)
         with parallel_groups(group[0][0].parts[number]):
             for run, folder in group:
@@ -92,6 +92,11 @@ def _train_parts(runs: Sequence[Run], number: int, folders: Sequence[Path]) -> l
                 except Exception:
                     return [*found, Broken(traceback.format_exc())]
     return found
+
+
+def _groups_of(part: Composition) -> tuple[str, bool]:
+    """Returns what decides the groups of ranks."""
+    return part.layout, part.experts == "over ranks"
 
 
 def _train_part(run: Run, number: int, folder: Path) -> Curve:

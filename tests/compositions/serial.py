@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core.transformer import Float16Module
+from core.transformer.moe import finish_step, restart_step
 from core.transformer.norms import LayerNorm, RMSNorm
 from tests.compositions.composition import Composition
 from tests.compositions.data import MicroBatch
@@ -57,6 +58,7 @@ class Serial(Training):
 
     def zero(self) -> None:
         self.sums = {}
+        restart_step([self.module])
         for parameter in self.module.parameters():
             parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
 
@@ -78,6 +80,7 @@ class Serial(Training):
         for parameter, total in self.sums.items():
             parameter.main_grad = (total / divisor).float()  # type: ignore[attr-defined]
         give_unused_zero_gradients(self.module.parameters(), "main_grad")
+        finish_step([self.module], None)
 
     def change_gradient(self, parameter: nn.Parameter, factor: float | None) -> None:
         gradient: Tensor | None = getattr(parameter, "main_grad", None)

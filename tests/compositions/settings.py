@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -43,6 +45,7 @@ _POLICIES: dict[str, dict[str, Any]] = {
 def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
     """Returns the config of a composition's wrapper."""
     fields: dict[str, Any] = {"reduce_every_micro_batch": composition.reduces == "each micro-batch"}
+    fields["offload_activations"] = composition.activations == "on the host"
     if composition.is_hybrid:
         fields["num_distributed_optimizer_instances"] = 2
     if composition.policy == "by dtypes":
@@ -103,3 +106,8 @@ def parameter_groups(composition: Composition) -> dict[str, Any]:
     if composition.rates == "two":
         found |= {"scale_lr_cond": lambda name, shape: "layers.1" in name, "lr_mult": 0.5}
     return found
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Returns whether a parameter decays where matrices do; biases of experts are `[experts, out]`."""
+    return parameter.ndim > 1 and not name.endswith(".bias")

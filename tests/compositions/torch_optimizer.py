@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.compositions.composition import Composition
-from tests.compositions.settings import optimizer_config
+from tests.compositions.settings import is_matrix, optimizer_config
 
 
 class TorchOptimizer:
@@ -18,10 +18,12 @@ class TorchOptimizer:
 
     def __init__(self, composition: Composition, module: nn.Module) -> None:
         self._config = config = optimizer_config(composition)
-        self._params = [p for p in module.parameters() if p.requires_grad]
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._params = list(named.values())
+        is_decayed = {name: composition.decay == "all" or is_matrix(name, p) for name, p in named.items()}
         groups = [
-            {"params": [p], "weight_decay": config.weight_decay if p.ndim > 1 or composition.decay == "all" else 0.0}
-            for p in self._params
+            {"params": [p], "weight_decay": config.weight_decay if is_decayed[name] else 0.0}
+            for name, p in named.items()
         ]
         self._rule = torch.optim.SGD(groups, lr=config.lr or 0.0, momentum=config.sgd_momentum)
 

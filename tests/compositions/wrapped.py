@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, save
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.engine.unit import POISONS
+from core.distributed.model import offloaded_activations
 from core.optimizer import MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
 from core.training.checkpointing import state_tensors
 from core.training.state import TrainingState
 from core.training.train_step import train_step
 from tests.compositions.composition import Composition
 from tests.compositions.data import loaded_batches, micro_batch
-from tests.compositions.model import build
+from tests.compositions.model import build, expert_parallel_size
 from tests.compositions.settings import optimizer_config, parameter_groups, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Between, Training
@@ -47,7 +49,7 @@ class Wrapped(Training):
         self.replica, self._replicas = parallel_state.get_data_parallel_rank(), layout.dp
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         seed = 7 + (group.rank() if composition.start == "ranks differ" else 0)
-        module = build(composition, layout, seed)
+        module = build(composition.replaced(experts=part.experts), layout, seed)
         os.environ[POISONS] = "1" if part.idle_slots == "poisoned" else "0"
         self.wrapper = wrap_model(in_precision(module, _engine(part)), module.config, wrapper_config(part))
         self.model, self.module = self.wrapper, module
@@ -190,8 +192,10 @@ def parallel_groups(composition: Composition) -> Iterator[None]:
         layout.tp,
         context_parallel_size=layout.cp,
         num_distributed_optimizer_instances=2 if composition.is_hybrid else 1,
+        **expert_parallel_size(composition),
     )
     try:
-        yield
+        with mock.patch.object(offloaded_activations, "LEAST_BYTES", 1):  # the model's tensors are tiny
+            yield
     finally:
         parallel_state.destroy_model_parallel()
