@@ -82,11 +82,12 @@ def _aliases() -> frozenset[Any]:
 
 @functools.cache
 def _without_values() -> frozenset[Any]:
-    """Returns the functions that do not read values: those of metadata such as the shape, and of the gradient."""
+    """Returns the functions that do not read values: of metadata such as the shape, of the gradient, and of hooks."""
     names = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_cpu")
     getters = {getattr(Tensor, name).__get__ for name in (*names, "requires_grad", "grad", "grad_fn", "_version")}
     descriptors: list[Any] = [Tensor.grad, Tensor.requires_grad]
     setters = {descriptor.__set__ for descriptor in descriptors} | {descriptors[0].__delete__}
     methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
     others = {Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.is_contiguous, Tensor.__len__}
-    return frozenset(getters | setters | methods | others)
+    hooks = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+    return frozenset(getters | setters | methods | others | hooks)

@@ -164,7 +164,7 @@ class Bucket(PlacedParams):
 
     def held(self) -> list[Tensor]:
         """Returns the memory of gradients that the bucket has at this moment."""
-        own = (self.grad_data, self.separate_shard, *self.accumulators, *self._sums.tensors)
+        own = (self.grad_data, self._sent, self.separate_shard, *self.accumulators, *self._sums.tensors)
         return [tensor for tensor in own if tensor is not None]
 
     @property

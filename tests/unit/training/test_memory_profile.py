@@ -93,17 +93,19 @@ def _most(timeline: MemoryTimeline, name: str) -> int:
     return max(held[index] for held in timeline.held)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
 def test_each_category_holds_what_is_known_of_it(kind):
     timeline = run_distributed(_measures, 2, kind)[0]
     whole = LAYERS * WEIGHT
-    shards = whole // 2 if kind == "fsdp2" else whole
+    shards = whole // 2 if kind in ("zero3", "fsdp2") else whole
     state = 2 * whole if kind == "ddp" else whole  # AdamW keeps two moments of what a rank updates
     assert _most(timeline, "parameters") == shards
     assert state <= _most(timeline, "optimizer state") < state + 4096  # and step counts
     if kind == "fsdp2":
         # The last layer stays gathered; with one that is prefetched, one in use and the buffer of a gather under way.
         assert 2 * WEIGHT <= _most(timeline, "gathered parameters") <= 5 * WEIGHT
+    elif kind == "zero3":  # the slot in use, and one for the unit that is gathered ahead
+        assert _most(timeline, "gathered parameters") == 2 * WEIGHT
     else:
         assert _most(timeline, "gathered parameters") == 0
     # Between micro-batches gradients are whole under every wrapper; in addition there are shards, and what is sent,
