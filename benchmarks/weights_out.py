@@ -74,7 +74,7 @@ def _measured(name: str, rounds: int) -> dict[str, Any]:
     parallel_state.initialize_model_parallel()
     model = _model(name)
     stream = WeightStream(model, "module", receivers=[0], bucket_bytes=BUCKET)
-    total = sum(view.numel() * view.element_size() for view in stream.tensors.views.values())
+    total = sum(view.numel() * view.element_size() for view in stream.views.values())
     owned = 0 if name == "DDP" else total // 2
     message = torch.empty(BUCKET // 2, dtype=torch.uint8)
     num_messages = max(1, round(owned / len(message)))

@@ -99,6 +99,7 @@ def exchange(
     group: ProcessGroup | None = None,
     *,
     what: str,
+    copies: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Sends tensors to ranks of the group and receives others, and returns when both are done.
 
@@ -108,11 +109,14 @@ def exchange(
     Args:
         sends: contiguous tensors, each with the rank in the group that gets it.
         receives: contiguous tensors to fill, each with the rank that sends it.
+        copies: targets and values on this rank, which are copied meanwhile.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
     if not (dist.is_initialized() and dist.get_world_size(group) > 1):
+        for target, values in copies:
+            target.copy_(values)
         return
     group = group or dist.group.WORLD
     payload = next((tensor for tensor, _ in (*receives, *sends)), torch.empty(0))
@@ -120,7 +124,10 @@ def exchange(
         tag = message_tag(EXCHANGE_TAG)
         calls = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank, tag=tag) for tensor, rank in receives]
         calls += [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank, tag=tag) for tensor, rank in sends]
-        for work in dist.batch_isend_irecv(calls) if calls else ():
+        works = dist.batch_isend_irecv(calls) if calls else ()
+        for target, values in copies:
+            target.copy_(values)
+        for work in works:
             work.wait()
 
 

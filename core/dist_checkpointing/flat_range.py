@@ -72,6 +72,15 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     return [(tuple(offsets), local_tensor(tensor))]
 
 
+def overlap(first: Box, second: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Returns the slices of two boxes with the elements that both have. None if there are none."""
+    bounds = [(max(a, b), min(a + m, b + n), a, b) for a, m, b, n in zip(*first, *second, strict=True)]
+    if any(start >= stop for start, stop, _, _ in bounds):
+        return None
+    inside = tuple(slice(start - a, stop - a) for start, stop, a, _ in bounds)
+    return inside, tuple(slice(start - b, stop - b) for start, stop, _, b in bounds)
+
+
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
     """Returns boxes of a tensor of `shape` with its elements ``start .. end``, in row-major order."""
     if start >= end:

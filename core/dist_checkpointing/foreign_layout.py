@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from .agreement import Ranks
 from .flat_range import held_boxes
 from .format.index import CheckpointIndex, Piece
 from .format.reader import PieceReader
+from .gathering import Outgoing
 from .safetensors_io import open_safetensors
 
 _PROBLEMS_SHOWN = 20
@@ -84,6 +87,19 @@ def make_foreign(
         box = _source_box(run, slice(0, run.count), [slice(0, size) for size in whole.shape[1:]])
         tensor[box].copy_(_transpose_if_columns(run, whole[run.start : run.start + run.count * run.step : run.step]))
     return tensor
+
+
+def foreign_tensors(recipes: Iterable[Recipe], views: Mapping[str, torch.Tensor]) -> list[Outgoing]:
+    """Returns what goes out as the foreign tensors that recipes name, in order, each made of one of ours."""
+    recipes, sent = list(recipes), list[Outgoing]()
+    shapes = foreign_shapes(recipes, {recipe.name: tuple(views[recipe.name].shape) for recipe in recipes})
+    for recipe in recipes:
+        for name in dict.fromkeys(run.source for run in recipe.runs):
+            shape = shapes[name]
+            is_same = recipe.runs == (Run(name, shape[0] if shape else 1),) and views[recipe.name].shape == shape
+            make: Any = itemgetter(recipe.name) if is_same else partial(make_foreign, name, shape, [recipe])
+            sent.append(Outgoing(name, shape, (recipe.name,), make))
+    return sent
 
 
 @torch.no_grad()

@@ -1,15 +1,17 @@
-"""Gathers tensors of the whole model a bucket at a time, so that no rank holds more than a bucket of them.
+"""Moves tensors of the whole model between ranks, a bucket at a time, so that no rank holds more than that of them.
 
-Every way out of a sharded model (files of other systems, a trainer's whole state dict, an inference server) reads it
-here. A rank that holds all of a tensor receives nothing. Pieces travel straight from a rank that holds them into the
-whole tensor of each rank that wants it, replicas of a piece only once.
+Every way out of a sharded model (files of other systems, a trainer's whole state dict, an inference server and its
+shards) goes through `move`: from the boxes that ranks hold, elements travel straight into those that others want,
+replicas only once, and what a rank holds itself is copied meanwhile. A `TensorStream` makes other systems' tensors of
+the wholes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -18,225 +20,69 @@ from torch.distributed import ProcessGroup
 from ..base.errors import CheckpointError
 from ..comm.collectives import exchange
 from .agreement import Ranks
-from .flat_range import Box, held_boxes
+from .flat_range import Box, held_boxes, overlap
 from .format.writer import is_of_first_rank
+from .safetensors_io import in_buckets
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of whole tensors that are gathered together."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A box of a whole tensor, or several that follow each other in its memory."""
-
-    offsets: tuple[int, ...]
-    """First index of the box, or of a run of elements ``(start,)`` in the flattened tensor."""
-    sizes: tuple[int, ...]
-    is_run: bool
-    """The elements are contiguous in the whole tensor."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Returns the view of a contiguous whole tensor."""
-        if self.is_run:
-            return whole.view(-1)[self.offsets[0] : self.offsets[0] + self.sizes[0]]
-        return whole[tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))]
-
-
-def held_parts(tensor: Tensor) -> list[tuple[Part, Tensor]]:
-    """Returns the parts of a whole-model tensor that this rank holds, and a view of the storage of each.
+def held_parts(tensor: Tensor) -> dict[Box, Tensor]:
+    """Returns the boxes of a whole-model tensor that this rank holds, and a view of the storage of each.
 
     Args:
         tensor: as `held_boxes` takes it.
     """
-    parts: list[tuple[Part, Tensor]] = []
-    for offsets, piece in held_boxes(tensor):
-        if not piece.numel():
-            continue
-        part = _part(tensor.shape, (tuple(offsets), tuple(piece.shape)))
-        values = piece.reshape(-1) if part.is_run else piece
-        if parts and part.is_run and _follows(parts[-1], part, values):
-            before, first = parts.pop()
-            part = Part(before.offsets, (before.numel + part.numel,), True)
-            values = first.as_strided((part.numel,), (1,))
-        parts.append((part, values))
-    return parts
+    return {(offsets, tuple(part.shape)): part.detach() for offsets, part in held_boxes(tensor) if part.numel()}
 
 
-def _follows(last: tuple[Part, Tensor], part: Part, values: Tensor) -> bool:
-    """Returns whether a run begins where the last one ends, in the whole tensor and in this rank's memory."""
-    before, held = last
-    end = held.data_ptr() + before.numel * held.element_size()
-    return before.is_run and before.offsets[0] + before.numel == part.offsets[0] and end == values.data_ptr()
-
-
-def _part(shape: Sequence[int], box: Box) -> Part:
-    """Returns a box as a run of elements where it is one."""
-    offsets, sizes = box
-    cut = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
-    if tuple(sizes[cut + 1 :]) != tuple(shape[cut + 1 :]):
-        return Part(offsets, sizes, False)
-    start = 0
-    for offset, size in zip(offsets, shape, strict=True):
-        start = start * size + offset
-    return Part((start,), (math.prod(sizes),), True)
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    name: str
-    part: Part
-    source: int
-    """The rank that sends."""
-    receiver: int
-
-
-class WholeTensors:
-    """Whole tensors on the ranks that receive them, a bucket at a time. Every rank of the group iterates together.
+def move(
+    names: Sequence[str],
+    owners: Mapping[str, Mapping[Box, Sequence[int]]],
+    held: Mapping[str, Mapping[Box, Tensor]],
+    wanted: Mapping[int, Mapping[str, Iterable[Box]]],
+    targets: Mapping[str, Mapping[Box, Tensor]],
+    ranks: Ranks,
+    dtypes: Mapping[str, torch.dtype],
+    limit_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Fills boxes of tensors with what ranks hold of them. Collective. A rank that holds what it wants copies its own.
 
     Args:
-        views: tensors of the whole model by name, as `model_state_dict` returns them; equal names on every rank.
-        group: None means all ranks, or this process alone.
-        receivers: ranks of the group that get the tensors; None means all.
-        bucket_bytes: a bucket closes before it exceeds them. A larger bundle is a bucket of its own.
-        bundles: names that stay in one bucket, in the order of the buckets; None takes each name alone.
+        names: tensors to move together.
+        owners: ranks that hold each box, equal on every rank.
+        held: this rank's boxes.
+        wanted: by rank, the boxes to fill; equal on every rank.
+        targets: this rank's boxes to fill; it does not copy its own elements into a tensor that is not in them.
+        dtypes: what each tensor travels in.
+        limit_bytes: bytes of boxes whose copies, where memory is not contiguous, a rank holds together.
     """
-
-    def __init__(
-        self,
-        views: Mapping[str, Tensor],
-        group: ProcessGroup | None = None,
-        *,
-        receivers: Sequence[int] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        bundles: Sequence[Sequence[str]] | None = None,
-    ) -> None:
-        # Fixed. Views share the storage of the model's parameters: a later pass reads their values of that time.
-        self.views, self.ranks, self.bucket_bytes = views, Ranks(group), bucket_bytes
-        self.receivers = range(self.ranks.size) if receivers is None else sorted(set(receivers))
-        self.bundles = [[name] for name in views] if bundles is None else bundles
-        # The parts of each tensor by name, and the ranks with each. The first pass sets it, by communication; fixed
-        # from then on, because nothing moves a wrapper's shards.
-        self._owners: dict[str, dict[Part, list[int]]] | None = None
-        # This rank's parts of each tensor, and views of their storage. Set with `_owners`.
-        self.held: dict[str, dict[Part, Tensor]] = {}
-
-    @property
-    def receives(self) -> bool:
-        """Whether this rank gets the tensors."""
-        return self.ranks.rank in self.receivers
-
-    def owners(self) -> dict[str, dict[Part, list[int]]]:
-        """Returns the ranks that hold each part of each tensor. Communicates at the first call.
-
-        Raises:
-            CheckpointError: on all ranks, if the parts of a tensor do not make it up.
-        """
-        if self._owners is None:
-            self.held = {name: dict(held_parts(view)) for name, view in self.views.items()}
-            own = {name: [*parts] for name, parts in self.held.items()}
-            owners: dict[str, dict[Part, list[int]]] = {name: {} for name in self.views}
-            for rank, held in enumerate(self.ranks.all_gather(own)):
-                for name, parts in held.items():
-                    for part in parts:
-                        owners.setdefault(name, {}).setdefault(part, []).append(rank)
-            for name, parts_of in owners.items():
-                have = sum(part.numel for part in parts_of)
-                if name not in self.views or have != self.views[name].numel():
-                    raise CheckpointError(
-                        f"ranks hold {have} elements of {name}, which has {self.views[name].numel()}; give the views "
-                        "of one model, and the group of all ranks that hold it"
-                        if name in self.views
-                        else f"only some ranks have {name}; give the same model on every rank"
-                    )
-            self._owners = owners
-        return self._owners
-
-    def buckets(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the tensors of each bucket by name: whole ones on receivers, tensors on the meta device elsewhere.
-
-        A whole tensor is the model's own memory where this rank holds all of it: do not write to it. A bucket is
-        gathered on all ranks when it is yielded, and its memory is free again when the caller drops it.
-        """
-        for names in self.bucket_names():
-            yield self._gather(names)
-
-    def bucket_names(self) -> list[list[str]]:
-        """Returns the names of each bucket."""
-        buckets: list[list[str]] = []
-        room = 0
-        for bundle in self.bundles:
-            num_bytes = sum(self.views[name].numel() * self.views[name].element_size() for name in bundle)
-            if not buckets or num_bytes > room:
-                buckets.append([])
-                room = self.bucket_bytes
-            buckets[-1] += bundle
-            room -= num_bytes
-        return buckets
-
-    def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        owners = self.owners()
-        wholes = {name: self._begin(self.views[name], self.held[name]) for name in names}
-        transfers = [
-            _Transfer(name, part, source, receiver)
-            for name in names
-            for receiver in self.receivers
-            for part, ranks in owners[name].items()
-            if (source := self._source(name, ranks, receiver)) != receiver
-        ]
-        for group in self._within_memory(transfers):
-            self._exchange(group, wholes)
-        return wholes
-
-    def _source(self, name: str, ranks: Sequence[int], receiver: int) -> int:
-        """Returns the rank whose values of a part the receiver takes: its own, but for buffers, which may differ."""
-        if is_of_first_rank(self.views[name]):
-            return ranks[0]
-        return receiver if receiver in ranks else ranks[receiver % len(ranks)]
-
-    def _begin(self, view: Tensor, pieces: Mapping[Part, Tensor]) -> Tensor:
-        """Returns the whole tensor with this rank's pieces."""
-        if not self.receives:
-            return torch.empty(view.shape, dtype=view.dtype, device="meta")
-        if sum(part.numel for part in pieces) == view.numel() and len(pieces) == 1 and not is_of_first_rank(view):
-            return next(iter(pieces.values())).view(view.shape)
-        whole = torch.empty(view.shape, dtype=view.dtype, device=view.device)
-        for part, piece in pieces.items():
-            part.of(whole).copy_(piece)
-        return whole
-
-    def _within_memory(self, transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
-        """Yields groups of transfers whose copies together take at most a bucket's memory, or one transfer."""
-        group: list[_Transfer] = []
-        copied = 0
-        for transfer in transfers:
-            num_bytes = 0 if transfer.part.is_run else transfer.part.numel * self.views[transfer.name].element_size()
-            if group and copied + num_bytes > self.bucket_bytes:
-                yield group
-                group, copied = [], 0
-            group.append(transfer)
-            copied += num_bytes
-        if group:
-            yield group
-
-    def _exchange(self, transfers: Sequence[_Transfer], wholes: Mapping[str, Tensor]) -> None:
-        sends: list[tuple[Tensor, int]] = []
-        receives: list[tuple[Tensor, int]] = []
-        copies: list[tuple[Tensor, Tensor]] = []
-        for transfer in transfers:
-            if transfer.source == self.ranks.rank:
-                sends.append((_as_bytes(self.held[transfer.name][transfer.part].contiguous()), transfer.receiver))
-            elif transfer.receiver == self.ranks.rank:
-                target = transfer.part.of(wholes[transfer.name])
-                if not transfer.part.is_run:
-                    copies.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
-                    target = copies[-1][1]
-                receives.append((_as_bytes(target), transfer.source))
-        exchange(sends, receives, self.ranks.group, what=f"whole tensors {transfers[0].name} to {transfers[-1].name}")
-        for target, received in copies:
+    parts = [((name, box), math.prod(box[1]) * dtypes[name].itemsize) for name in names for box in owners[name]]
+    for group in in_buckets(parts, limit_bytes):
+        sends, receives = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+        own, arrived = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for name, box in group:
+            replicas, packed = owners[name][box], dict[Box, Tensor]()
+            for receiver, want in ((rank, want) for rank in wanted for want in wanted[rank].get(name, ())):
+                source = receiver if receiver in replicas else replicas[receiver % len(replicas)]
+                shared = overlap(box, want) if ranks.rank in (source, receiver) else None
+                if shared is None or (source == receiver and name not in targets):
+                    continue
+                if source == receiver:
+                    own.append((targets[name][want][shared[1]], held[name][box][shared[0]]))
+                elif source == ranks.rank:
+                    if want not in packed:
+                        packed[want] = _as_bytes(held[name][box][shared[0]].to(dtypes[name]).contiguous())
+                    sends.append((packed[want], receiver))
+                else:
+                    target = targets[name][want][shared[1]]
+                    if not target.is_contiguous():
+                        arrived.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
+                        target = arrived[-1][1]
+                    receives.append((_as_bytes(target), source))
+        exchange(sends, receives, ranks.group, what=f"parts of {group[0][0]} to {group[-1][0]}", copies=own)
+        for target, received in arrived:
             target.copy_(received)
 
 
@@ -244,10 +90,149 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def gather_whole(
-    views: Mapping[str, Tensor], group: ProcessGroup | None = None, *, receivers: Sequence[int] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor by name, whole on receivers. See `WholeTensors`, which has more settings."""
-    for bucket in WholeTensors(views, group, receivers=receivers).buckets():
-        for name in list(bucket):
-            yield name, bucket.pop(name)
+@dataclass(frozen=True)
+class ParamMeta:
+    """Name, dtype and shape of a tensor as receivers get it, with the fields of vLLM's class of this name."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor that goes out."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    """The model's tensors that it is made of. The first one's dtype is its own."""
+    make: Callable[[Mapping[str, Tensor]], Tensor]
+    """Makes it from these, whole and by name. An `itemgetter` returns one of them as it is."""
+
+
+class TensorStream:
+    """Whole tensors, or what is made of them, as ``(name, tensor)`` pairs in a fixed order, as often as one likes.
+
+    Every rank of the group iterates together. Tensors are whole on receivers, and on the meta device elsewhere.
+
+    Args:
+        views: tensors of the whole model by name, as `model_state_dict` returns them; equal names on every rank.
+        outgoing: what goes out, in order; None is each of `views` as it is. Tensors of the same sources follow each
+            other, and are in one bucket.
+        process_group: None means all ranks, or this process alone.
+        dtype: what floating-point parameters are rounded to; None keeps each one's. Buffers keep theirs: a rounded
+            bias of a router would choose other experts.
+        receivers: ranks of the group that get the tensors; None means all.
+        bucket_bytes: a bucket of whole tensors closes before it exceeds them. A larger tensor is alone.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[str, Tensor],
+        outgoing: Sequence[Outgoing] | None = None,
+        process_group: ProcessGroup | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        receivers: Sequence[int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if outgoing is None:
+            outgoing = [Outgoing(name, tuple(view.shape), (name,), itemgetter(name)) for name, view in views.items()]
+        # All fixed: what goes out, the tensors that it is made of, by name in the order of buckets, and their ranks.
+        # Views share the storage of the model's parameters: a later pass reads their values of that time.
+        self.outgoing, self.ranks, self.bucket_bytes = outgoing, Ranks(process_group), bucket_bytes
+        self._bundles = list(dict.fromkeys(tensor.sources for tensor in outgoing))
+        self.views = {name: views[name] for bundle in self._bundles for name in bundle}
+        self.receivers = range(self.ranks.size) if receivers is None else sorted(set(receivers))
+        self.receives = self.ranks.rank in self.receivers
+
+        def wire(name: str) -> torch.dtype:
+            casts = views[name].dtype.is_floating_point and not is_of_first_rank(views[name])
+            return dtype if dtype is not None and casts else views[name].dtype
+
+        self._metadata = [ParamMeta(tensor.name, wire(tensor.sources[0]), tensor.shape) for tensor in outgoing]
+        # What each of the views travels in. Those that are merged are rounded at the end.
+        self.dtypes = {n: wire(n) if len(names) == 1 else views[n].dtype for names in self._bundles for n in names}
+        # The boxes of each of the views by name, and the ranks whose elements of each count. The first pass sets it,
+        # by communication; fixed from then on, because nothing moves a wrapper's shards.
+        self._owners: dict[str, dict[Box, list[int]]] | None = None
+        # This rank's boxes of each, and views of their storage. Set with `_owners`.
+        self.held: dict[str, dict[Box, Tensor]] = {}
+
+    def metadata(self) -> list[ParamMeta]:
+        """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
+        return list(self._metadata)
+
+    def bucket_names(self) -> list[list[str]]:
+        """Returns the names of each bucket, without communication."""
+        return [[meta.name for _, meta in sent] for _, sent in self._buckets()]
+
+    def _buckets(self) -> Iterator[tuple[list[str], list[tuple[Outgoing, ParamMeta]]]]:
+        """Yields the names of the views of each bucket, and what goes out of them."""
+        of_bundle: dict[tuple[str, ...], list[tuple[Outgoing, ParamMeta]]] = {}
+        for tensor, meta in zip(self.outgoing, self._metadata, strict=True):
+            of_bundle.setdefault(tensor.sources, []).append((tensor, meta))
+        sizes = {name: view.numel() * view.element_size() for name, view in self.views.items()}
+        sized = [(bundle, sum(sizes[name] for name in bundle)) for bundle in self._bundles]
+        for bundles in in_buckets(sized, self.bucket_bytes):
+            yield [name for bundle in bundles for name in bundle], [sent for b in bundles for sent in of_bundle[b]]
+
+    def owners(self) -> dict[str, dict[Box, list[int]]]:
+        """Returns the ranks that hold each box of each of the views. Communicates at the first call.
+
+        Of a buffer, which may differ on ranks, the first one counts.
+
+        Raises:
+            CheckpointError: on all ranks, if the boxes of a tensor do not make it up.
+        """
+        if self._owners is None:
+            self.held = {name: held_parts(view) for name, view in self.views.items()}
+            owners: dict[str, dict[Box, list[int]]] = {name: {} for name in self.views}
+            for rank, held in enumerate(self.ranks.all_gather({name: [*parts] for name, parts in self.held.items()})):
+                for name, box in ((name, box) for name, boxes in held.items() for box in boxes):
+                    ranks = owners.setdefault(name, {}).setdefault(box, [])
+                    if not (ranks and name in self.views and is_of_first_rank(self.views[name])):
+                        ranks.append(rank)
+            for name, boxes in owners.items():
+                if name not in self.views:
+                    raise CheckpointError(f"only some ranks have {name}; give the same model on every rank")
+                have = sum(math.prod(sizes) for _, sizes in boxes)
+                if have != self.views[name].numel():
+                    raise CheckpointError(
+                        f"ranks hold {have} elements of {name}, which has {self.views[name].numel()}; give the views "
+                        "of one model, and the group of all ranks that hold it"
+                    )
+            self._owners = owners
+        return self._owners
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets():
+            yield from bucket
+
+    def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Yields the tensors of each bucket together. A bucket is gathered on all ranks when it is yielded, and each
+        of its tensors is made when it is asked for. Its memory is free again when the caller drops both.
+
+        A tensor may be the model's own memory, where this rank holds all of it: do not write to it.
+        """
+        for names, sent in self._buckets():
+            yield self._made(sent, self._gather(names))
+
+    def _made(self, sent: list[tuple[Outgoing, ParamMeta]], wholes: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for tensor, meta in sent:
+            made = tensor.make(wholes) if self.receives else torch.empty(meta.shape, device="meta")
+            yield meta.name, made.to(meta.dtype)
+
+    def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        owners, wholes, targets = self.owners(), dict[str, Tensor](), dict[str, dict[Box, Tensor]]()
+        boxes = {name: ((0,) * self.views[name].ndim, tuple(self.views[name].shape)) for name in names}
+        for name, box in boxes.items() if self.receives else ():
+            if self.ranks.rank in owners[name].get(box, ()):
+                wholes[name] = self.held[name][box].to(self.dtypes[name])
+            else:
+                wholes[name] = torch.empty(box[1], dtype=self.dtypes[name], device=self.views[name].device)
+                targets[name] = {box: wholes[name]}
+        wanted = {rank: {name: [box] for name, box in boxes.items()} for rank in self.receivers}
+        move(names, owners, self.held, wanted, targets, self.ranks, self.dtypes, self.bucket_bytes)
+        return wholes

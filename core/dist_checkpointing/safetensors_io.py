@@ -11,9 +11,9 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from ..base.files import JSON_BYTES, read_json, sync_folder, write_durably
 from .agreement import Ranks
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry
+
+T = TypeVar("T")
 
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"
@@ -133,7 +135,7 @@ def write_safetensors(
         MissingExtraError: the library is not installed.
     """
     failure: Exception | None = None
-    shards = _shards(plan, max_shard_bytes)
+    shards = in_buckets([(name, _bytes(*of)) for name, of in plan.items()], max_shard_bytes) or [[]]
     for number, names in enumerate(shards):
         shard: dict[str, torch.Tensor] = {}
         for name in names:
@@ -161,7 +163,7 @@ def write_safetensors(
 def save_folder(
     folder: Path,
     plan: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    make: Callable[[str], torch.Tensor],
+    tensors: Iterator[tuple[str, torch.Tensor]],
     describe: Callable[[Path], None],
     ranks: Ranks,
     *,
@@ -171,7 +173,8 @@ def save_folder(
 
     Args:
         folder: a new or empty folder.
-        plan, make, max_shard_bytes: as of :func:`write_safetensors`; every rank makes every tensor.
+        plan, max_shard_bytes: as of :func:`write_safetensors`.
+        tensors: the plan's tensors in its order, as a `TensorStream` yields them. Every rank takes them to the end.
         describe: adds what goes next to the tensors to the folder that it is given, on the first rank.
 
     Raises:
@@ -181,7 +184,9 @@ def save_folder(
     temporary = ranks.on_all(lambda: begin_new_folder(folder) if ranks.is_first else folder)
     failures: list[Exception] = []
     try:
-        write_safetensors(temporary, plan, make, writes=ranks.is_first, max_shard_bytes=max_shard_bytes)
+        write_safetensors(
+            temporary, plan, lambda name: next(tensors)[1], writes=ranks.is_first, max_shard_bytes=max_shard_bytes
+        )
     except Exception as error:
         failures.append(error)
 
@@ -273,17 +278,16 @@ def _entry(path: Path, name: str, stored: Any) -> TensorEntry:
     return TensorEntry(dtype, shape, (Piece((0,) * len(shape), shape, path.name, 0, num_bytes),) if num_bytes else ())
 
 
-def _shards(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    shard_bytes = 0
-    for name, (dtype, shape) in plan.items():
-        size = _bytes(dtype, shape)
-        if shards[-1] and shard_bytes + size > max_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += size
-    return shards
+def in_buckets(items: Iterable[tuple[T, int]], max_bytes: int) -> list[list[T]]:
+    """Returns items, each given with its bytes, in lists that a larger one than `max_bytes` has for itself."""
+    buckets, room = list[list[T]](), 0
+    for item, num_bytes in items:
+        if not buckets or num_bytes > room:
+            buckets.append([])
+            room = max_bytes
+        buckets[-1].append(item)
+        room -= num_bytes
+    return buckets
 
 
 def _file_name(number: int, count: int) -> str:

@@ -21,7 +21,7 @@ from ..adapters.bridge.units import CONTAINERS
 from ..base.device import current_device
 from ..base.errors import ConfigError
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
-from ..dist_checkpointing.gathering import gather_whole
+from ..dist_checkpointing.gathering import TensorStream
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
 from ..optimizer import OptimizerConfig, get_megatron_optimizer
@@ -242,14 +242,14 @@ class Training:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the whole gradient of each parameter, between `backward` and `update`."""
-        yield from gather_whole(self.optimizer.gradient_tensors())
+        yield from TensorStream(self.optimizer.gradient_tensors())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each parameter, whole, frozen ones too."""
         model = unwrap_model(self.model)
         tensors = model.state_dict()  # waits for parameters that are still being gathered
-        yield from gather_whole({name: tensors[name] for name, _ in model.named_parameters()})
+        yield from TensorStream({name: tensors[name] for name, _ in model.named_parameters()})
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each buffer, such as the running statistics of a batch normalisation."""
-        yield from gather_whole(dict(unwrap_model(self.model).named_buffers()))
+        yield from TensorStream(dict(unwrap_model(self.model).named_buffers()))

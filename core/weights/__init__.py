@@ -8,12 +8,13 @@ shards      straight into the shards of receivers
 adapters    LoRA adapters as PEFT's files
 """
 
+from ..dist_checkpointing.gathering import ParamMeta
 from .adapters import save_adapter
 from .patches import PatchStream, WeightPatch
 from .receiver import WeightReceiver
 from .sender import WeightSender
 from .shards import receive_shards, send_shards
-from .stream import ParamMeta, WeightStream
+from .stream import WeightStream
 
 __all__ = [
     "ParamMeta",

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..base.errors import ConfigError
@@ -50,17 +50,13 @@ def save_adapter(
         "base_model_name_or_path": base_model,
     }
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
-    tensors = iter(stream)
-
-    def make(name: str) -> Tensor:
-        _, tensor = next(tensors)
-        return tensor.clone() if ranks.is_first else tensor  # queries, keys and values share one matrix
+    tensors = ((name, tensor.clone()) for name, tensor in stream)  # queries, keys and values share one matrix
 
     def describe(into: Path) -> None:
         (into / SINGLE_FILE).rename(into / ADAPTER_FILE)
         write_durably(into / ADAPTER_CONFIG_FILE, json.dumps(described, indent=2) + "\n")
 
-    save_folder(Path(folder), plan, make, describe, ranks, max_shard_bytes=1 << 62)
+    save_folder(Path(folder), plan, tensors, describe, ranks, max_shard_bytes=1 << 62)
 
 
 def _described(model: nn.Module) -> dict[str, Any]:

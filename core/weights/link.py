@@ -2,21 +2,23 @@
 
 The first rank of the trainer's group and all receivers form a group of their own, on a store of its own. A round::
 
-    header   sender -> receivers   names, shapes, dtypes, version, base
-    vote     receivers -> sender   what does not fit is refused before the first byte
-    begins   sender -> receivers   all have agreed
-    buckets  sender -> receivers   broadcast, each after all trainer ranks have finished its gather
-    hash     sender -> receivers   of all bytes
-    done     receivers -> sender   the new version is in place, or what failed
+    header  sender -> receivers   names, shapes, dtypes, version, base
+    vote    receivers -> sender   what does not fit is refused before the first byte
+    bucket  sender -> receivers   names, shapes and dtypes of a bucket, which is broadcast once all trainer ranks have
+                                  finished its gather, while they gather the next one; after the last bucket a hash,
+                                  or why none follows
+    done    receivers -> sender   the new version is in place, or what failed
 
-All but the buckets go through the store, as JSON. Nothing that is received is unpickled or run.
+All but the tensors goes through the store, as JSON. Nothing that is received is unpickled or run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,8 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import WeightsError
 from ..base.text import rank_list
+from ..dist_checkpointing.gathering import ParamMeta
 
 Backend = Literal["gloo", "nccl"]
 
@@ -58,18 +62,20 @@ class Link:
         try:
             self.store = _store(meeting, rank == 0, self.limit) if isinstance(meeting, str) else meeting
             self.store.set_timeout(self.limit)
+            # The connections. `close` sets it to None, once a receiver is lost.
             self.group = make(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit)
-            self.broadcast(torch.zeros(1, device=device))  # connects, or fails here
+            self.broadcast([torch.zeros(1, device=device)])[0].wait()  # connects, or fails here
         except (RuntimeError, dist.DistError) as error:
             who = "the sender and the other receivers" if rank else f"{num_receivers} receivers"
             raise WeightsError(f"{who} did not meet in {limit_s:g} s ({first_line(error)})") from error
 
-    def broadcast(self, tensor: Tensor) -> None:
-        self.group.broadcast([tensor], dist.BroadcastOptions()).wait()
+    def broadcast(self, flats: Sequence[Tensor]) -> list[dist.Work]:
+        """Starts to send tensors to the receivers, or to receive them."""
+        return [self.group.broadcast([flat.view(torch.uint8)], dist.BroadcastOptions()) for flat in flats if len(flat)]
 
     def close(self) -> None:
         """Ends the connections, so that ranks that wait for bytes fail at once. Messages can still be read."""
-        del self.group
+        self.group = None
 
     def write(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value))
@@ -87,6 +93,7 @@ class Link:
         answers = {receiver: self.read(f"{key}/{receiver}", limit_s) for receiver in range(1, self.num_receivers + 1)}
         lost = [receiver for receiver, answer in answers.items() if answer is None]
         if lost:
+            self.close()
             raise WeightsError(
                 f"receivers of weights did not {what} within the limit: {rank_list(lost)}; look at their output, and "
                 "make a new WeightSender once they are back"
@@ -102,3 +109,27 @@ def first_line(error: BaseException) -> str:
 
 def new_hash(header: Mapping[str, Any]) -> Any:
     return hashlib.sha256("{kind} {version} {base}".format_map(header).encode())
+
+
+def update_hash(digest: Any, flats: Iterable[Tensor]) -> None:
+    """Adds checksums of tensors to a hash: a cryptographic one of all bytes would take longer than the bytes do."""
+    for flat in flats:
+        digest.update(zlib.crc32(flat.view(torch.uint8).cpu().numpy().data).to_bytes(4, "little"))
+
+
+def as_json(metas: Iterable[ParamMeta]) -> list[Any]:
+    return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metas]
+
+
+def from_json(value: Iterable[Any]) -> list[ParamMeta]:
+    return [ParamMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in value]
+
+
+def flat_views(metas: Sequence[ParamMeta], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns new memory for the tensors of a bucket, flat by dtype, and the view of each tensor in it."""
+    sizes: dict[torch.dtype, list[int]] = {}
+    for meta in metas:
+        sizes.setdefault(meta.dtype, []).append(math.prod(meta.shape))
+    flats = {dtype: torch.empty(sum(numels), dtype=dtype, device=device) for dtype, numels in sizes.items()}
+    parts = {dtype: iter(flat.split(sizes[dtype])) for dtype, flat in flats.items()}
+    return list(flats.values()), [next(parts[meta.dtype]).view(meta.shape) for meta in metas]

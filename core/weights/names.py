@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import ConfigError
-from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, make_foreign
+from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors
+from ..dist_checkpointing.gathering import Outgoing
 from ..models.gpt.architecture import architecture_of
 from ..models.gpt.gpt_model import GPTModel
 from ..models.gpt.hf_config import choose_layout
@@ -40,20 +41,6 @@ _EXPERTS = {
 
 _Update = tuple[float, str, str]
 """Scale of a LoRA adapter, and the names of its factors: the one next to the input, and the other."""
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """One tensor that goes out."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    """Of the model's tensor, before any cast."""
-    sources: tuple[str, ...]
-    """The model's tensors that it is made of."""
-    make: Callable[[Mapping[str, Tensor]], Tensor]
-    """Makes it from these, whole and by name. An `itemgetter` returns one of them as it is."""
 
 
 def outgoing(
@@ -82,9 +69,7 @@ def outgoing(
         if not sent:
             raise ConfigError("adapters='only' was given for a model without adapters; call add_lora first")
         return sent
-    ours = {name: tuple(view.shape) for name, view in views.items() if not is_adapter(name)}
-    shapes = foreign_shapes(recipes, ours)
-    adapted, sent = dict(_adapted(model)), []
+    adapted = dict(_adapted(model))
     known = {name for _, *factors in adapted.values() for name in factors}
     unknown = [name for name in views if ".lora_" in name and name not in known]
     if unknown:
@@ -92,17 +77,12 @@ def outgoing(
             f"{unknown[0]} is not of one plain LoRA adapter that is active, and cannot be merged here; merge it by "
             "PEFT, or use adapters='only'"
         )
-    for recipe in recipes:
-        update = adapted.get(recipe.name)
-        sources = (recipe.name, *(update[1:] if update else ()))
-        for name in dict.fromkeys(run.source for run in recipe.runs):
-            make: Any = partial(_make, name, shapes[name], recipe, update)
-            rows = shapes[name][0] if shapes[name] else 1
-            is_same = recipe.runs == (Run(name, rows),) and ours[recipe.name] == shapes[name]
-            if is_same and update is None:
-                make = itemgetter(recipe.name)
-            sent.append(Outgoing(name, shapes[name], views[recipe.name].dtype, sources, make))
-    return sent
+    return [
+        replace(tensor, sources=(name, *adapted[name][1:]), make=partial(_merged, tensor.make, name, adapted[name]))
+        if (name := tensor.sources[0]) in adapted
+        else tensor
+        for tensor in foreign_tensors(recipes, views)
+    ]
 
 
 def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names, vocab_size: int | None) -> Iterator[Recipe]:
@@ -156,14 +136,11 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, _Update]]:
                 yield f"{name}.base_layer.weight", (module.scaling[kind], *factors)
 
 
-def _make(
-    name: str, shape: tuple[int, ...], recipe: Recipe, update: _Update | None, wholes: Mapping[str, Tensor]
+def _merged(
+    make: Callable[[Mapping[str, Tensor]], Tensor], name: str, update: _Update, wholes: Mapping[str, Tensor]
 ) -> Tensor:
-    whole = wholes[recipe.name]
-    if update is not None:
-        scale, low_in, low_out = update
-        whole = torch.add(whole, wholes[low_out] @ wholes[low_in], alpha=scale)
-    return make_foreign(name, shape, [recipe], {recipe.name: whole})
+    scale, low_in, low_out = update
+    return make({name: torch.add(wholes[name], wholes[low_out] @ wholes[low_in], alpha=scale)})
 
 
 def _adapters_only(
@@ -172,24 +149,19 @@ def _adapters_only(
     """Yields LoRA's matrices: of ours under PEFT's names of the layers that they adapt, of peft's under its own."""
     recipe_of = {recipe.name: recipe for recipe in recipes}
     for name, view in views.items():
-        shape, dtype = tuple(view.shape), view.dtype
+        as_it_is = Outgoing(name, tuple(view.shape), (name,), itemgetter(name))
         if ".lora_" in name or ".modules_to_save." in name:
-            yield Outgoing(_without_adapter_name(name), shape, dtype, (name,), itemgetter(name))
+            yield replace(as_it_is, name=_without_adapter_name(name))
         elif is_adapter(name) and names == "module":
-            yield Outgoing(name, shape, dtype, (name,), itemgetter(name))
+            yield as_it_is
         elif name.endswith((_LOW_IN, _LOW_OUT)):
             is_out = name.endswith(_LOW_OUT)
             layer = name.removesuffix(_LOW_OUT if is_out else _LOW_IN)
-            recipe = recipe_of[layer + ".weight"]
-            for source in dict.fromkeys(run.source for run in recipe.runs):
-                stem = _PEFT + source.removesuffix(".weight")
-                if not is_out:  # queries, keys and values share it; so do gate and up
-                    yield Outgoing(f"{stem}.lora_A.weight", shape, dtype, (name,), itemgetter(name))
-                    continue
-                rows = sum(run.count for run in recipe.runs if run.source == source)
-                runs = tuple(replace(run, transposed=False) for run in recipe.runs if run.source == source)
-                make = partial(_make, source, (rows, shape[1]), Recipe(name, runs), None)
-                yield Outgoing(f"{stem}.lora_B.weight", (rows, shape[1]), dtype, (name,), make)
+            runs = (replace(run, transposed=False) for run in recipe_of[layer + ".weight"].runs)
+            for tensor in foreign_tensors([Recipe(name, tuple(runs))], views):
+                stem = _PEFT + tensor.name.removesuffix(".weight")
+                # Queries, keys and values share the factor next to the input; so do gate and up.
+                yield replace(tensor if is_out else as_it_is, name=f"{stem}.lora_{'B' if is_out else 'A'}.weight")
 
 
 def _name_in_base(name: str) -> str:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, ShardstackError
-from ..comm.collectives import exchange
-from ..dist_checkpointing.gathering import Part
+from ..dist_checkpointing.flat_range import Box, FlatRange
+from ..dist_checkpointing.gathering import Outgoing, TensorStream
 from .stream import WeightStream
 
+_Key = tuple[str, Box]
 _INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -56,32 +57,29 @@ class PatchStream:
                 "WeightStream(adapters='only'), which is small, or a full stream"
             )
         self.stream = stream
-        # This rank's pieces as the receivers have them, flattened, in the wire's dtype, by name and part. `restart`
+        # This rank's boxes as the receivers have them, flattened, in the wire's dtype, by name and box. `restart`
         # fills it, `acknowledge` advances it; None before the first full stream.
-        self._base: dict[tuple[str, Part], Tensor] | None = None
-        # Changes since the base, by piece: places in it and values. `changes` sets it, `acknowledge` applies and
+        self._base: dict[_Key, Tensor] | None = None
+        # Changes since the base, by box: places in it and values. `changes` sets it, `acknowledge` applies and
         # clears it; a patch that is not acknowledged is dropped by the next `changes` or `restart`.
-        self._pending: dict[tuple[str, Part], tuple[Tensor, Tensor]] = {}
-        self._dtypes = {name: meta.dtype for meta, name in zip(stream.metadata(), self._sources(), strict=True)}
-
-    def _sources(self) -> list[str]:
-        return [tensor.sources[0] for tensor in self.stream.outgoing]
+        self._pending: dict[_Key, tuple[Tensor, Tensor]] = {}
+        # What goes out of each of the model's tensors; fixed.
+        self._sent_as: dict[str, list[Outgoing]] = {}
+        for tensor in stream.outgoing:
+            self._sent_as.setdefault(tensor.sources[0], []).append(tensor)
 
     def restart(self) -> None:
         """Takes the weights of this moment as the base: those that a full stream sends."""
         self.stream.check_between_steps()
         self._pending = {}
-        self._base = {key: values for name in self._dtypes for key, values in self._own(name, copies=True)}
+        self._base = {key: values for name in self.stream.views for key, values in self._own(name, copies=True)}
 
-    def _own(self, name: str, *, copies: bool = False) -> Iterator[tuple[tuple[str, Part], Tensor]]:
-        """Yields the pieces that this rank sends, flattened, in the wire's dtype. The first rank that holds a piece
-        sends it."""
-        tensors = self.stream.tensors
-        owners = tensors.owners()[name]
-        for part, piece in tensors.held[name].items():
-            if owners[part][0] == tensors.ranks.rank:
-                values = piece.detach().to(self._dtypes[name], copy=copies, memory_format=torch.contiguous_format)
-                yield (name, part), values.view(-1)
+    def _own(self, name: str, *, copies: bool = False) -> Iterator[tuple[_Key, Tensor]]:
+        """Yields the boxes that this rank sends, flattened, in the wire's dtype: those that it holds first."""
+        owners, dtype = self.stream.owners()[name], self.stream.dtypes[name]
+        for box, part in self.stream.held[name].items():
+            if owners[box][0] == self.stream.ranks.rank:
+                yield (name, box), part.to(dtype, copy=copies, memory_format=torch.contiguous_format).view(-1)
 
     def changes(self) -> Iterator[list[WeightPatch]]:
         """Yields the changes of each bucket, in the stream's order. An empty list on ranks that do not receive, and
@@ -94,70 +92,49 @@ class PatchStream:
             raise ShardstackError("patches were asked for before a full stream; call restart, and send that first")
         self.stream.check_between_steps()
         self._pending = {}
-        tensors = self.stream.tensors
-        receiver = tensors.receivers[0]
-        sent_by_source: dict[str, list[int]] = {}
-        for number, source in enumerate(self._sources()):
-            sent_by_source.setdefault(source, []).append(number)
-        for names in tensors.bucket_names():
-            positions, values = self._gather_changes(names, self._base, receiver)
-            patches: list[WeightPatch] = []
-            for name in names:
-                if tensors.ranks.rank == receiver and len(positions[name]):
-                    dense = _dense(tensors.views[name].shape, positions[name], values[name])
-                    for number in sent_by_source[name]:
-                        patches += self._patch(number, name, *dense)
-            yield patches
-
-    def _gather_changes(
-        self, names: list[str], base: Mapping[tuple[str, Part], Tensor], receiver: int
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns, on the receiver, places in the whole tensor and values of what changed on all ranks, by name."""
-        ranks = self.stream.tensors.ranks
-        found = {name: self._compare(name, base) for name in names}
-        counts = ranks.all_gather([len(positions) for positions, _ in found.values()])
-        sends, receives = [], []
-        parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [found[name]] for name in names}
-        for rank, lengths in enumerate(counts):
-            for name, length in zip(names, lengths, strict=True):
-                if not length or rank == receiver:
-                    continue
-                if ranks.rank == rank:
-                    sends += [(tensor.view(torch.uint8), receiver) for tensor in found[name]]
-                elif ranks.rank == receiver:
-                    pair = tuple(tensor.new_empty(length) for tensor in found[name])
-                    receives += [(tensor.view(torch.uint8), rank) for tensor in pair]
-                    parts[name].append(pair)  # type: ignore[arg-type]
-        exchange(sends, receives, ranks.group, what=f"changes of {names[0]} to {names[-1]}")
-        return (
-            {name: torch.cat([positions for positions, _ in held]) for name, held in parts.items()},
-            {name: torch.cat([values for _, values in held]) for name, held in parts.items()},
+        stream, rows = self.stream, dict[str, Tensor]()
+        found = {name: self._compare(name, self._base) for name in stream.views}
+        counts = stream.ranks.all_gather({name: len(changed) for name, changed in found.items()})
+        for name, changed in found.items():
+            start, total = (sum(of[name] for of in part) for part in (counts[: stream.ranks.rank], counts))
+            box = (start, 0), tuple(changed.shape)
+            if total:  # whole once the rows that each rank has found follow each other
+                rows[name] = FlatRange(changed.view(-1), (total, changed.shape[1]), [box] if len(changed) else [])
+        gathered = TensorStream(
+            rows, None, stream.ranks.group, receivers=stream.receivers[:1], bucket_bytes=stream.bucket_bytes
         )
+        for bucket in gathered.buckets():
+            yield [patch for name, changed in bucket if gathered.receives for patch in self._patches(name, changed)]
 
-    def _compare(self, name: str, base: Mapping[tuple[str, Part], Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns places in the whole tensor and values of this rank's elements that differ from the base in a bit."""
-        view = self.stream.tensors.views[name]
-        positions = [torch.empty(0, dtype=torch.int64, device=view.device)]
-        values = [torch.empty(0, dtype=self._dtypes[name], device=view.device)]
+    def _compare(self, name: str, base: Mapping[_Key, Tensor]) -> Tensor:
+        """Returns this rank's elements that differ from the base in a bit, `[n, bytes]`: place in the whole tensor and
+        value of each."""
+        view, dtype = self.stream.views[name], self.stream.dtypes[name]
+        rows = [torch.empty(0, 8 + dtype.itemsize, dtype=torch.uint8, device=view.device)]
         for key, current in self._own(name):
-            bits = _INT_OF_BYTES[current.element_size()]
+            bits = _INT_OF_BYTES[dtype.itemsize]
             changed = (current.view(bits) != base[key].view(bits)).nonzero().view(-1)
-            if len(changed):
-                self._pending[key] = changed, current[changed]
-                positions.append(_places(key[1], view.shape, changed))
-                values.append(current[changed])
-        return torch.cat(positions), torch.cat(values)
+            self._pending[key] = changed, current[changed]
+            places = _places_in_whole(key[1], view.shape, changed)
+            columns = places.view(torch.uint8).view(-1, 8), current[changed].view(torch.uint8).view(-1, dtype.itemsize)
+            rows.append(torch.cat(columns, 1))
+        return torch.cat(rows)
 
-    def _patch(self, number: int, name: str, values: Tensor, mask: Tensor) -> Iterator[WeightPatch]:
-        tensor = self.stream.outgoing[number]
-        changed = tensor.make({name: mask}).reshape(-1).nonzero().view(-1)
-        if len(changed):
-            small = mask.numel() < 2**31
-            yield WeightPatch(
-                tensor.name,
-                changed.to(torch.int32 if small else torch.int64),
-                tensor.make({name: values}).reshape(-1)[changed],
-            )
+    def _patches(self, name: str, changed: Tensor) -> Iterator[WeightPatch]:
+        """Yields the patches of what goes out of one tensor, given its changed elements as `_compare` returns them."""
+        shape, dtype = self.stream.views[name].shape, self.stream.dtypes[name]
+        places, values = (part.contiguous().view(-1) for part in changed.split([8, dtype.itemsize], 1))
+        dense = torch.zeros(shape, dtype=dtype, device=changed.device)
+        mask = torch.zeros_like(dense, dtype=torch.bool)
+        dense.view(-1)[places.view(torch.int64)] = values.view(dtype)
+        mask.view(-1)[places.view(torch.int64)] = True
+        for tensor in self._sent_as[name]:
+            indices = tensor.make({name: mask}).reshape(-1).nonzero().view(-1)
+            if len(indices):
+                values = tensor.make({name: dense}).reshape(-1)[indices]
+                yield WeightPatch(
+                    tensor.name, indices.to(torch.int32 if mask.numel() < 2**31 else torch.int64), values
+                )
 
     def acknowledge(self) -> None:
         """Advances the base by the changes that were sent last."""
@@ -167,22 +144,10 @@ class PatchStream:
         self._pending = {}
 
 
-def _places(part: Part, shape: torch.Size, places: Tensor) -> Tensor:
-    """Returns places in the flattened whole tensor, given those in a flattened part."""
-    if part.is_run:
-        return places + part.offsets[0]
+def _places_in_whole(box: Box, shape: torch.Size, places: Tensor) -> Tensor:
+    """Returns places in the flattened whole tensor, given those in a flattened box."""
     result, rest, stride = torch.zeros_like(places), places, 1
-    for offset, size, length in zip(reversed(part.offsets), reversed(part.sizes), reversed(shape), strict=True):
+    for offset, size, length in zip(*map(reversed, (*box, shape)), strict=True):
         result += (rest % size + offset) * stride
-        rest = rest // size
-        stride *= length
+        rest, stride = rest // size, stride * length
     return result
-
-
-def _dense(shape: torch.Size, positions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a whole tensor with the values at their places, and a mask of these."""
-    dense = values.new_zeros(shape)
-    dense.view(-1)[positions] = values
-    mask = torch.zeros(shape, dtype=torch.bool, device=values.device)
-    mask.view(-1)[positions] = True
-    return dense, mask

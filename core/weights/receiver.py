@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
-from ..base.dtypes import DTYPES, dtype_name
+from ..base.dtypes import dtype_name
 from ..base.errors import WeightsError
-from .link import Backend, Link, first_line, new_hash
+from ..dist_checkpointing.gathering import ParamMeta
+from .link import Backend, Link, flat_views, from_json, new_hash, update_hash
 from .patches import WeightPatch
-from .stream import ParamMeta
-
-_Meta = tuple[torch.dtype, Sequence[int]]
 
 
 class WeightReceiver:
@@ -71,38 +68,32 @@ class WeightReceiver:
         if header is None:
             raise WeightsError("no round of weights began in time; look at the trainer's output")
         self._round += 1
-        refusal = self._refusal(header)
-        link.write(f"{key}/vote/{link.rank}", refusal)
-        if refusal or not link.read(f"{key}/begins"):
-            raise WeightsError(
-                f"the round of weights did not begin: {refusal or 'another receiver refused or is lost'}"
-            )
-        digest = new_hash(header)
+        link.write(f"{key}/vote/{link.rank}", self._refusal(header))
+        digest, version = new_hash(header), int(header["version"])
         try:
-            commit = (self._take_patch if header["kind"] == "patch" else self._take_all)(key, header, digest)
-            sent = link.read(f"{key}/hash")
-            if sent is None:
-                raise RuntimeError("its hash did not come within the limit")
+            received, sent = self._take(key, digest)
+            if sent != digest.hexdigest():
+                raise RuntimeError("the bytes that arrived are not those that were sent")
         except RuntimeError as error:
-            link.write(f"{key}/done/{link.rank}", "the connection was lost")
+            link.write(f"{key}/done/{link.rank}", str(error))
             raise WeightsError(
-                f"the sender of weights was lost ({first_line(error)}); the last version stays"
+                f"version {version} of the weights was not received ({error}); the last one stays"
             ) from error
-        damage = "" if sent == digest.hexdigest() else "the bytes that arrived are not those that were sent"
-        if not damage:
-            commit()
-            self.version, self._state = header["version"], digest.hexdigest()
-        link.write(f"{key}/done/{link.rank}", damage)
-        if damage:
-            raise WeightsError(f"version {header['version']} of the weights is damaged: {damage}; the last one stays")
-        return int(header["version"])
+        if header["kind"] == "patch":
+            for (name, indices), (_, values) in zip(received[::2], received[1::2], strict=True):
+                WeightPatch(name, indices, values).apply(self.weights[name])
+        else:
+            self.weights = dict(received)
+        self.version, self._state = version, sent
+        link.write(f"{key}/done/{link.rank}", "")
+        return version
 
     def _refusal(self, header: Mapping[str, Any]) -> str:
         if header["kind"] == "patch":
             if header["base"] == self._state:
                 return ""
             return f"the patch is of another base than version {self.version}, which is here; send all weights"
-        sent = {name: ParamMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in header["tensors"]}
+        sent = {meta.name: meta for meta in from_json(header["tensors"])}
         expected = sent if self._expected is None else self._expected
         for name in sorted(sent.keys() | expected.keys()):
             if name not in sent or name not in expected:
@@ -111,39 +102,22 @@ class WeightReceiver:
                 return f"{name} comes as {_shown(sent[name])}, and is {_shown(expected[name])} here"
         return ""
 
-    def _take_all(self, key: str, header: Mapping[str, Any], digest: Any) -> Callable[[], None]:
-        metas: dict[str, _Meta] = {name: (DTYPES[dtype], shape) for name, dtype, shape in header["tensors"]}
-        received: dict[str, Tensor] = {}
-        for names in header["buckets"]:
-            received |= zip(names, self._bucket([metas[name] for name in names], digest), strict=True)
-        return lambda: setattr(self, "weights", received)
-
-    def _take_patch(self, key: str, header: Mapping[str, Any], digest: Any) -> Callable[[], None]:
-        patches: list[WeightPatch] = []
-        for number in range(header["num_buckets"]):
-            heads = self._link.read(f"{key}/bucket/{number}")
-            if heads is None:
-                raise RuntimeError("no further bucket came within the limit")
-            metas = [(dtype, [n]) for name, n, kind in heads for dtype in (DTYPES[kind], self.weights[name].dtype)]
-            parts = self._bucket(metas, digest)
-            names = [name for name, _, _ in heads]
-            patches += [WeightPatch(*patch) for patch in zip(names, parts[::2], parts[1::2], strict=True)]
-
-        def commit() -> None:
-            for patch in patches:
-                patch.apply(self.weights[patch.name])
-
-        return commit
-
-    def _bucket(self, metas: Sequence[_Meta], digest: Any) -> list[Tensor]:
-        """Receives a bucket, and returns its tensors in memory of their own."""
-        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in metas]
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        if len(packed):
-            self._link.broadcast(packed)
-            digest.update(packed.cpu().numpy())
-        parts = zip(packed.split(sizes), metas, strict=True) if sizes else ()
-        return [part.clone().view(dtype).view(*shape) for part, (dtype, shape) in parts]
+    def _take(self, key: str, digest: Any) -> tuple[list[tuple[str, Tensor]], str]:
+        """Returns what comes in a round, in memory of its own, and the hash that comes after it."""
+        received, last, number = list[tuple[str, Tensor]](), list[Tensor](), 0
+        while isinstance(head := self._link.read(f"{key}/bucket/{number}"), list):
+            metas = from_json(head)
+            flats, views = flat_views(metas, self.device)
+            arriving = self._link.broadcast(flats)
+            update_hash(digest, last)  # while these arrive
+            for work in arriving:
+                work.wait()
+            received += [(meta.name, view) for meta, view in zip(metas, views, strict=True)]
+            last, number = flats, number + 1
+        if not isinstance(head, str):
+            raise RuntimeError(head["failure"] if head else "the sender was lost")
+        update_hash(digest, last)
+        return received, head
 
 
 def _shown(meta: ParamMeta) -> str:

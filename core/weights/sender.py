@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
-from ..base.dtypes import dtype_name
-from ..base.errors import ShardstackError, WeightsError
-from .link import Backend, Link, first_line, new_hash
+from ..base.errors import CheckpointError, ShardstackError, WeightsError
+from ..dist_checkpointing.gathering import ParamMeta
+from .link import Backend, Link, as_json, first_line, flat_views, new_hash, update_hash
 from .patches import PatchStream
 from .stream import WeightStream
 
-_Bucket = tuple[Any, list[int], Iterable[Tensor]]
-"""What receivers have to know of a patch's bucket, or None, the bytes of each tensor, and the tensors."""
+T = TypeVar("T")
+_Bucket = tuple[list[ParamMeta], Iterable[Tensor]]
+"""What a bucket has, and its tensors, which are made when they are asked for."""
 
 _ANSWER_S = 5.0
 """Seconds in which a receiver answers whose broadcast has failed. One that does not is the one that is lost."""
@@ -55,8 +54,8 @@ class WeightSender:
         limit_s: float = 300.0,
         backend: Backend = "gloo",
     ) -> None:
-        self.stream, self.ranks = stream, stream.tensors.ranks
-        self.sends = self.ranks.rank == stream.tensors.receivers[0]
+        self.stream, self.ranks = stream, stream.ranks
+        self.sends = self.ranks.rank == stream.receivers[0]
         # Knows what the receivers have, where patches are sent; fixed.
         self._patches = PatchStream(stream) if patches else None
         # Rounds so far, failed ones included, and the hash that names the version of all receivers: "" before the
@@ -64,25 +63,17 @@ class WeightSender:
         self._round, self._state = 0, ""
         # Bytes of the last round's buckets, on the rank that sends. Each round sets it.
         self.sent_bytes = 0
-        # The group with the receivers, on the rank that sends; None elsewhere, and after a receiver was lost.
-        self._link: Link | None = None
+        # Broadcasts of the bucket that is on its way, on the rank that sends: while the next one is gathered.
+        self._sending: list[dist.Work] = []
+        # The connections to the receivers, on the rank that sends; None elsewhere.
+        self._link = self._on_sender(lambda: Link(address, 0, num_receivers, limit_s, backend))
 
-        def connect() -> None:
-            self._link = Link(address, 0, num_receivers, limit_s, backend)
-
-        self._agreed(connect)
-
-    def _agreed(self, run: Callable[[], None]) -> None:
+    def _on_sender(self, run: Callable[[], T]) -> T | None:
         """Runs something on the rank that sends, and raises its error on all ranks."""
-        message = ""
         try:
-            if self.sends:
-                run()
-        except ShardstackError as error:
-            message = str(error)
-        failures = [text for text in self.ranks.all_gather(message) if text]
-        if failures:
-            raise WeightsError(failures[0])
+            return self.ranks.on_all(lambda: run() if self.sends else None)
+        except CheckpointError as error:
+            raise WeightsError(str(error)) from error
 
     def send(self, version: int) -> None:
         """Sends all weights. Receivers have them when it returns.
@@ -93,9 +84,8 @@ class WeightSender:
         """
         if self._patches is not None:
             self._patches.restart()
-        tensors = [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in self.stream.metadata()]
-        described = {"tensors": tensors, "buckets": self.stream.bucket_names()}
-        self._send_round({"kind": "full", "version": version, "base": "", **described}, self._full_buckets())
+        header = {"kind": "full", "version": version, "base": "", "tensors": as_json(self.stream.metadata())}
+        self._send_round(header, self._full_buckets())
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -110,87 +100,80 @@ class WeightSender:
         if not self._state:
             self.send(version)
             return
-        buckets = len(self.stream.tensors.bucket_names())
-        header = {"kind": "patch", "version": version, "base": self._state, "num_buckets": buckets}
+        header = {"kind": "patch", "version": version, "base": self._state}
         self._send_round(header, self._patch_buckets(self._patches))
         self._patches.acknowledge()
 
     def _full_buckets(self) -> Iterator[_Bucket]:
-        num_bytes = {m.name: math.prod(m.shape) * m.dtype.itemsize for m in self.stream.metadata()}
+        metas = {meta.name: meta for meta in self.stream.metadata()}
         for names, bucket in zip(self.stream.bucket_names(), self.stream.buckets(), strict=True):
-            yield None, [num_bytes[name] for name in names], (tensor for _, tensor in bucket)
+            yield [metas[name] for name in names], (tensor for _, tensor in bucket)
 
     def _patch_buckets(self, patches: PatchStream) -> Iterator[_Bucket]:
         for bucket in patches.changes():
-            heads = [[patch.name, len(patch.indices), dtype_name(patch.indices.dtype)] for patch in bucket]
-            parts = [part for patch in bucket for part in (patch.indices, patch.values)]
-            yield heads, [part.numel() * part.element_size() for part in parts], parts
+            parts = [(patch.name, part) for patch in bucket for part in (patch.indices, patch.values)]
+            yield [ParamMeta(name, part.dtype, tuple(part.shape)) for name, part in parts], [part for _, part in parts]
 
     def _send_round(self, header: Mapping[str, Any], buckets: Iterator[_Bucket]) -> None:
         self._round += 1
-        key, digest, failures = f"round/{self._round}", new_hash(header), list[WeightsError]()
         self._state, self.sent_bytes = "", 0
-        self._agreed(lambda: self._run(lambda link: self._open(link, key, header)))
-        for number, bucket in enumerate(buckets):  # to the end in any case: the other ranks gather along
-            if self.sends and not failures:
+        key, digest, failure, number = f"round/{self._round}", new_hash(header), "", 0
+        self._on_sender(lambda: self._open(key, header))
+        for number, bucket in enumerate(buckets, 1):  # to the end in any case: the other ranks gather along
+            if self.sends and not failure:
                 try:
-                    self._run(partial(self._send_bucket, key, number, bucket, digest))
-                except WeightsError as error:
-                    failures.append(error)
+                    self._send_bucket(key, number - 1, bucket, digest)
+                except ShardstackError as error:
+                    failure = str(error)
 
-        def close(link: Link) -> None:
-            link.write(f"{key}/hash", digest.hexdigest())
+        def close() -> None:
+            if failure:
+                raise WeightsError(failure)
+            self._finish_bucket(key, number)
+            link = self._connected()
+            link.write(f"{key}/bucket/{number}", digest.hexdigest())
             link.check_answers(f"{key}/done", "confirm the weights")
 
-        def end() -> None:
-            for failure in failures:
-                raise failure
-            self._run(close)
-
-        self._agreed(end)
+        self._on_sender(close)
         self._state = digest.hexdigest()
 
-    def _run(self, step: Callable[[Link], None]) -> None:
-        if self._link is None:
+    def _connected(self) -> Link:
+        if self._link is None or self._link.group is None:
             raise WeightsError("receivers of weights were lost before; make a new WeightSender once they are back")
-        try:
-            step(self._link)
-        except WeightsError as error:
-            if "within the limit" in str(error):
-                self._link = None
-            raise
+        return self._link
 
-    def _open(self, link: Link, key: str, header: Mapping[str, Any]) -> None:
+    def _open(self, key: str, header: Mapping[str, Any]) -> None:
+        link = self._connected()
         link.write(f"{key}/header", header)
         try:
             link.check_answers(f"{key}/vote", "accept the weights")
-        except WeightsError:
-            link.write(f"{key}/begins", False)
+        except WeightsError as error:
+            link.write(f"{key}/bucket/0", {"failure": str(error)})
             raise
-        link.write(f"{key}/begins", True)
 
-    def _send_bucket(self, key: str, number: int, bucket: _Bucket, digest: Any, link: Link) -> None:
-        head, num_bytes, tensors = bucket
-        packed = _packed(tensors, num_bytes)
-        if head is not None:
-            link.write(f"{key}/bucket/{number}", head)
+    def _send_bucket(self, key: str, number: int, bucket: _Bucket, digest: Any) -> None:
+        """Waits until the bucket before has arrived, and starts to send one."""
+        self._finish_bucket(key, number)
+        metas, tensors = bucket
+        flats, views = flat_views(metas, next(iter(self.stream.views.values())).device)
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+        link = self._connected()
+        link.write(f"{key}/bucket/{number}", as_json(metas))
+        self._sending = link.broadcast(flats)
+        update_hash(digest, flats)
+        self.sent_bytes += sum(flat.numel() * flat.element_size() for flat in flats)
+
+    def _finish_bucket(self, key: str, number: int) -> None:
+        """Waits until the bucket before number `number` has arrived."""
+        link = self._connected()
         try:
-            if len(packed):
-                link.broadcast(packed)
+            for work in self._sending:
+                work.wait()
         except RuntimeError as error:
             link.close()  # or receivers that are not lost would wait for bytes, and not answer
+            link.write(f"{key}/bucket/{number}", {"failure": "the connection to another receiver was lost"})
             link.check_answers(f"{key}/done", "take the weights", _ANSWER_S)
             raise WeightsError(f"weights could not be sent within the limit ({first_line(error)})") from error
-        digest.update(packed.cpu().numpy())
-        self.sent_bytes += len(packed)
-
-
-def _packed(tensors: Iterable[Tensor], num_bytes: Sequence[int]) -> Tensor:
-    """Returns the bytes of tensors, one after the other. Each is dropped before the next is made."""
-    packed = torch.empty(0, dtype=torch.uint8)
-    start = 0
-    for tensor, size in zip(tensors, num_bytes, strict=True):
-        packed = packed if len(packed) else torch.empty(sum(num_bytes), dtype=torch.uint8, device=tensor.device)
-        packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
-        start += size
-    return packed
+        finally:
+            self._sending = []

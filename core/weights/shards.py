@@ -6,32 +6,18 @@ one to the other, in the dtype of the stream.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import ConfigError, WeightsError
-from ..comm.collectives import exchange
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import Box, held_boxes
+from ..dist_checkpointing.flat_range import Box
+from ..dist_checkpointing.gathering import held_parts, move
 from .stream import WeightStream
-
-
-@dataclass
-class _Side:
-    """What one rank has, or wants."""
-
-    is_receiver: bool
-    metas: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Dtype and shape of each tensor, by name, in the order of exchange."""
-    boxes: dict[str, list[Box]] = field(default_factory=dict)
-    buckets: list[list[str]] = field(default_factory=list)
 
 
 def send_shards(stream: WeightStream, group: ProcessGroup) -> None:
@@ -53,13 +39,9 @@ def send_shards(stream: WeightStream, group: ProcessGroup) -> None:
             f"shards of {made[0]} were asked for, which is made out of other tensors; use WeightStream(names='module')"
         )
     stream.check_between_steps()
-    held, side = dict[str, list[tuple[Box, Tensor]]](), _Side(False, buckets=stream.bucket_names())
-    for tensor, meta in zip(stream.outgoing, stream.metadata(), strict=True):
-        boxes = held_boxes(stream.tensors.views[tensor.sources[0]])
-        held[meta.name] = [((tuple(offsets), tuple(piece.shape)), piece.detach()) for offsets, piece in boxes]
-        side.metas[meta.name] = dtype_name(meta.dtype), meta.shape
-        side.boxes[meta.name] = [box for box, _ in held[meta.name]]
-    _exchange_all(side, held, group)
+    held = {tensor.name: held_parts(stream.views[tensor.sources[0]]) for tensor in stream.outgoing}
+    metas = {meta.name: (dtype_name(meta.dtype), meta.shape) for meta in stream.metadata()}
+    _move_all(held, metas, group, stream.bucket_names())
 
 
 def receive_shards(targets: Mapping[str, Tensor], group: ProcessGroup) -> None:
@@ -73,59 +55,38 @@ def receive_shards(targets: Mapping[str, Tensor], group: ProcessGroup) -> None:
     Raises:
         WeightsError: on all ranks, before the first byte: a name, shape or dtype is not that of the stream.
     """
-    held = {
-        name: [((tuple(offsets), tuple(piece.shape)), piece) for offsets, piece in held_boxes(target.detach())]
-        for name, target in targets.items()
-    }
+    held = {name: held_parts(target) for name, target in targets.items()}
     metas = {name: (dtype_name(target.dtype), tuple(target.shape)) for name, target in targets.items()}
-    _exchange_all(_Side(True, metas, {name: [box for box, _ in boxes] for name, boxes in held.items()}), held, group)
+    _move_all(held, metas, group)
 
 
-def _exchange_all(own: _Side, held: Mapping[str, Sequence[tuple[Box, Tensor]]], group: ProcessGroup) -> None:
+def _move_all(
+    held: Mapping[str, Mapping[Box, Tensor]],
+    metas: Mapping[str, tuple[str, tuple[int, ...]]],
+    group: ProcessGroup,
+    buckets: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Moves what senders hold into what receivers, which have no `buckets`, hold.
+
+    Args:
+        metas: dtype and shape of each tensor.
+    """
     ranks = Ranks(group)
-    sides = ranks.all_gather(own)
-    senders = [rank for rank, side in enumerate(sides) if not side.is_receiver]
-    receivers = [rank for rank, side in enumerate(sides) if side.is_receiver]
-    if not senders or not receivers:
+    sides = dict(enumerate(ranks.all_gather((buckets, metas, {name: [*boxes] for name, boxes in held.items()}))))
+    wanted = {rank: boxes for rank, (order, _, boxes) in sides.items() if order is None}
+    senders = [rank for rank in sides if rank not in wanted]
+    if not senders or not wanted:
         raise WeightsError(f"shards need senders and receivers in one group, which has {len(senders)} senders")
-    metas = sides[senders[0]].metas
-    for rank in receivers:
-        for name, meta in sides[rank].metas.items():
-            if metas.get(name) != meta:
-                raise WeightsError(f"rank {rank} wants {name} as {meta}, and it is sent as {metas.get(name)}")
-    for names in sides[senders[0]].buckets:
-        sends, receives, copies = list[tuple[Tensor, int]](), list[tuple[Tensor, int]](), list[tuple[Tensor, Tensor]]()
-        for name in names:
-            pieces = dict(held.get(name, ()))
-            owners: dict[Box, list[int]] = {}
-            for rank in senders:
-                for box in sides[rank].boxes[name]:
-                    owners.setdefault(box, []).append(rank)
-            wishes = [(receiver, box) for receiver in receivers for box in sides[receiver].boxes.get(name, ())]
-            for (receiver, wanted), (box, replicas) in itertools.product(wishes, owners.items()):
-                source, common = replicas[receiver % len(replicas)], _overlap(box, wanted)
-                if common is None or ranks.rank not in (source, receiver):
-                    continue
-                if ranks.rank == source:
-                    part = pieces[box][_within(common, box)].to(DTYPES[metas[name][0]]).contiguous()
-                    sends.append((part.view(-1).view(torch.uint8), receiver))
-                else:
-                    target = pieces[wanted][_within(common, wanted)]
-                    copies.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
-                    receives.append((copies[-1][1].view(-1).view(torch.uint8), source))
-        exchange(sends, receives, group, what=f"shards of {names[0]} to {names[-1]}")
-        for target, received in copies:
-            target.copy_(received)
-
-
-def _overlap(first: Box, second: Box) -> Box | None:
-    bounds = [(max(a, b), min(a + size, b + other)) for a, size, b, other in zip(*first, *second, strict=True)]
-    if any(start >= end for start, end in bounds):
-        return None
-    return tuple(start for start, _ in bounds), tuple(end - start for start, end in bounds)
-
-
-def _within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Returns the place of a part in the tensor of its box."""
-    places = [(start - offset, size) for start, size, offset in zip(*part, box[0], strict=True)]
-    return tuple(slice(start, start + size) for start, size in places)
+    order, sent, _ = sides[senders[0]]
+    for rank in wanted:
+        for name, meta in sides[rank][1].items():
+            if sent.get(name) != meta:
+                raise WeightsError(f"rank {rank} wants {name} as {meta}, and it is sent as {sent.get(name)}")
+    owners: dict[str, dict[Box, list[int]]] = {name: {} for name in sent}
+    for rank in senders:
+        for name, boxes in sides[rank][2].items():
+            for box in boxes:
+                owners[name].setdefault(box, []).append(rank)
+    dtypes = {name: DTYPES[dtype] for name, (dtype, _) in sent.items()}
+    for names in order or ():
+        move(names, owners, held, wanted, held, ranks, dtypes)

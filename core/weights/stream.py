@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,26 +13,16 @@ from torch.distributed import ProcessGroup
 from ..base.errors import ConfigError, ShardstackError
 from ..base.text import choices, listed
 from ..dist_checkpointing import model_state_dict
-from ..dist_checkpointing.format.writer import is_of_first_rank
-from ..dist_checkpointing.gathering import BUCKET_BYTES, WholeTensors
+from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
-from .names import Adapters, Names, Outgoing, outgoing
+from .names import Adapters, Names, outgoing
 
 _NUM_LISTED = 5
 
 
-@dataclass(frozen=True)
-class ParamMeta:
-    """Name, dtype and shape of a tensor as receivers get it, with the fields of vLLM's class of this name."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class WeightStream:
+class WeightStream(TensorStream):
     """The weights of a model as ``(name, tensor)`` pairs of whole tensors, in a fixed order, as often as one likes.
 
     It has the members of vLLM's ``WeightSource``, `metadata` and iteration, so that its trainer engines take it::
@@ -82,39 +73,14 @@ class WeightStream:
             raise ConfigError(f"names is {names!r}; {choices(str(names), ('hugging_face', 'megatron', 'module'))}")
         if adapters not in ("merge", "only"):
             raise ConfigError(f"adapters is {adapters!r}; {choices(str(adapters), ('merge', 'only'))}")
-        # All fixed: what goes out, in order, and the wrapper whose parameters it reads.
-        self.wrapper, self.dtype = wrapper, dtype
+        self.wrapper = wrapper  # whose parameters it reads
         model = unwrap_model(wrapper)
         views = model_state_dict(model)
-        sent = outgoing(model, views, names, vocab_size=vocab_size, adapters=adapters)
-        self.outgoing: list[Outgoing] = _selected(sent, only)
-        bundles = list(dict.fromkeys(tensor.sources for tensor in self.outgoing))
-        needed = {name: views[name] for bundle in bundles for name in bundle}
-        self.tensors = WholeTensors(
-            needed, process_group, receivers=receivers, bucket_bytes=bucket_bytes, bundles=bundles
-        )
-        unknown = [rank for rank in self.tensors.receivers if not 0 <= rank < self.tensors.ranks.size]
+        sent = _selected(outgoing(model, views, names, vocab_size=vocab_size, adapters=adapters), only)
+        super().__init__(views, sent, process_group, dtype=dtype, receivers=receivers, bucket_bytes=bucket_bytes)
+        unknown = [rank for rank in self.receivers if not 0 <= rank < self.ranks.size]
         if unknown:
-            raise ConfigError(f"receivers has rank {unknown[0]}, and the group has {self.tensors.ranks.size} ranks")
-        self._metadata = [ParamMeta(tensor.name, self._wire_dtype(tensor), tensor.shape) for tensor in self.outgoing]
-
-    def _wire_dtype(self, tensor: Outgoing) -> torch.dtype:
-        """Returns what a tensor is rounded to. Buffers keep their dtype: a rounded bias would choose other experts."""
-        casts = tensor.dtype.is_floating_point and not is_of_first_rank(self.tensors.views[tensor.sources[0]])
-        return self.dtype if self.dtype is not None and casts else tensor.dtype
-
-    def metadata(self) -> list[ParamMeta]:
-        """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
-        return list(self._metadata)
-
-    def bucket_names(self) -> list[list[str]]:
-        """Returns the names of each bucket, in order. No communication."""
-        return [[tensor.name for tensor in bucket] for bucket in self._buckets()]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors. A tensor may be the model's own memory: do not write to it."""
-        for bucket in self.buckets():
-            yield from bucket
+            raise ConfigError(f"receivers has rank {unknown[0]}, and the group has {self.ranks.size} ranks")
 
     def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yields the tensors of each bucket together. A bucket is gathered on all ranks when it is yielded, and each
@@ -124,9 +90,7 @@ class WeightStream:
             ShardstackError: a step has begun, and its backward has not been followed by `finalize_model_grads`.
         """
         self.check_between_steps()
-        gathered = self.tensors.buckets()
-        for sent in self._buckets():
-            yield self._made(sent, next(gathered))
+        yield from super().buckets()
 
     def check_between_steps(self) -> None:
         """Raises unless weights may be read, and waits until they are those of the last optimizer step.
@@ -141,22 +105,6 @@ class WeightStream:
                     "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
                 )
             self.wrapper.settle_parameters()
-
-    def _made(self, sent: Sequence[Outgoing], wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for tensor in sent:
-            dtype = self._wire_dtype(tensor)
-            if self.tensors.receives:
-                yield tensor.name, tensor.make(wholes).detach().to(dtype)
-            else:
-                yield tensor.name, torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-    def _buckets(self) -> list[list[Outgoing]]:
-        """Returns what is sent of each bucket that is gathered."""
-        bucket_of = {name: number for number, names in enumerate(self.tensors.bucket_names()) for name in names}
-        buckets: list[list[Outgoing]] = [[] for _ in range(len(set(bucket_of.values())))]
-        for tensor in self.outgoing:
-            buckets[bucket_of[tensor.sources[0]]].append(tensor)
-        return buckets
 
 
 def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing]:
@@ -187,10 +135,11 @@ def flattened(bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[Tensor, list[F
     tensor in it."""
     made = []
     for dtype in dict.fromkeys(tensor.dtype for _, tensor in bucket):
-        places, end = [], 0
-        tensors = [(name, tensor) for name, tensor in bucket if tensor.dtype == dtype]
-        for name, tensor in tensors:
-            start, end = end, end + tensor.numel()
-            places.append(FlattenedTensorMetadata(name, tensor.shape, dtype, start, end, tensor.numel()))
-        made.append((torch.cat([tensor.reshape(-1) for _, tensor in tensors]), places))
+        named = [(name, tensor) for name, tensor in bucket if tensor.dtype == dtype]
+        ends = itertools.accumulate(tensor.numel() for _, tensor in named)
+        places = [
+            FlattenedTensorMetadata(name, tensor.shape, dtype, end - tensor.numel(), end, tensor.numel())
+            for (name, tensor), end in zip(named, ends, strict=True)
+        ]
+        made.append((torch.cat([tensor.reshape(-1) for _, tensor in named]), places))
     return made

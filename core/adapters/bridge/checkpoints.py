@@ -23,7 +23,7 @@ from ...dist_checkpointing import load, load_model_state_dict, model_state_dict,
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
-from ...dist_checkpointing.gathering import gather_whole
+from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
@@ -128,7 +128,7 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
     if isinstance(model, _BaseDataParallel):
         model.settle_parameters()
     receivers = [rank for rank, keeps in enumerate(Ranks().all_gather(keep)) if keeps]
-    gathered = gather_whole(model_state_dict(unwrap_model(model)), receivers=receivers)
+    gathered = TensorStream(model_state_dict(unwrap_model(model)), receivers=receivers)
     return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if keep}
 
 

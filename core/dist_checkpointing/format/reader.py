@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...base.files import JSON_BYTES, BoundsError, read_file
-from ..flat_range import held_boxes
+from ..flat_range import held_boxes, overlap
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 from .torch_files import read_tensor_archive, read_torch_index
 
@@ -54,13 +54,8 @@ class PieceReader:
     ) -> Iterator[tuple[Piece, Slices, Slices]]:
         """Yields the pieces that overlap a box of a tensor, each with the slices of both that they share."""
         for piece in self.index.tensors[name].pieces:
-            bounds = [
-                (max(a, b), min(a + a_size, b + b_size), a, b)
-                for a, a_size, b, b_size in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)
-            ]
-            if all(start < stop for start, stop, _, _ in bounds):
-                inside = tuple(slice(start - a, stop - a) for start, stop, a, _ in bounds)
-                yield piece, inside, tuple(slice(start - b, stop - b) for start, stop, _, b in bounds)
+            if shared := overlap((tuple(offsets), tuple(sizes)), (piece.offsets, piece.sizes)):
+                yield piece, *shared
 
     def _read_into(self, target: Tensor, piece: Piece) -> None:
         """Reads a whole piece straight into the memory of its target."""

@@ -33,8 +33,8 @@ from ...base.errors import CheckpointError
 from ...base.files import BoundsError, read_json, write_durably
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
-from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
-from ...dist_checkpointing.gathering import WholeTensors
+from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors, load_foreign
+from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
     read_safetensors_index,
@@ -201,27 +201,16 @@ def save_hugging_face(
             f"the model has LoRA adapters, which a {layout} has no place for; merge them first "
             "(core.transformer.lora.merge_lora)"
         )
-    shapes = foreign_shapes(recipes, {name: tuple(tensor.shape) for name, tensor in ours.items()})
-    recipe_of = {run.source: recipe for recipe in recipes for run in recipe.runs}
-    # Casting a router's bias, a buffer, would change the choice of experts.
-    dtypes = {name: tensor.dtype if name.endswith("expert_bias") else dtype for name, tensor in ours.items()}
-    plan = {
-        name: (dtypes[recipe_of[name].name] or ours[recipe_of[name].name].dtype, shape)
-        for name, shape in shapes.items()
-    }
-    gathered = _Gathered(ours, recipes, process_group)
-
-    def make(name: str) -> torch.Tensor:
-        recipe = recipe_of[name]
-        return make_foreign(name, shapes[name], [recipe], {recipe.name: gathered(recipe)}).to(plan[name][0])
+    stream = TensorStream(ours, foreign_tensors(recipes, ours), process_group, dtype=dtype, receivers=[0])
+    plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
 
     def describe(into: Path) -> None:
-        kinds = (kind for name, (kind, _) in plan.items() if not recipe_of[name].name.endswith("expert_bias"))
+        kinds = [plan[sent.name][0] for sent in stream.outgoing if not sent.sources[0].endswith("expert_bias")]
         largest = max(kinds, key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
         write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
 
-    save_folder(folder, plan, make, describe, ranks, max_shard_bytes=max_shard_bytes)
+    save_folder(folder, plan, iter(stream), describe, ranks, max_shard_bytes=max_shard_bytes)
 
 
 def load_hugging_face(
@@ -310,21 +299,3 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
         return architecture
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-class _Gathered:
-    """The model's tensors whole on the first rank, gathered in the order of their recipes, a bucket at a time."""
-
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], recipes: Iterable[Recipe], group: ProcessGroup | None
-    ) -> None:
-        needed = {recipe.name: tensors[recipe.name] for recipe in recipes}
-        self._buckets = WholeTensors(needed, group, receivers=[0]).buckets()
-        # The bucket that was gathered last, which owns its memory. The next one replaces it.
-        self._bucket: dict[str, torch.Tensor] = {}
-
-    def __call__(self, recipe: Recipe) -> torch.Tensor:
-        while recipe.name not in self._bucket:
-            self._bucket = {}
-            self._bucket = next(self._buckets)
-        return self._bucket[recipe.name]

@@ -29,8 +29,8 @@ MUTATIONS = (
     Mutation(
         "a receiver does not compare hashes",
         "core.weights.receiver.WeightReceiver.receive",
-        r"sent == digest\.hexdigest\(\)",
-        "sent",
+        r"sent != digest\.hexdigest\(\)",
+        "not sent",
         ("tests/unit/weights/test_transport.py",),
     ),
     Mutation(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.dist_checkpointing import model_state_dict
-from core.dist_checkpointing.gathering import gather_whole
+from core.dist_checkpointing.gathering import TensorStream
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -55,7 +55,7 @@ def _train(model: Any) -> list[Tensor]:
 
 
 def _wholes(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in gather_whole(model_state_dict(unwrap_model(model)))}
+    return {name: tensor.detach().clone() for name, tensor in TensorStream(model_state_dict(unwrap_model(model)))}
 
 
 def _trained(kind: str, method: str) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from core import parallel_state
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.dist_checkpointing.gathering import gather_whole
+from core.dist_checkpointing.gathering import TensorStream
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -64,7 +64,7 @@ def _step(model: Any, optimizer: MegatronOptimizer, index: int, factor: float = 
 
 
 def _wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in gather_whole(tensors)}
+    return {name: tensor.detach().clone() for name, tensor in TensorStream(tensors)}
 
 
 def _averages(optimizer: MegatronOptimizer) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def _streams(kind: str) -> tuple[dict[str, torch.Tensor], set[str], dict[str, to
     model = wrap_model(_of_peft(), SimpleNamespace(), CONFIGS[kind](), process_group=dist.group.WORLD)
     stream = WeightStream(model, adapters="only")
     merged = {name: value.clone() for name, value in WeightStream(model)}
-    return {name: value.clone() for name, value in stream}, set(stream.tensors.views), merged
+    return {name: value.clone() for name, value in stream}, set(stream.views), merged
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

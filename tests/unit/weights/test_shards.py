@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from core.base.errors import ConfigError, WeightsError
-from core.dist_checkpointing.gathering import WholeTensors
 from core.weights import WeightStream, receive_shards, send_shards
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -43,7 +42,7 @@ def _moves(kind: str, tp: int, trainers: int, placement: Any, dtype: torch.dtype
     stream = WeightStream(model, "module", dtype=dtype, bucket_bytes=BUCKET, process_group=groups[receives])
     if not receives:
         train(model, optimizer_of(model), 0)
-        with mock.patch.object(WholeTensors, "_gather", side_effect=AssertionError("a gather")):
+        with mock.patch.object(WeightStream, "_gather", side_effect=AssertionError("a gather")):
             send_shards(stream, dist.group.WORLD)
         expected = dict(stream)
     else:
@@ -109,7 +108,7 @@ def _live(placement: Any) -> tuple[int, int]:
     receives = dist.get_rank() >= 2
     model = wrapped("fsdp2", gpt(num_layers=4), group=groups[receives])
     stream = WeightStream(model, "module", bucket_bytes=10000, process_group=groups[receives])
-    largest = max(view.numel() * view.element_size() for view in stream.tensors.views.values())
+    largest = max(view.numel() * view.element_size() for view in stream.views.values())
     targets = _targets(stream, placement, DeviceMesh.from_group(groups[1], "cpu")) if receives else {}
     with LiveBytes() as live:
         receive_shards(targets, dist.group.WORLD) if receives else send_shards(stream, dist.group.WORLD)

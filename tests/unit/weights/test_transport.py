@@ -138,7 +138,7 @@ def test_a_bad_patch_is_refused_and_the_next_round_mends_it(fault: str, tmp_path
 def test_other_shapes_are_refused_before_the_first_byte(tmp_path: Path):
     results = run_distributed(_fault, TRAINERS + RECEIVERS, "shape", tmp_path / "store")
     assert "not known here" in results[0][0][0] and "receiver 2" in results[0][0][0]
-    assert results[1][0][0] == results[0][0][0] and "another receiver refused" in results[2][0][0]
+    assert results[1][0][0] == results[0][0][0] and all(results[0][0][0] in results[rank][0][0] for rank in (2, 3))
     assert results[3][1] == {}
 
 
@@ -269,8 +269,8 @@ def _live(kind: str, path: Path, bucket: int) -> tuple[int, int]:
     model = wrapped(kind, gpt(num_layers=4), group=group)
     stream = WeightStream(model, receivers=[0], bucket_bytes=bucket, process_group=group)
     sender = WeightSender(stream, store, RECEIVERS, limit_s=LIMIT_S)
-    stream.tensors.owners()
-    largest = max(view.numel() * view.element_size() for view in stream.tensors.views.values())
+    stream.owners()
+    largest = max(view.numel() * view.element_size() for view in stream.views.values())
     with LiveBytes() as live:
         sender.send(0)
     return live.peak, 2 * bucket + largest

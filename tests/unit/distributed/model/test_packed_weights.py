@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from core.base.errors import ParallelConfigError, WrapError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.dist_checkpointing.gathering import gather_whole
+from core.dist_checkpointing.gathering import TensorStream
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -95,7 +95,7 @@ def _train(model: Any, width: int = WIDTH) -> list[Tensor]:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in gather_whole(model_state_dict(unwrap_model(model)))}
+    return {name: tensor.detach().clone() for name, tensor in TensorStream(model_state_dict(unwrap_model(model)))}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
