@@ -23,8 +23,9 @@ from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .gradient_state import GradientChecks, GradientState
 from .gradient_tree import GradientTree
-from .groups import Ranks, find_groups
+from .groups import Ranks, find_groups, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
+from .model.left_out import leave_out
 from .model.offloaded_activations import offload_activations
 from .model.packed_weights import hold_packed_weights
 from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
@@ -133,6 +134,8 @@ class _BaseDataParallel(EngineVerbs):
         reject_wrapped(module, (_BaseDataParallel,))
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(cls.__name__, instances, ranks, pg_collection)
+        shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
+        groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         reject_expert_parameters(module, config, groups)
         reject_unfit(module)
         classes = DEFAULT_UNIT_CLASSES if unit_classes is None else unit_classes
@@ -269,7 +272,7 @@ class _BaseDataParallel(EngineVerbs):
     @property
     def _adds_exactly(self) -> bool:
         """Whether a second reduction leaves reduced gradients unchanged: a mean of equal values does, a sum not."""
-        marked = (getattr(parameter, "sequence_parallel", False) for parameter in self.module.parameters())
+        marked = (getattr(parameter, "sequence_parallel", False) for _, parameter in managed_parameters(self.module))
         return not self.sums_gradients and self._tree is None and not any(marked)
 
     def check_may_step(self, optimizer: str) -> None:
@@ -300,7 +303,7 @@ class _BaseDataParallel(EngineVerbs):
         """
         self.settle_parameters()
         broadcast_tensors(self.module.buffers(), self.process_group)
-        for parameter in self.module.parameters():
+        for _, parameter in managed_parameters(self.module):
             groups = self.plan.groups.of(parameter)
             replicas = groups.replicate if self.plan.shards_parameters else groups.whole
             if replicas is not None:
@@ -310,7 +313,7 @@ class _BaseDataParallel(EngineVerbs):
         """Lets optimizers find the wrapper of their parameters, and puts the last hooks around units."""
         if self.plan.transforms:
             offload_activations(self.plan.transforms)
-        own_parameters(self.module.parameters(), self)
+        own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardstackError(

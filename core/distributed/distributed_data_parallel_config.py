@@ -116,6 +116,15 @@ class DistributedDataParallelConfig:
     data_parallel_sharding_strategy: str = "no_shard"
     """What is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
 
+    replicated: tuple[str, ...] = ()
+    """Shell patterns of names, as ``"vision.*"``. Parameters that match stay whole on every rank: they are never
+    gathered, every rank updates them, and their gradients are reduced once a step. For parts that are small, or that
+    some ranks skip."""
+
+    ignored: tuple[str, ...] = ()
+    """Shell patterns of names. Parameters that match are left alone: not sharded, cast, broadcast, reduced or zeroed,
+    nor updated by an optimizer of `core.optimizer`. Their gradients are the caller's. Checkpoints have them."""
+
     # ---- what is done to each unit, a layer of the model
 
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -210,6 +219,11 @@ class DistributedDataParallelConfig:
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy
+
+    @property
+    def shards_updates(self) -> bool:
+        """Whether ranks share the update of a parameter."""
+        return self.sharding_strategy != "no_shard"
 
     @property
     def shards_parameters(self) -> bool:

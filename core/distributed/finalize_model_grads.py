@@ -15,6 +15,7 @@ from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.moe.step import finish_step
 from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .groups import managed_parameters
 
 
 def finalize_model_grads(
@@ -82,7 +83,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for chunk in model:
-        for name, parameter in unwrap_model(chunk).named_parameters():
+        for name, parameter in managed_parameters(unwrap_model(chunk)):
             if not getattr(parameter, "sequence_parallel", False):
                 continue
             if group is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -24,7 +25,7 @@ from .engine.reduction import BucketReduction
 from .engine.schedule import ReductionSchedule
 from .engine.unit import build_units
 from .gradient_state import Phase
-from .groups import twin_group
+from .groups import ParameterKind, managed_parameters, twin_group
 from .parameter_owner import UNREADABLE, is_unreadable, take_added
 from .plan import Plan
 
@@ -79,17 +80,22 @@ class _FlatDataParallel(_BaseDataParallel):
         self._flat_buffers: list[FlatBuffer] = []
         # All buckets, by their place in the buffers of the plan.
         self._bucket_at: dict[tuple[int, int], Bucket] = {}
-        reductions = dict[bool, BucketReduction]()
+        reductions = dict[ParameterKind, BucketReduction]()
         for pieces in plan.buffers:
-            holds_experts, on = pieces[0].holds_experts, named[pieces[0].params[0].name].device
-            if holds_experts not in reductions:
-                over_ranks = plan.over_ranks_of(holds_experts)
-                group = twin_group(over_ranks.groups.shard) if has_own_lane else over_ranks.groups.shard
-                reductions[holds_experts] = BucketReduction(over_ranks, group, lane, self._inspect, self._tree)
+            kind, on = pieces[0].kind, named[pieces[0].params[0].name].device
+            if kind not in reductions:
+                over_ranks = plan.over_ranks_of(kind)
+                groups = over_ranks.groups
+                if has_own_lane and kind == "replicated":  # reduced over the ranks that gather others
+                    groups = replace(groups, replicate=twin_group(groups.whole))
+                elif has_own_lane:
+                    groups = replace(groups, shard=twin_group(groups.shard))
+                over_ranks = replace(over_ranks, groups=groups)
+                reductions[kind] = BucketReduction(over_ranks, lane, self._inspect, self._tree)
             buffer = FlatBuffer(plan, pieces, on, allocate_grads)
             self._flat_buffers.append(buffer)
             for piece in pieces:
-                self._bucket_at[piece.bucket] = Bucket(buffer, piece, named, reductions[holds_experts])  # type: ignore[index]
+                self._bucket_at[piece.bucket] = Bucket(buffer, piece, named, reductions[kind])  # type: ignore[index]
         # Those with gradients, in the order in which they leave.
         self._buckets = [self._bucket_at[place] for place in plan.reduction_order]
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
@@ -244,7 +250,7 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def _zero_gradients(self) -> None:
         self._drop_gradients()
-        for parameter in self.module.parameters():
+        for _, parameter in managed_parameters(self.module):
             parameter.grad = None
             if parameter in self._bucket_of:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -138,7 +138,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
             return
         for unit in self.units:
             for bucket in unit.buckets:
-                if any(param.requires_grad for param in bucket.params):
+                is_shared = bucket.buffer.kind.kind != "replicated"
+                if is_shared and any(param.requires_grad for param in bucket.params):
                     kept = bucket.local_param_shard
                     shard = kept.to(bucket.buffer.device)  # from the host, where it is offloaded
                     own = shard.chunk(group.size())[group.rank()]

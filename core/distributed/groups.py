@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import parallel_state
@@ -41,6 +43,9 @@ class DataParallelGroups:
     experts: DataParallelGroups | None = None
     """The ranks with replicas of the same experts. None where these are the ranks above."""
 
+    replicated: DataParallelGroups | None = None
+    """The ranks above, each of which has parameters left out of sharding alone. None where there are none."""
+
     num_dense_replicas: int | None = None
     """Of experts: the number of ranks in `whole` of other parameters."""
 
@@ -63,8 +68,17 @@ class DataParallelGroups:
         return self.num_dense_replicas or self.whole.size()
 
     def of(self, parameter: torch.Tensor) -> DataParallelGroups:
-        """Returns the groups of a parameter: others for an expert's."""
-        return self if self.experts is None or not is_expert_parameter(parameter) else self.experts
+        """Returns the groups of a parameter."""
+        return self.of_kind(kind_of(parameter))
+
+    def of_kind(self, kind: ParameterKind) -> DataParallelGroups:
+        """Returns the groups of a kind of parameters: others for experts, and for replicated ones."""
+        return {"expert": self.experts, "replicated": self.replicated}.get(kind) or self
+
+    def with_replicated(self) -> DataParallelGroups:
+        """Returns the groups with those of parameters left out of sharding. Every rank calls it."""
+        alone = subgroup(self.whole, [self.whole.rank()])
+        return replace(self, replicated=DataParallelGroups(self.whole, alone, replicate=self.whole))
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> DataParallelGroups:
@@ -73,9 +87,29 @@ class DataParallelGroups:
         return cls(whole_group(mesh), mesh.get_group(-1), replicate, given_mesh=mesh)
 
 
+ParameterKind = Literal["dense", "expert", "replicated", "ignored"]
+"""Decides the ranks that share a parameter. An expert has Megatron-LM's mark ``allreduce=False``: its gradient belongs
+to the experts' data-parallel group. The last two are what settings of a wrapper leave out."""
+
+
+def kind_of(parameter: torch.Tensor) -> ParameterKind:
+    """Returns the kind of a parameter, by its marks."""
+    left_out: ParameterKind | None = getattr(parameter, LEFT_OUT, None)
+    return left_out or ("dense" if getattr(parameter, "allreduce", True) else "expert")
+
+
 def is_expert_parameter(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
-    return not getattr(parameter, "allreduce", True)
+    """Returns whether a parameter has Megatron-LM's mark of experts, and is not left out."""
+    return kind_of(parameter) == "expert"
+
+
+def managed_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields each parameter once, under its first name, without those that settings ignore."""
+    return ((name, parameter) for name, parameter in module.named_parameters() if kind_of(parameter) != "ignored")
+
+
+LEFT_OUT = "left_out_of_sharding"
+"""An attribute of a parameter: its kind, if settings leave it out. `leave_out` sets it when a model is wrapped."""
 
 
 def find_groups(

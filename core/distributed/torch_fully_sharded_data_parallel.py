@@ -11,14 +11,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
+from ..base.device import current_device
 from ..base.errors import ParallelConfigError
+from ..base.local_parts import local_part
+from ..comm.lane import comm_lane
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from .engine.reduction import BucketReduction
 from .fsdp2.gathered_weights import reject_graph_of_gradients
 from .fsdp2.sharded_model import ShardedModel
 from .gradient_state import Phase
-from .groups import Ranks
+from .groups import Ranks, managed_parameters
 from .model.initial_values import parameter_attributes_kept
 from .model.unfit_models import reject_changed
 from .parameter_owner import local_gradient
@@ -141,7 +145,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self._tree.enter()
 
     def _open_reduced_gradients(self) -> bool:
-        return self._adds_exactly or all(p.grad is None for p in self.module.parameters())
+        return self._adds_exactly or all(p.grad is None for _, p in managed_parameters(self.module))
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
@@ -150,6 +154,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def check_may_step_directly(self, optimizer: str) -> None:
         self.recover()
         is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
+        is_accumulating = is_accumulating and self.plan.groups.replicated is None
         if is_accumulating and not any(True for _ in self.sharded.state.whole_gradients()):
             self._share_buffers()
             self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
@@ -169,18 +174,38 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded.state.reduce_unsharded_gradients()
         self.sharded.reshard()
         self._shows_gradients = True
-        for parameter in self.module.parameters():  # of a unit that no forward has reached
+        for _, parameter in managed_parameters(self.module):  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-        named = ((name, local_gradient(p)) for name, p in unwrap_model(self).named_parameters())
+        if not self.gradient_state.is_reduced:
+            self._reduce_replicated()
+        named = ((name, local_gradient(p)) for name, p in managed_parameters(unwrap_model(self)))
         gradients = ((name, gradient) for name, gradient in named if gradient is not None)
         self._gradient_checks.check(gradients, self._step, are_reduced=True)
 
     def _zero_gradients(self) -> None:
         self.sharded.drop_gradients()
         self._shows_gradients = False
-        for parameter in self.module.parameters():
+        for _, parameter in managed_parameters(self.module):
             parameter.grad = None
+
+    @torch.no_grad()
+    def _reduce_replicated(self) -> None:
+        """Reduces the gradients of replicated parameters, which torch leaves to each rank, one unit after the other.
+
+        Here and not in backward: ranks that skip modules would reduce them in other orders.
+        """
+        plan = self.plan.over_ranks_of("replicated")
+        reduction = BucketReduction(plan, comm_lane(current_device()), lambda gradients: None, None)
+        parameters = dict(self.module.named_parameters())
+        for unit in self.plan.units:
+            for piece in unit.pieces:
+                if piece.kind == "replicated" and piece.is_trained:
+                    gradients = [local_part(parameters[param.name].grad) for param in piece.params]  # type: ignore[arg-type]
+                    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(current_device())
+                    reduction.reduce(flat, flat, False, f"the gradients of unit {' + '.join(unit.names) or 'root'}")
+                    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                        gradient.copy_(total.view_as(gradient))
 
     def note_step(self) -> None:
         self._shows_gradients = False

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..base.local_parts import kept_range, local_part
 from .distributed_data_parallel_config import Engine
+from .groups import managed_parameters
 from .parameter_owner import local_gradient
 from .plan import Plan
 
@@ -104,7 +105,7 @@ class EngineVerbs(nn.Module, ABC):
 
     def _reduced_gradients(self) -> list[torch.Tensor]:
         """Returns the tensors of this rank's reduced gradients."""
-        return [g for p in self.module.parameters() if (g := self.local_gradient(p)) is not None]
+        return [g for _, p in managed_parameters(self.module) if (g := self.local_gradient(p)) is not None]
 
     # ---- held
 

@@ -19,7 +19,7 @@ from ..dist_checkpointing.flat_range import flat_range_view
 from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel
-from ..distributed.groups import is_expert_parameter
+from ..distributed.groups import kind_of
 from ..distributed.parameter_owner import owner_of
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
@@ -54,7 +54,7 @@ class MainRange(MainParam):
         return self.wrapper.local_gradient(self.param)
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        plan = self.wrapper.plan.over_ranks_of(is_expert_parameter(self.param))
+        plan = self.wrapper.plan.over_ranks_of(kind_of(self.param))
         groups = [plan.groups.shard] if plan.num_shards > 1 else []
         if plan.num_updated_parts > plan.num_shards and plan.groups.replicate is not None:
             groups.append(plan.groups.replicate)
@@ -127,6 +127,6 @@ def _planned_ranges(
     planned = wrapper.plan.trained
     for name, param in unwrap_model(wrapper).named_parameters():
         if name in planned and owner_of(param) is wrapper and param.is_contiguous():
-            index = wrapper.plan.over_ranks_of(is_expert_parameter(param)).updated_part
+            index = wrapper.plan.over_ranks_of(kind_of(param)).updated_part
             start, end = planned[name].bounds[index : index + 2]
             yield param, (wrapper, start, end)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.groups import kind_of
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 
@@ -152,7 +153,7 @@ def collect_main_params(
         model = unwrap_model(chunk)
         prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
         for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in seen:
+            if not param.requires_grad or id(param) in seen or kind_of(param) == "ignored":
                 continue
             seen.add(id(param))
             owner, _, attribute = name.rpartition(".")

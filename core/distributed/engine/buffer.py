@@ -53,7 +53,7 @@ class FlatBuffer:
         kind: PieceKind = buckets[0]
         # What all parameters have in common, and below the ranks that share them; fixed.
         self.kind = kind
-        plan = plan.over_ranks_of(kind.holds_experts)
+        plan = plan.over_ranks_of(kind.kind)
         self.shard_group, self._num_param_shards = plan.groups.shard, plan.num_shards
         self.numel, self.device, self.shard_device = buckets[-1].layout.end, device, device
         self._pins_memory = False  # pinned, so that copies between host and device overlap with computation

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from ...comm import collectives
 from ...comm.lane import CommLane
@@ -18,7 +18,7 @@ Inspect = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 class BucketReduction:
-    """Reduces gradients over ranks, with what all buckets of dense parameters share, or all of experts.
+    """Reduces gradients over ranks, with what all buckets of one kind of parameters share.
 
     Divides by the number of replicas of dense parameters once: in the collective (``average_in_collective``); else
     after it, on the shard, which is smaller; else, in fp16, before it, because a sum could overflow. With an order of
@@ -26,7 +26,6 @@ class BucketReduction:
 
     Args:
         plan: of the model, over the ranks of these buckets.
-        shard_group: the ranks of this optimizer instance, which shard gradients; ignored where nothing is sharded.
         lane: runs the collectives: a thread on CPU, a stream on CUDA.
         inspect: called with names and gradients of a bucket before it is sent, to raise on invalid ones.
         tree: the order of additions over micro-batches, where there is one.
@@ -34,18 +33,16 @@ class BucketReduction:
     Attributes:
         plan, lane, inspect, tree: as given.
         group: all ranks that hold replicas.
-        shard_group: as given; None if every rank keeps whole gradients.
+        shard_group: the ranks of this optimizer instance, which shard gradients; None if each keeps whole ones.
         replica_group: the ranks with the same shard, one in each optimizer instance; None with a single instance.
         order: the order in which ranks of `shard_group`, or else of `group`, are added; None leaves it to the backend.
     """
 
-    def __init__(
-        self, plan: Plan, shard_group: ProcessGroup, lane: CommLane, inspect: Inspect, tree: GradientTree | None
-    ) -> None:
+    def __init__(self, plan: Plan, lane: CommLane, inspect: Inspect, tree: GradientTree | None) -> None:
         # All fixed. `reduce` runs in the lane, on its thread or stream.
         self.plan, self.lane, self.inspect, self.tree = plan, lane, inspect, tree
         self.group, self.order = plan.groups.whole, plan.sum_order
-        self.shard_group = None if plan.is_replicated else shard_group
+        self.shard_group = None if plan.is_replicated else plan.groups.shard
         self.replica_group = None if plan.is_replicated else plan.groups.replicate
 
     def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:

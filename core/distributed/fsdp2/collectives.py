@@ -90,7 +90,7 @@ class _UnitCollective:
 
     def __init__(self, plan: Plan, unit: UnitPlan) -> None:
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
-        plan = plan.over_ranks_of(unit.holds_experts)
+        plan = plan.over_ranks_of(unit.kind)
         # Fixed, as all below: how messages travel is decided when the model is sharded.
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)

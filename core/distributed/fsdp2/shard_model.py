@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...base._torch_compat import reduce_parameters_without_gradient
 from ...base.errors import WrapError
 from ...diagnostics.step_marks import replaced_parameters_marked
-from ..groups import DataParallelGroups
+from ..groups import DataParallelGroups, kind_of
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
 from ..plan import GradientReduction, Plan
@@ -24,27 +24,35 @@ def shard_model(plan: Plan) -> None:
     """Shards a model in place, unit by unit and then the root.
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
-    with the custom attributes that they had. Units of experts are on the mesh of these. ``reproducible_across_ranks``
-    leaves out the first axis. A parameter that no backward reached has a zero gradient, as under replication.
-    Parameters on the meta device stay there, sharded; others have to be equal on all ranks already (`InitialValues`).
+    with the custom attributes that they had. Units of experts are on the mesh of these, and replicated ones on that of
+    this rank alone: torch sends nothing of them. ``reproducible_across_ranks`` leaves out the first axis. A parameter
+    that no backward reached has a zero gradient, as under replication. Parameters on the meta device stay there,
+    sharded; others have to be equal on all ranks already (`InitialValues`).
 
     Raises:
         WrapError: the model is sharded already, or has a parameter that cannot be cut.
     """
     module, mesh = plan.root.modules[0], plan.groups.mesh
-    expert_mesh = mesh if plan.groups.experts is None else plan.groups.experts.mesh
     if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
         mesh = DeviceMesh.from_group(plan.groups.shard, mesh.device_type, mesh_dim_names=("dp_cp",))
+    meshes = {"dense": mesh}
+    if plan.groups.experts is not None:
+        meshes["expert"] = plan.groups.experts.mesh
+    if plan.groups.replicated is not None:
+        alone = plan.groups.replicated.shard
+        meshes["replicated"] = DeviceMesh.from_group(alone, mesh.device_type, mesh_dim_names=("dp_cp",))
     _reject_what_cannot_be_sharded(module)
+    ignored = {parameter for parameter in module.parameters() if kind_of(parameter) == "ignored"}
     offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.cpu_offload else OffloadPolicy()
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in plan.units:
             fully_shard(
                 unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
-                mesh=expert_mesh if unit.holds_experts else mesh,
+                mesh=meshes.get(unit.kind, mesh),
                 reshard_after_forward=unit.is_freed,
                 mp_policy=unit.precision,
                 offload_policy=offload_policy,
+                ignored_params=ignored or None,
             )
     note_sharded(fsdp_modules(module))
     for unit in plan.units[:-1]:
@@ -70,7 +78,7 @@ def _divide_gradients_of_experts(plan: Plan, groups: DataParallelGroups) -> None
     (torch 2.13). It is given 1, and the hook that it calls with reduced gradients divides.
     """
     for unit in plan.units:
-        if unit.holds_experts:
+        if unit.kind == "expert":
             member = as_fsdp(unit.modules[0])
             member.set_gradient_divide_factor(1.0)
             member.set_force_sum_reduction_for_comms(True)

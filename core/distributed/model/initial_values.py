@@ -29,7 +29,7 @@ from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ...tensor_parallel.initialization import initialize_parameters
 from ...tensor_parallel.partition import copy_shard
 from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
-from ..groups import DataParallelGroups
+from ..groups import DataParallelGroups, managed_parameters
 
 
 @torch.no_grad()
@@ -203,8 +203,8 @@ def start_equal(module: nn.Module, groups: DataParallelGroups) -> None:
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns every parameter and buffer once, by its first name."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+    """Returns every parameter that settings do not ignore, and every buffer, once, by its first name."""
+    return dict(managed_parameters(module)) | dict(module.named_buffers())
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:

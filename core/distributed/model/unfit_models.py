@@ -27,7 +27,7 @@ from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.text import listed, rank_list
 from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
-from ..groups import DataParallelGroups, is_expert_parameter
+from ..groups import DataParallelGroups, is_expert_parameter, kind_of, managed_parameters
 from ..plan import Plan
 
 
@@ -38,13 +38,13 @@ def reject_unfit(module: nn.Module) -> None:
         WrapError: a parameter is complex, parameters are trained on several devices, or two share memory without being
             one.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in managed_parameters(module):
         if parameter.is_complex() and parameter.requires_grad:
             raise WrapError(
                 f"parameter {name} is complex, which gradient norms and updates do not know; hold its real and "
                 "imaginary parts in a real parameter, and view that with torch.view_as_complex"
             )
-    devices = {p.device: name for name, p in module.named_parameters() if p.requires_grad and not p.is_meta}
+    devices = {p.device: name for name, p in managed_parameters(module) if p.requires_grad and not p.is_meta}
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise WrapError(
@@ -60,7 +60,7 @@ def reject_unfit_for_fsdp2(module: nn.Module) -> None:
     Raises:
         WrapError: a parameter is a scalar, empty or not contiguous, or a module has sparse gradients.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in managed_parameters(module):
         if parameter.dim() == 0:
             raise WrapError(f"parameter {name} is a scalar, which cannot be sharded; give it the shape (1,)")
         if parameter.numel() == 0:
@@ -178,7 +178,7 @@ def reject_changed(module: nn.Module, names: Mapping[nn.Parameter, str]) -> None
     Raises:
         WrapError: a parameter was replaced, added, removed, tied or made trainable since.
     """
-    params = dict(module.named_parameters())
+    params = dict(managed_parameters(module))
     held = {names.get(param) for param in params.values()}
     added = [name for name, param in params.items() if param.requires_grad and param not in names]
     removed = [name for name in names.values() if name not in held]
@@ -237,6 +237,8 @@ def _describe(plan: Plan) -> Description:
     unit_of = {param.name: f", unit {name}" for name, unit in units.items() for param in unit.params}
     first_name: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        if kind_of(parameter) == "ignored":
+            continue
         first = first_name.setdefault(parameter, name)
         kind, tie = "" if parameter.requires_grad else ", frozen", f", tied to {first}" if first != name else ""
         shape = f"{list(parameter.shape)} {dtype_name(parameter.dtype)}"

@@ -13,7 +13,7 @@ from ...base import device
 from ...base.errors import ParallelConfigError
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
-from ..groups import DataParallelGroups
+from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan
 from .pieces import Pieces, lay_out_params
@@ -110,7 +110,7 @@ def plan_whole(
         )
 
     pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
-    params = list(pieces.names.of)
+    params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
     frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
     check_contradictions(config, settings, groups)
@@ -152,7 +152,8 @@ def plan_gathered(
     """
     is_fsdp2 = engine is Engine.FSDP2
     settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
-    precision = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
+    managed = (parameter for _, parameter in managed_parameters(module))
+    precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), settings)
     shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
     num_parts = num_shards * (groups.num_replicas if shares_update else 1)
     pieces = Pieces(module, engine, settings, precision, groups=groups, shares_updates=shares_update)
@@ -165,8 +166,9 @@ def plan_gathered(
             params, lambda of: [lay_out_unit([p.shape for p in of], pieces.num_parts(of[0]), cut, for_high_busbw=pads)]
         )
 
-    has_experts = groups.experts is not None
-    found = find_units(module, unit_classes, splits_dtypes=is_fsdp2, splits_experts=has_experts)
+    apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
+    kinds = [kind for kind, ranks in apart.items() if ranks is not None]
+    found = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
     found.append(unit_of((module,), {module: ""}))
     reshards = [*_reshards(found, settings, num_shards, is_fsdp2)]
     units = [
@@ -182,16 +184,13 @@ def plan_gathered(
         )
         for unit, params, reshard in zip(found, own_parameters(found), reshards, strict=True)
     ]
-    if has_experts:
-        _reject_experts_among_neighbours(units)
+    if kinds:
+        _reject_kinds_among_neighbours(units)
     check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
         units = _keep_by_torch(units, settings, num_shards)
     else:
-        # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
-        num_most = max((piece.num_param_shards for unit in units for piece in unit.pieces), default=num_shards)
-        is_whole = num_most == 1 and precision.param_dtype is None and not settings.cpu_offload
-        units = _keep_in_slots(units, settings, num_shards, has_slots=not is_whole)
+        units = _keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)
     given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
     return Plan(
         **common_plan(config, settings, caller, given),
@@ -227,23 +226,26 @@ def _reshards(
         yield check_reshard(reshard, num_shards)
 
 
-def _reject_experts_among_neighbours(units: Iterable[UnitPlan]) -> None:
+def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:
     for unit in units:
-        if unit.kept_among is not None and any(piece.holds_experts for piece in unit.pieces):
+        kind = next((piece.kind for piece in unit.pieces if piece.kind != "dense"), None)
+        if unit.kept_among is not None and kind is not None:
             name = unit.names[0]
             raise ParallelConfigError(
-                f"reshard_after_forward is {unit.kept_among} for {name}, which has experts, and these are sharded "
-                f"over other ranks; set True or False by reshard_overrides=({name + '=True'!r},)"
+                f"reshard_after_forward is {unit.kept_among} for {name}, which has {kind} parameters, and these are "
+                f"sharded over other ranks; set True or False by reshard_overrides=({name + '=True'!r},)"
             )
 
 
 def _keep_in_slots(
-    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, *, has_slots: bool
+    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, *, is_cast: bool
 ) -> list[UnitPlan]:
     """Decides which memory units of flat buffers are gathered into, and how long it keeps them.
 
     Units of one size that are freed share a few slots in turn: one in use, and one for each unit that is prefetched.
+    Where this rank has all of a unit, in one dtype and place, its parameters are views of the shards themselves.
     """
+    is_copied = is_cast or settings.cpu_offload
     in_use = 1 + max(settings.forward_prefetch, settings.backward_prefetch)
     shared: dict[Hashable, list[int]] = {}
     slots: list[int] = []
@@ -256,7 +258,7 @@ def _keep_in_slots(
         slots.append(slot)
     kept = []
     for index, (unit, slot) in enumerate(zip(units, slots, strict=True)):
-        has_slot = has_slots and bool(unit.pieces)
+        has_slot = any(is_copied or piece.num_param_shards > 1 for piece in unit.pieces)
         # The last unit of a slot is there when backward begins, and the first one when the next forward does.
         is_last = not has_slot or slot not in slots[index + 1 :]
         is_first = not has_slot or slot not in slots[:index]

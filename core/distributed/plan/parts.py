@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..distributed_data_parallel_config import ActivationCheckpointing
+from ..groups import ParameterKind
 from .layout import BucketLayout
 
 NO_CASTS = MixedPrecisionPolicy()
@@ -56,8 +57,8 @@ class PieceKind:
 
     is_trained: bool
     """False if the parameters are frozen and have no gradients."""
-    holds_experts: bool = False
-    """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
+    kind: ParameterKind = "dense"
+    """Decides the ranks that share its parameters."""
     param_dtype: torch.dtype
     """Dtype of the parameters that a rank keeps and its optimizer updates."""
     gathered_dtype: torch.dtype
@@ -73,6 +74,11 @@ class PieceKind:
     """Parameters have the piece's padding, as views of a buffer have. Otherwise only gradients have it."""
     releases_grads: bool = True
     """A whole gradient is allocated when a gradient arrives, and freed when it is reduced."""
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether its parameters carry Megatron-LM's mark ``allreduce=False``."""
+        return self.kind == "expert"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +212,10 @@ class UnitPlan:
         return sum(piece.gradient_bytes for piece in self.pieces)
 
     @property
-    def holds_experts(self) -> bool:
-        """Whether its parameters are all of experts."""
-        return bool(self.pieces) and all(piece.holds_experts for piece in self.pieces)
+    def kind(self) -> ParameterKind:
+        """The kind of its parameters, ``dense`` if they are of several."""
+        kinds = {piece.kind for piece in self.pieces}
+        return kinds.pop() if len(kinds) == 1 else "dense"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from ...base.local_parts import local_part
 from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from ..groups import DataParallelGroups, is_expert_parameter
+from ..groups import DataParallelGroups, kind_of
 from .layout import BucketLayout, FullParamLayout, bounds_by_rows, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
 from .units import ParameterNames
@@ -56,19 +56,19 @@ class Pieces:
             engine=engine,
             settings=settings,
             precision=precision,
-            num_parts=self._num_parts_over(groups),
+            num_parts=self._num_parts_over(groups, groups.num_replicas if shares_updates else 1),
         )
         # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
         self._buffers: dict[PieceKind, list[PiecePlan]] = {}
 
     def num_parts(self, param: nn.Parameter) -> int:
         """Returns the number of ranks that share a parameter's update."""
-        return self._num_parts_over(self._groups.of(param))
+        groups = self._groups.of(param)
+        shares_update = self._shares_updates and kind_of(param) != "replicated"
+        return self._num_parts_over(groups, groups.num_replicas if shares_update else 1)
 
-    def _num_parts_over(self, groups: DataParallelGroups) -> int:
-        if not self._is_sharded:
-            return 1
-        return groups.shard.size() * (groups.num_replicas if self._shares_updates else 1)
+    def _num_parts_over(self, groups: DataParallelGroups, replicas: int) -> int:
+        return groups.shard.size() * replicas if self._is_sharded else 1
 
     def _kind_of(self, param: nn.Parameter) -> PieceKind:
         return self._kind_over(param, num_param_shards=self._groups.of(param).shard.size() if self._is_gathered else 1)
@@ -185,7 +185,7 @@ def kind_of_parameter(
         shard_grad_dtype, releases_grads = grad_dtype, settings.sharding_strategy == "optim_grads" and num_parts > 1
     return PieceKind(
         is_trained=param.requires_grad,
-        holds_experts=is_expert_parameter(param),
+        kind=kind_of(param),
         param_dtype=param.dtype,
         gathered_dtype=gathered_dtype,
         grad_dtype=grad_dtype,

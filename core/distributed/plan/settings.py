@@ -280,6 +280,8 @@ def _reordered(config: Any, settings: DistributedDataParallelConfig, pieces: Ite
 
 def _unfit_ranks(config: Any, settings: DistributedDataParallelConfig, groups: DataParallelGroups) -> Iterator[str]:
     size, parts = groups.whole.size(), getattr(config, "context_parallel_size", 1)
+    if groups.replicated is not None:
+        yield "replicated parameters are reduced by themselves; drop replicated"
     if groups.experts is not None:
         yield "experts cut over ranks add up tokens in another order; set expert_model_parallel_size=1"
     if size % parts or odd_part(size // parts) != 1:

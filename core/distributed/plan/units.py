@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ...base.errors import ParallelConfigError, WrapError
 from ...tensor_parallel.initialization import ParameterOwner
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from ..groups import is_expert_parameter
+from ..groups import ParameterKind, kind_of
 from .parts import UnitPlan, UnitTransform
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
@@ -26,7 +26,11 @@ UnitChoice = type[nn.Module] | nn.Module
 
 
 def find_units(
-    root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True, splits_experts: bool = False
+    root: nn.Module,
+    classes: Iterable[UnitChoice],
+    *,
+    splits_dtypes: bool = True,
+    kinds: Container[ParameterKind] = (),
 ) -> list[UnitPlan]:
     """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 
@@ -42,7 +46,7 @@ def find_units(
     - Units that share a weight only with each other are united.
     - FSDP2 takes one dtype of trainable parameters in a unit. In a unit, or the root, with several, the modules with
       those of a rarer dtype (fp32 norms in a bf16 layer) become a separate unit before it, unless `splits_dtypes` is
-      False. So do those with experts, whose replicas are other ranks, if `splits_experts` is True.
+      False. So do those with parameters of one of `kinds`, which other ranks share.
 
     Raises:
         WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
@@ -62,7 +66,7 @@ def find_units(
     return [
         part
         for unit in (*units, unit_of((root,), names))
-        for part in (*(_minority_units(unit, owners, names, splits_experts) if splits_dtypes else ()), unit)
+        for part in (*(_minority_units(unit, owners, names, kinds) if splits_dtypes else ()), unit)
         if part.modules != (root,)
     ]
 
@@ -71,7 +75,8 @@ def own_parameters(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:
     """Yields for each unit the parameters that no unit before it has."""
     taken: set[nn.Parameter] = set()
     for unit in units:
-        own = list(dict.fromkeys(p for member in unit.modules for p in member.parameters() if p not in taken))
+        params = (p for member in unit.modules for p in member.parameters() if kind_of(p) != "ignored")
+        own = list(dict.fromkeys(p for p in params if p not in taken))
         taken.update(own)
         yield own
 
@@ -86,12 +91,12 @@ def unit_of(modules: tuple[nn.Module, ...], names: Mapping[nn.Module, str], *, i
     )
 
 
-_Kind = tuple[torch.dtype, bool]
-"""Dtype of parameters, and whether they are of experts that have ranks of their own."""
+_Kind = tuple[torch.dtype, ParameterKind]
+"""Dtype of parameters, and a kind with ranks of its own, or else ``dense``."""
 
 
 def _minority_units(
-    unit: UnitPlan, owners: _Owners, names: dict[nn.Module, str], splits_experts: bool
+    unit: UnitPlan, owners: _Owners, names: dict[nn.Module, str], apart: Container[ParameterKind]
 ) -> Iterator[UnitPlan]:
     """Returns the modules that hold the unit's own trainable parameters of each kind but the commonest dense one."""
     holders: dict[_Kind, list[nn.Module]] = defaultdict(list)
@@ -100,17 +105,13 @@ def _minority_units(
     is_root = not unit.names[0]
     for module in (submodule for member in unit.modules for submodule in member.modules()):
         own = [
-            parameter
+            (parameter, of if (of := kind_of(parameter)) in apart else "dense")
             for parameter in module.parameters(recurse=False)
-            if owners[parameter] & {None if is_root else m for m in unit.modules}
+            if kind_of(parameter) != "ignored" and owners[parameter] & {None if is_root else m for m in unit.modules}
         ]
-        # Frozen dense parameters are of no kind, and stay: experts next to them must not stay with them.
-        has_dense = has_dense or any(not (splits_experts and is_expert_parameter(parameter)) for parameter in own)
-        kinds = {
-            (parameter.dtype, is_expert)
-            for parameter in own
-            if (is_expert := splits_experts and is_expert_parameter(parameter)) or parameter.requires_grad
-        }
+        # Frozen dense parameters are of no kind, and stay: others next to them must not stay with them.
+        has_dense = has_dense or any(of == "dense" for _, of in own)
+        kinds = {(p.dtype, of) for p, of in own if of != "dense" or p.requires_grad}
         if len(kinds) > 1:
             raise WrapError(
                 f"module {names[module] or 'root'!r} holds trainable parameters of {len(kinds)} dtypes, "
@@ -120,7 +121,7 @@ def _minority_units(
         for kind in kinds:
             if module not in holders[kind]:
                 holders[kind].append(module)
-                elements[kind] += sum(parameter.numel() for parameter in own if parameter.requires_grad)
+                elements[kind] += sum(parameter.numel() for parameter, _ in own if parameter.requires_grad)
     # FSDP2 shards a module with all modules below it, so the kind whose modules contain others stays.
     outer = [kind for kind in holders if _has_others_inside(kind, holders)]
     if len(outer) > 1:
@@ -129,15 +130,16 @@ def _minority_units(
             f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time, over one set of ranks; give "
             "them one dtype, or name the inner modules in sub_modules_to_wrap"
         )
-    dense = Counter({kind: count for kind, count in elements.items() if not (has_dense and kind[1])})
+    dense = Counter({kind: count for kind, count in elements.items() if kind[1] == "dense" or not has_dense})
     stays = outer or [kind for kind, _ in dense.most_common(1)]
     for kind, modules in holders.items():
         if kind not in stays:
-            yield unit_of(tuple(modules), names, is_minority=True)
+            inside = {below for module in modules for below in module.modules() if below is not module}
+            yield unit_of(tuple(m for m in modules if m not in inside), names, is_minority=True)
 
 
 def _listed(kinds: Iterable[_Kind]) -> str:
-    return ", ".join(sorted(f"{dtype} (experts)" if is_expert else str(dtype) for dtype, is_expert in kinds))
+    return ", ".join(sorted(str(dtype) if kind == "dense" else f"{dtype} ({kind})" for dtype, kind in kinds))
 
 
 def _has_others_inside(kind: _Kind, holders: dict[_Kind, list[nn.Module]]) -> bool:
@@ -176,7 +178,7 @@ def _matching_modules(
             matches = matches or stands_for_items or child in singled_out
             is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child)
             yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
-            if matches and not is_container and any(True for _ in child.parameters()):
+            if matches and not is_container and any(kind_of(p) != "ignored" for p in child.parameters()):
                 yield child
 
     yield from visit(root, False, False)

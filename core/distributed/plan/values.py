@@ -17,7 +17,7 @@ import torch
 
 from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import Engine, shards_parameters
-from ..groups import DataParallelGroups
+from ..groups import DataParallelGroups, ParameterKind
 from .layout import FullParamLayout
 from .parts import Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 
@@ -131,10 +131,13 @@ class Plan:
         """The layout of all buffers."""
         return tuple(tuple(bucket.layout for bucket in buckets) for buckets in self.buffers)
 
-    def over_ranks_of(self, holds_experts: bool) -> Plan:
-        """Returns the plan with the ranks of experts' parameters in `groups`, or of the others, as it is."""
-        experts = self.groups.experts if holds_experts else None
-        return self if experts is None else replace(self, groups=experts)
+    def over_ranks_of(self, kind: ParameterKind) -> Plan:
+        """Returns the plan with the ranks of a kind of parameters in `groups`."""
+        groups = self.groups.of_kind(kind)
+        if groups is self.groups:
+            return self
+        shares_update = self.shards_update_over_replicas and kind != "replicated"
+        return replace(self, groups=groups, shards_update_over_replicas=shares_update)
 
     @property
     def shards_parameters(self) -> bool:
@@ -232,13 +235,13 @@ class Plan:
         """
         if unit is None:
             return tuple(entry for unit in self.units for entry in self.traffic(num_microbatches, unit))
-        of_experts = tuple(piece for piece in unit.pieces if piece.holds_experts)
-        if of_experts and self.groups.experts is not None:
-            others = replace(unit, pieces=tuple(piece for piece in unit.pieces if not piece.holds_experts))
-            over_ranks = self.over_ranks_of(True)
-            again = over_ranks.num_shards if unit.gathered_again_over else 0
-            experts = replace(unit, pieces=of_experts, gathered_again_over=again)
-            return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, experts)
+        for kind in sorted({piece.kind for piece in unit.pieces}):
+            if (over_ranks := self.over_ranks_of(kind)) is not self:
+                others = replace(unit, pieces=tuple(piece for piece in unit.pieces if piece.kind != kind))
+                again = over_ranks.num_shards if unit.gathered_again_over else 0
+                own = tuple(piece for piece in unit.pieces if piece.kind == kind)
+                of_kind = replace(unit, pieces=own, gathered_again_over=again)
+                return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, of_kind)
         trained = [piece for piece in unit.pieces if piece.is_trained]
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
         reductions = num_microbatches if self.reduces_every_micro_batch else 1

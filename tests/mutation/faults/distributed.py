@@ -22,6 +22,7 @@ _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/m
 _STARTS = "tests/unit/distributed/model/test_initial_values.py"
 _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
+_LEFT_OUT = "tests/unit/distributed/test_left_out.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
 _PACKED = "tests/unit/distributed/model/test_packed_weights.py"
@@ -134,15 +135,44 @@ MUTATIONS = (
         "experts: on one rank each micro-batch is divided again",
         "core.distributed.plan.pieces.kind_of_parameter",
         r"== 'optim_grads' and num_parts > 1",
-        "== 'optim_grads' and num_parts > 1 and not is_expert_parameter(param)",
+        "== 'optim_grads' and num_parts > 1 and kind_of(param) != 'expert'",
         (_EXPERTS,),
     ),
     Mutation(
         "experts: gradients are summed over the replicas of dense layers",
-        "core.distributed.plan.values.Plan.over_ranks_of",
-        r"if holds_experts",
-        "if False",
+        "core.distributed.groups.DataParallelGroups.of_kind",
+        r"'expert': self.experts",
+        "'expert': None",
         (_EXPERTS,),
+    ),
+    # ---- what settings leave out
+    Mutation(
+        "left out: replicated parameters are sharded as others",
+        "core.distributed.groups.DataParallelGroups.of_kind",
+        r"'replicated': self.replicated",
+        "'replicated': None",
+        (_LEFT_OUT,),
+    ),
+    Mutation(
+        "left out: FSDP2 leaves replicated gradients to each rank",
+        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel._finish_grad_sync",
+        r"self\._reduce_replicated\(\)",
+        "pass",
+        (_LEFT_OUT,),
+    ),
+    Mutation(
+        "left out: an ignored parameter is updated",
+        "core.distributed.groups.managed_parameters",
+        r" if kind_of\(parameter\) != 'ignored'",
+        "",
+        (_LEFT_OUT,),
+    ),
+    Mutation(
+        "left out: a pattern splits a tie",
+        "core.distributed.model.left_out._matching",
+        r"len\(matched\) < len\(own\)",
+        "False",
+        (_LEFT_OUT,),
     ),
     # ---- the flat engine
     Mutation(

@@ -152,7 +152,7 @@ def _refuses_one_order_of_sums() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     with pytest.raises(ParallelConfigError, match=r"reproducible_across_ranks .*set expert_model_parallel_size=1"):
         wrap_model(_model(), SimpleNamespace(), DistributedDataParallelConfig(reproducible_across_ranks=True))
-    with pytest.raises(ParallelConfigError, match=r"reshard_after_forward is 2 for 1, which has experts"):
+    with pytest.raises(ParallelConfigError, match=r"reshard_after_forward is 2 for 1, which has expert parameters"):
         wrap_model(_model(), SimpleNamespace(), FullyShardedDataParallelConfig(reshard_after_forward=2),
                    sub_modules_to_wrap=(nn.Linear,))  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import Engine
+from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
 from tests.unit._spawn import run_distributed
@@ -187,7 +188,8 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
     of_unit = {"is_gathered": True, "is_freed": True, "stays_whole": False, "gathered_again_over": shards}
     of_plan = {key: fields.pop(key) for key in ("strategy", "reduces_every_micro_batch") if key in fields}
     whole, shard = (SimpleNamespace(size=lambda size=size: size) for size in (shards * replicas, shards))
-    groups: Any = SimpleNamespace(whole=whole, shard=shard, num_replicas=replicas, replicate=None)
+    of_replicas: Any = SimpleNamespace(size=lambda: replicas) if replicas > 1 else None
+    groups = DataParallelGroups(whole, shard, of_replicas)  # type: ignore[arg-type]
     return Plan(
         caller="test",
         engine=Engine.FSDP2,
