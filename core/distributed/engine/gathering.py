@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
+from ..gathered_values import WriteCounts
 from ..plan import Plan
 from ..plan.units import find_forward_methods
 from ..saved_weights import SavedWeights, in_use_message
+from ..unit_order import UnitOrder
 from .unit import Unit
 
 
@@ -46,20 +48,12 @@ class ParameterGathering:
         # All fixed. The wrapper owns units and shards, and its process the lane.
         self._units, self._shards, self._lane = units, shards, lane
         self._note_moved = note_moved
-        self._root = units[-1]
-        # Number of units to prefetch in forward (False) and in backward (True); fixed.
-        self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
-        # The unit that followed each unit, in forward (False) and in backward (True). `ensure_gathered` updates it
-        # during a pass, and `_prefetch` reads the order of the pass before. Never cleared.
-        self._next: dict[tuple[bool, Unit], Unit] = {}
-        # The last unit, except the root, that `ensure_gathered` gathered in this forward or backward; None before the
-        # first one. `before_call` clears it for each forward of the model, `ensure_gathered` for each backward.
-        self._last: Unit | None = None
-        # The backward that `_last` belongs to, or NO_BACKWARD. `ensure_gathered` sets it.
-        self._pass = NO_BACKWARD
-        # Count of writes to the shards when gathered units last had their values. `forget` sets it.
-        # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or load has written since.
-        self._version = self._count_writes()
+        self._root, self._plan = units[-1], plan
+        # Learns the order of units from forwards; `forget` ends an order.
+        self._order = UnitOrder(plan, [unit for unit in units[:-1] if unit.plan.is_needed_in_backward])
+        # Writes to the shards since gathered units last had their values. Each forward asks for those of an optimizer
+        # or a load, and calls `forget`, which begins anew.
+        self._writes = WriteCounts(lambda: [shards._version for shards in self._shards])
         for unit in units:
             unit.on_use = partial(self._on_use, unit)
             if unit.plan.is_freed and unit.slot is not None:
@@ -70,7 +64,7 @@ class ParameterGathering:
     def before_call(self, unit: Unit) -> None:
         """Gathers a unit before a module of it runs its forward or another method."""
         if unit is self._root and not unit.running and current_backward() == NO_BACKWARD:
-            self._last = None  # a forward of the model begins
+            self._order.begin()
         unit.running += 1
         self.ensure_gathered(unit)
         if unit.saved is not None:
@@ -80,6 +74,7 @@ class ParameterGathering:
         """Ends a call, which returned `output` or raised (None). Makes backward through `output` gather the unit."""
         unit.running = max(unit.running - 1, 0)
         has_ended = not unit.running and current_backward() == NO_BACKWARD
+        self._order.leave(unit, output)
         if unit.saved is not None:
             unit.saved.end()
             if has_ended and unit.takes_turns:
@@ -120,44 +115,29 @@ class ParameterGathering:
             unit.drop_part()
             if unit.slot is not None:
                 unit.slot.owner = None
-        self._version = self._count_writes()
-
-    def _count_writes(self) -> int:
-        return sum(shards._version for shards in self._shards)
+        self._writes.find()
+        self._order.end()
 
     # ---- one unit
 
     def ensure_gathered(self, unit: Unit, *unused: Any) -> None:
-        """Gathers a unit, waits for its parameters, and prefetches the units that followed it in the last pass.
+        """Gathers a unit, waits for its parameters, and prefetches the units that are expected after it.
 
         Args:
             unused: a gradient, where autograd calls it.
         """
         is_backward = current_backward() != NO_BACKWARD
-        if not is_backward and self._version != self._count_writes():
+        if not is_backward and self._writes.find():
             self.forget()
-        if current_backward() != self._pass:
-            self._pass, self._last = current_backward(), None
         if not unit.is_gathered:
             self._reject_running(unit)
-            unit.start_gather(self._lane, waits=not self._depth[is_backward])
+            depth = self._plan.backward_prefetch if is_backward else self._plan.forward_prefetch
+            unit.start_gather(self._lane, waits=not depth)
         unit.wait_until_readable()
         unit.used_in = current_backward()
         if is_backward:
             unit.drop_part()
-        if unit is self._last or unit is self._root:
-            return
-        if self._last is not None:
-            self._next[is_backward, self._last] = unit
-        self._last = unit
-        self._prefetch(unit, is_backward)
-
-    def _prefetch(self, unit: Unit, is_backward: bool) -> None:
-        ahead: Unit | None = unit
-        for _ in range(self._depth[is_backward]):
-            ahead = self._next.get((is_backward, ahead)) if ahead is not None else None
-            if ahead is None or ahead is unit:
-                return
+        for ahead in self._order.enter(unit) if unit is not self._root else ():
             owner = None if ahead.slot is None else ahead.slot.owner
             if not ahead.is_gathered and owner is not unit and (owner is None or not owner.running):
                 ahead.start_gather(self._lane, waits=False)

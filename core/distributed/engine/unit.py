@@ -6,19 +6,20 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...base._torch_compat import NO_BACKWARD
-from ...base.errors import UnitError
 from ...base.host_memory import transient_memory
 from ...base.pending_parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
 from ...transformer.module import has_no_memory
+from ..gathered_values import KeptPart, WriteCounts, lost_write
 from ..groups import neighbour_groups
 from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights
@@ -100,7 +101,6 @@ class Unit:
     Attributes:
         name: of its modules, or of its bucket, for messages.
         name_of: its parameters, each with its name in the model; fixed.
-        part: of each bucket the part that this rank keeps for its neighbours between forward and backward, or empty.
         on_use: what a use of a hidden parameter calls.
         saved: what autograd saves in its forwards, if it is freed after them.
         running: calls of its modules that have begun and not ended.
@@ -115,7 +115,7 @@ class Unit:
         neighbours: ProcessGroup | None = None,
     ) -> None:
         # Fixed, but for the slot: units get another one when weights of its unit outlive a forward.
-        self.plan, self.slot, self.buckets, self._neighbours = plan, slot, buckets, neighbours
+        self.plan, self.slot, self.buckets = plan, slot, buckets
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
             self._enter(slot)
@@ -126,16 +126,16 @@ class Unit:
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
-        # Memory of its own, on the stream of the computation. `_keep_part` sets it when another unit takes the slot in
-        # forward; `drop_part` clears it once backward has gathered from it, and when the shards are written.
-        self.part: list[Tensor] = []
+        # Of each bucket, if neighbours keep the unit. `_keep_parts` fills them when another unit takes the slot in
+        # forward. The gather of a backward takes them; `drop_part` drops them, when the shards are written too.
+        self._parts = [KeptPart(neighbours) for _ in buckets] if neighbours is not None else []
         # Names of its parameters; fixed.
         self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
-        # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
-        # slot and does not count. `hide` compares it: a write in between would be lost.
-        self._versions = self._count_writes()
+        # Writes to the parameters since they were last hidden, or their memory set; a gather writes the slot and does
+        # not count. `hide` asks for them: a write in between would be lost.
+        self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
         # Methods of this class set it: on autograd's thread during a backward, else on the main thread.
         self.phase = UnitPhase.READABLE
         # `ParameterGathering`, which replicas do not have, sets both when it is built; then fixed.
@@ -182,7 +182,7 @@ class Unit:
             self._take_values()
         for bucket in self.buckets:
             bucket.place_params(bucket.param_data, skip=has_no_memory if with_values else None)
-        self._versions = self._count_writes()
+        self._writes.find()
 
     def move_to(self, slot: Slot) -> None:
         """Makes the parameters, which are hidden, views of another slot."""
@@ -213,42 +213,44 @@ class Unit:
             before, self.slot.owner = self.slot.owner, self
             if before is not None and before is not self:
                 before.finish_gather()
-                before._keep_part()
+                before._keep_parts()
                 before.hide()
+        gather = partial(self._gather, [part.take() for part in self._parts])
         if waits or not self.can_be_hidden:
-            lane.run(self._gather)
+            lane.run(gather)
             return
-        self._handle = lane.submit(self._gather)
+        self._handle = lane.submit(gather)
         if self.slot is None:
             self._make_pending()
 
-    def _gather(self) -> None:
-        if self.part:
-            for bucket, part in zip(self.buckets, self.part, strict=True):
-                whole, group = bucket.param_data, self._neighbours
-                collectives.all_gather(whole, part, group, what=self._what)  # type: ignore[arg-type]
-            return
-        for bucket in self.buckets:
-            bucket.gather_params(bucket.param_data, self._what)
+    def _gather(self, parts: Sequence[Tensor | None]) -> None:
+        for index, bucket in enumerate(self.buckets):
+            if parts and (part := parts[index]) is not None:
+                collectives.all_gather(bucket.param_data, part, self._parts[index].ranks, what=self._what)
+            else:
+                bucket.gather_params(bucket.param_data, self._what)
 
-    def _keep_part(self) -> None:
-        """Copies this rank's part among its neighbours, for the backward that follows this forward."""
-        group = self._neighbours
-        if group is None or self.part or self.used_in != NO_BACKWARD or not torch.is_grad_enabled():
-            return
-        self.part = [whole.chunk(group.size())[group.rank()].clone() for whole in self.memory()]
+    @property
+    def part(self) -> list[Tensor]:
+        """What this rank keeps of each bucket for its neighbours between forward and backward, or nothing."""
+        return [part.tensor for part in self._parts if part.tensor is not None]
+
+    def _keep_parts(self) -> None:
+        """Keeps this rank's part among its neighbours, for the backward that follows this forward."""
+        if not self.part and self.used_in == NO_BACKWARD and torch.is_grad_enabled():
+            for part, whole in zip(self._parts, self.memory(), strict=False):
+                part.keep(whole)
 
     def drop_part(self) -> None:
-        """Frees the part that this rank keeps for its neighbours between forward and backward."""
-        self.part = []
+        """Frees the part that this rank keeps for its neighbours."""
+        for part in self._parts:
+            part.drop()
 
     def finish_gather(self) -> None:
         """Waits for the running gather, if any."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
-        if self.used_in != NO_BACKWARD:
-            self.drop_part()
 
     def wait_until_readable(self) -> None:
         """Waits for the running gather, if any, and makes the parameters readable. They are gathered."""
@@ -265,17 +267,14 @@ class Unit:
         """
         if self.phase is not UnitPhase.READABLE or self.slot is None:
             return
-        before, self._versions = self._versions, self._count_writes()
+        written = self._writes.find()
         self._make_pending()
         if os.environ.get(POISONS) == "1":
             self._poison(self.slot)
-        if before != self._versions:
+        if written:
             self.slot.owner = None
-            changes = zip(self.name_of.values(), before, self._versions, strict=True)
-            name = next(name for name, old, new in changes if old != new)
-            raise UnitError(
-                f"parameter {name} was written while its unit was gathered, and the write would be lost; write "
-                "parameters between steps, inside the wrapper's whole_parameters()"
+            raise lost_write(
+                [*self.name_of.values()][written[0]], "between steps, inside the wrapper's whole_parameters()"
             )
 
     def _make_pending(self) -> None:
@@ -309,10 +308,8 @@ class Unit:
             self._take_values()
         for bucket in self.buckets:
             bucket.place_params(bucket.param_data)
-        self._versions, self.phase = self._count_writes(), UnitPhase.READABLE
-
-    def _count_writes(self) -> list[int]:
-        return [param._version for param in self.name_of]
+        self._writes.find()
+        self.phase = UnitPhase.READABLE
 
 
 def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], allocate: Allocate) -> list[Unit]:

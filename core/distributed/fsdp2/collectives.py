@@ -19,8 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
-from ...comm import collectives, gloo, streams
+from ...comm import collectives, gloo
 from ...comm.record import recorded
+from ..gathered_values import KeptPart
 from ..groups import neighbour_groups
 from ..plan import Plan, UnitPlan
 from .torch_private import as_fsdp
@@ -42,43 +43,6 @@ def set_collectives(plan: Plan) -> list[KeptPart]:
         module.set_custom_all_gather(UnitAllGather(plan, unit, part))
         module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit))
     return parts
-
-
-class KeptPart:
-    """This rank's part of one unit, which `ranks` keep whole together between its forward and backward.
-
-    Args:
-        ranks: neighbours in the unit's group of shards; each keeps an equal part.
-        outlasts_backward: keep the part for the next micro-batch, which finds the unit gathered.
-    """
-
-    def __init__(self, ranks: ProcessGroup, *, outlasts_backward: bool) -> None:
-        # Both fixed: the neighbours, and whether the plan keeps the unit between micro-batches.
-        self.ranks, self._outlasts_backward = ranks, outlasts_backward
-        # Memory of our own, on the stream that gathers. `keep` sets it when a forward has gathered the unit; `take`
-        # clears it in backward, or `drop`, when shards may have changed.
-        self.tensor: Tensor | None = None
-        # Behind the copy into `tensor`, which another stream may read; None on a CPU. Set with `tensor`.
-        self._is_written: Any = None
-
-    def keep(self, whole: Tensor) -> None:
-        """Keeps this rank's part of a unit that has been gathered."""
-        self.tensor = whole.chunk(self.ranks.size())[self.ranks.rank()].clone()
-        self._is_written = streams.record_event() if streams.is_asynchronous(whole.device) else None
-
-    def take(self) -> Tensor | None:
-        """Returns the part, for a gather on the current stream, or None if there is none."""
-        part = self.tensor
-        if part is not None and self._is_written is not None:
-            streams.current_stream().wait_event(self._is_written)
-            streams.used_on(part, streams.current_stream())
-        if current_backward() != NO_BACKWARD and not self._outlasts_backward:
-            self.tensor = None
-        return part
-
-    def drop(self) -> None:
-        """Frees the part, because no backward follows or the shards have changed."""
-        self.tensor = None
 
 
 class _UnitCollective:

@@ -1,4 +1,4 @@
-"""Guards the gathered weights of units: notices writes to them, and keeps those of freed units readable."""
+"""Gathers units of FSDP2 ahead of their use, and keeps the gathered weights of freed units readable."""
 
 from __future__ import annotations
 
@@ -9,56 +9,11 @@ import torch
 from torch import nn
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
-from ...base.errors import ShardstackError, UnitError, warn_once
-from ..plan import UnitPlan
+from ...base.errors import ShardstackError, warn_once
+from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
-from .torch_private import TorchState, as_fsdp, gathered_tensors_of, mark_gathered_parameter, name_of_parameter
-
-_UNWRITTEN = 0
-"""Version of a gathered parameter that only torch's gather has written."""
-
-
-class GatheredValues:
-    """Compares versions of shards and of gathered parameters from one forward of a sharded model to the next.
-
-    A version is torch's count of in-place writes to a tensor, an integer that costs nothing to read.
-
-    Args:
-        state: of the sharded model.
-    """
-
-    def __init__(self, state: TorchState) -> None:
-        # What torch holds of the sharded model; read only.
-        self._state = state
-        # Versions of shards at the last `are_stale`, which replaces them.
-        self._of_shards = state.shard_versions()
-        # Versions of gathered parameters at the last `check_unwritten`, which replaces them. A parameter is here once
-        # it has been gathered.
-        self._of_gathered: dict[Any, int] = {}
-
-    def are_stale(self) -> bool:
-        """Returns whether a shard was written (an optimizer's step, a load) since the last call."""
-        before, self._of_shards = self._of_shards, self._state.shard_versions()
-        return before != self._of_shards
-
-    def check_unwritten(self) -> None:
-        """Raises where a parameter was written while it was gathered: the write would be lost with the gathered copy.
-
-        Marks those gathered for the first time, so that the step of an optimizer built from them raises.
-
-        Raises:
-            UnitError: names the parameter.
-        """
-        before, self._of_gathered = self._of_gathered, self._state.gathered_versions()
-        for parameter in self._of_gathered.keys() - before.keys():
-            mark_gathered_parameter(parameter)
-        for parameter, version in self._of_gathered.items():
-            if version != before.get(parameter, _UNWRITTEN):
-                raise UnitError(
-                    f"parameter {name_of_parameter(parameter)} was written while its unit was gathered, between a "
-                    "forward and the end of its step, and the write would be lost; write parameters after "
-                    "optimizer.step() and before the next forward, when the module shows its shards"
-                )
+from ..unit_order import UnitOrder
+from .torch_private import as_fsdp, gathered_tensors_of
 
 
 def reject_graph_of_gradients(reached: str) -> None:
@@ -119,3 +74,42 @@ class FreedWeights:
         if not self._unit.is_needed_in_backward:
             self._module.set_unshard_in_backward(True)  # it is, in this model
         self._module.unshard()
+
+
+def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
+    """Puts hooks on the units of a sharded model, before FSDP2's own, which read what is set here.
+
+    Returns:
+        the order of units, each known by its first module. The hooks keep it up to date.
+    """
+    units = {unit.modules[0]: unit for unit in plan.units[:-1]}
+    order = UnitOrder(plan, [module for module, unit in units.items() if unit.is_needed_in_backward])
+
+    def begin(root: nn.Module, args: Any) -> None:
+        if current_backward() == NO_BACKWARD:
+            _set_forward(root, order.begin())
+
+    def end(root: nn.Module, args: Any, output: Any) -> None:
+        if current_backward() == NO_BACKWARD:
+            _set_backward(root, order.before())
+
+    def enter(module: nn.Module, args: Any) -> None:
+        _set_forward(module, order.enter(module))
+        if current_backward() == NO_BACKWARD:
+            _set_backward(module, order.before(module))
+
+    plan.root.modules[0].register_forward_pre_hook(begin, prepend=True)
+    plan.root.modules[0].register_forward_hook(end)
+    for unit in units:
+        unit.register_forward_pre_hook(enter, prepend=True)
+        unit.register_forward_hook(lambda module, args, output: order.leave(module, output))
+    return order
+
+
+def _set_forward(module: nn.Module, ahead: list[nn.Module]) -> None:
+    as_fsdp(module).set_modules_to_forward_prefetch([as_fsdp(unit) for unit in ahead])
+
+
+def _set_backward(module: nn.Module, ahead: list[nn.Module]) -> None:
+    # An empty list would mean FSDP2's default, the unit before; a unit that is gathered already means none.
+    as_fsdp(module).set_modules_to_backward_prefetch([as_fsdp(unit) for unit in ahead or [module]])

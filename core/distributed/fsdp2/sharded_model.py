@@ -13,14 +13,14 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
+from ..gathered_values import WriteCounts, lost_write
 from ..gradient_tree import GradientTree
 from ..model.initial_values import InitialValues, cast_buffers
 from ..plan import Plan
 from ..plan.units import find_forward_methods
 from .collectives import set_collectives
-from .gathered_weights import FreedWeights, GatheredValues
+from .gathered_weights import FreedWeights, prefetch_units
 from .gradient_sums import GradientSums
-from .prefetch import Prefetcher
 from .shard_model import fsdp_modules, shard_model
 from .torch_private import TorchState, as_fsdp
 
@@ -66,7 +66,7 @@ class ShardedModel:
         # Fixed. Backwards fill it on autograd's thread, the last one of a step empties it; `drop_gradients` clears it.
         self.sums = None if tree is None else GradientSums(plan, tree, self.fsdp_modules, self.state)
         # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
-        self._prefetcher = Prefetcher(plan)
+        self._order = prefetch_units(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
                 submodule.adds_gradient_rows = plan.lends_gradients
@@ -82,8 +82,9 @@ class ShardedModel:
         self._has_allocated = False
         # Whether a backward raised. `_end_failed_backward` sets it; `recover` returns and clears it.
         self._has_failed = False
-        # Versions of shards and gathered parameters, compared when a forward begins and on `reshard`.
-        self._values = GatheredValues(self.state)
+        # Writes to shards, asked for when a forward begins, and to gathered parameters, on `reshard`.
+        self._writes_to_shards = WriteCounts(self.state.shard_versions)
+        self._writes_to_gathered = WriteCounts(self.state.gathered_versions)
         for submodule in [*members, module]:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
             submodule.register_forward_pre_hook(self._keep_changes)  # after torch has gathered
@@ -118,8 +119,11 @@ class ShardedModel:
             module.reshard()
         for part in self._parts:
             part.drop()
-        self._prefetcher.end_order()
-        self._values.check_unwritten()
+        self._order.end()
+        self.state.mark_gathered()
+        for index in self._writes_to_gathered.find():
+            when = "after optimizer.step() and before the next forward, when the module shows its shards"
+            raise lost_write(self.state.name_of(index), when)
 
     def recover(self) -> bool:
         """Resets FSDP2 after a backward that raised. Returns whether there was one since the last call."""
@@ -155,7 +159,7 @@ class ShardedModel:
             self._has_allocated = True
             if torch.is_inference_mode_enabled() or self.plan.root.precision.reduce_dtype is not None:
                 self.state.allocate_gathered_parameters()
-        if self._values.are_stale():
+        if self._writes_to_shards.find():
             self.reshard()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...base._torch_compat import fsdp_param_groups
 from ...base.errors import UnitError, WrapError
 from ...base.local_parts import local_part
-from ...diagnostics.step_marks import mark_as_gathered
+from ...diagnostics.step_marks import mark_as_gathered, mark_of
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
@@ -242,12 +242,23 @@ class TorchState:
         # If torch replaced the tensors, a write would be missed.
         return [p.sharded_param._version + p._sharded_param_data._version for p in self._parameters]
 
-    def gathered_versions(self) -> dict[Any, int]:
-        """Returns by torch's object the count of writes to each gathered parameter that modules compute with.
+    def gathered_versions(self) -> list[int]:
+        """Returns for each parameter the count of writes to the gathered one that modules compute with.
 
-        A gather does not count. It is -1 for a parameter whose ``data`` was replaced: gathers no longer reach it.
+        A gather does not count, so that it is 0 before the first one too. It is -1 for a parameter whose ``data`` was
+        replaced: gathers no longer reach it.
         """
-        return {p: _writes(p) for p in self._parameters if hasattr(p, "_unsharded_param")}
+        return [_writes(p) if hasattr(p, "_unsharded_param") else 0 for p in self._parameters]
+
+    def mark_gathered(self) -> None:
+        """Marks parameters gathered for the first time, so that the step of an optimizer built from them raises."""
+        for parameter in self._parameters:
+            if hasattr(parameter, "_unsharded_param") and mark_of(parameter._unsharded_param) is None:
+                mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a parameter, by its index in the lists of counts."""
+        return name_of_parameter(self._parameters[index])
 
     # ---- memory: under other names a table of memory counts these as activations, or asking for it raises
 
@@ -284,11 +295,6 @@ class TorchState:
         """Yields this rank's shards, with their padding."""
         for parameter in self._parameters:
             yield parameter._sharded_param_data
-
-
-def mark_gathered_parameter(parameter: Any) -> None:
-    """Marks a gathered parameter, given torch's object, so that the step of an optimizer built from it raises."""
-    mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
 
 
 def _reject_assigned(parameter: Any, takes_shards: bool = False) -> None:

@@ -291,7 +291,7 @@ MUTATIONS = (
     Mutation(
         "a write to a gathered parameter is lost",
         "core.distributed.engine.unit.Unit.hide",
-        r"if before != self\._versions:",
+        r"if written:",
         "if False:",
         (_SLOTS,),
     ),
@@ -306,7 +306,7 @@ MUTATIONS = (
     Mutation(
         "gathered parameters survive a step",
         "core.distributed.fsdp2.sharded_model.ShardedModel.prepare_forward",
-        r"(if self\._values\.are_stale\(\)):",
+        r"(if self\._writes_to_shards\.find\(\)):",
         r"\1 and (not self._has_allocated):",
         ("tests/unit/distributed/fsdp2/test_sharded_model.py",),
     ),
