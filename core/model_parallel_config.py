@@ -13,6 +13,9 @@ from .base.ranges import check_choices, check_range
 
 CrossEntropyFusion = Literal["native", "te", "linear"]
 
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
+"""Schedules of `torch.distributed.pipelining`, by their names there."""
+
 
 @takes_megatron_fields
 @dataclass(kw_only=True)
@@ -31,7 +34,14 @@ class ModelParallelConfig:
     """Ranks that share the matrices of every layer. 1: those of the tensor-parallel group."""
 
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages. Process groups support any number, models here only one."""
+    """Ranks that share the layers, one after the other (Huang et al., 2019)."""
+
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Stages of each pipeline rank, each with consecutive layers. None: one stage."""
+
+    pipeline_parallel_schedule: PipelineSchedule | None = None
+    """Order of the micro-batches' forwards and backwards over pipeline stages. "ZBVZeroBubble" needs two virtual
+    stages. None: "1F1B", or "Interleaved1F1B" with virtual stages."""
 
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
@@ -81,6 +91,7 @@ class ModelParallelConfig:
 
     def __post_init__(self) -> None:
         self._check_cross_entropy()
+        self._check_pipeline()
         degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
         names = [*(f"{name}_parallel_size" for name in degrees), "expert_tensor_parallel_size"]
         check_range(self, *names, least=1, error=ParallelConfigError)
@@ -106,6 +117,33 @@ class ModelParallelConfig:
             )
         if impl == "te":
             ignore(type(self).__name__, "the loss has torch's kernels", cross_entropy_fusion_impl=(impl, "native"))
+
+    def _check_pipeline(self) -> None:
+        check_choices(self, True, pipeline_parallel_schedule=get_args(PipelineSchedule))
+        virtual, schedule = self.virtual_pipeline_model_parallel_size, self.pipeline_parallel_schedule
+        name = "virtual_pipeline_model_parallel_size"
+        if virtual is not None and (virtual < 2 or self.pipeline_model_parallel_size == 1):
+            raise ParallelConfigError(
+                f"{name} is {virtual} with pipeline_model_parallel_size {self.pipeline_model_parallel_size}; take 2 "
+                "or more of each, or None for one stage a rank"
+            )
+        if schedule is not None and self.pipeline_model_parallel_size == 1:
+            raise ParallelConfigError(
+                f"pipeline_parallel_schedule is {schedule!r} with pipeline_model_parallel_size 1; raise the latter to "
+                "2 or more, or drop it"
+            )
+        takes = {"Interleaved1F1B": "2 or more", "ZBVZeroBubble": "2"}.get(self.pipeline_schedule, "None")
+        if (virtual is None) != (takes == "None") or (takes == "2" and virtual != 2):
+            raise ParallelConfigError(
+                f"pipeline_parallel_schedule {self.pipeline_schedule!r} takes {takes} for {name}, which is {virtual}; "
+                "change one of them"
+            )
+
+    @property
+    def pipeline_schedule(self) -> PipelineSchedule:
+        """The schedule, by torch's name."""
+        virtual = self.virtual_pipeline_model_parallel_size
+        return self.pipeline_parallel_schedule or ("1F1B" if virtual is None else "Interleaved1F1B")
 
     @property
     def fuses_linear_cross_entropy(self) -> bool:

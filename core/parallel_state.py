@@ -92,20 +92,79 @@ def get_tensor_model_parallel_src_rank() -> int:
 # ---- pipeline stages
 
 
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Returns the number of pipeline stages of each rank, or None where it is one."""
+    groups = current.groups_or_none()
+    return None if groups is None else groups.virtual_pipeline_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Returns the virtual stage whose forward runs, or that a script has set, or None."""
+    return current.virtual_pipeline_rank()
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Sets what `get_virtual_pipeline_model_parallel_rank` returns."""
+    current.set_virtual_pipeline_rank(rank)
+
+
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns whether this rank has the first stage, which embeds the tokens.
 
-    The arguments are Megatron-LM's, for interleaved stages; here a rank has one stage.
+    Args:
+        ignore_virtual: whether any of the rank's virtual stages counts.
+        vp_stage: else the virtual stage that is asked about; None means the first.
     """
-    return get_pipeline_model_parallel_rank() == 0
+    is_first_turn = ignore_virtual or get_virtual_pipeline_model_parallel_world_size() is None or not vp_stage
+    return is_first_turn and get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns whether this rank has the last stage, which computes the loss.
 
-    The arguments are Megatron-LM's, for interleaved stages; here a rank has one stage.
+    Args:
+        ignore_virtual, vp_stage: as in `is_pipeline_first_stage`. Stages are interleaved; for the schedule
+            ZBVZeroBubble ask :func:`core.transformer.pipeline_stages.pipeline_stage`.
     """
-    return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+    virtual = get_virtual_pipeline_model_parallel_world_size()
+    is_last_turn = ignore_virtual or virtual is None or vp_stage == virtual - 1
+    return is_last_turn and get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Returns the global rank with the first stage of this rank's pipeline."""
+    return current.member("pp").ranks[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Returns the global rank with the last stage of this rank's pipeline."""
+    return current.member("pp").ranks[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Returns the global rank with the stage after this rank's, of the last one the first."""
+    pipeline = current.member("pp")
+    return pipeline.ranks[(pipeline.rank + 1) % len(pipeline.ranks)]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Returns the global rank with the stage before this rank's, of the first one the last."""
+    pipeline = current.member("pp")
+    return pipeline.ranks[pipeline.rank - 1]
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Returns whether this rank has an end of its pipeline, which hold tied embeddings.
+
+    Args:
+        ignore_virtual, vp_stage: as in `is_pipeline_first_stage`.
+    """
+    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(ignore_virtual, vp_stage)
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Returns whether this rank has the first stage of its pipeline, which holds learned positions."""
+    return is_pipeline_first_stage()
 
 
 # ---- data parallelism

@@ -54,7 +54,22 @@ def whole_view(tensor: Tensor) -> Tensor:
     :func:`~core.dist_checkpointing.global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
     """
     kept_elements = kept_range(tensor)
-    return global_view(tensor) if kept_elements is None else flat_range_view(tensor, *kept_elements)
+    view = global_view(tensor) if kept_elements is None else flat_range_view(tensor, *kept_elements)
+    return noting_copy(view, tensor)
+
+
+def noting_copy(view: Tensor, param: Tensor) -> Tensor:
+    """Returns the view of a tensor of `param`, marked if that is the copy of a weight of another pipeline stage
+    (Megatron-LM's mark `shared`)."""
+    if getattr(param, "shared", False):
+        view.shared = True  # type: ignore[attr-defined]
+    return view
+
+
+def is_copy(tensor: Tensor) -> bool:
+    """Returns whether a view is of a copy: it is filled as others, and never written or counted, as stages may cut the
+    weight in different ways."""
+    return getattr(tensor, "shared", False)
 
 
 def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:

@@ -46,8 +46,8 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
         Data-parallel ranks outside of the mesh hold replicas.
 
     Raises:
-        ParallelConfigError: the pipeline has more than one stage, the split is interleaved (``partition_stride`` above
-            1), or the piece does not have the shape that its layout gives.
+        ParallelConfigError: the split is interleaved (``partition_stride`` above 1), or the piece does not have the
+            shape that its layout gives.
     """
     value = _detached(param if tensor is None else tensor)
     local = local_part(value)
@@ -56,11 +56,6 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
         raise ParallelConfigError(
             f"a tensor of shape {tuple(local.shape)} cannot be viewed like a parameter whose piece on this rank has "
             f"shape {tuple(held.shape)}; give the tensor that belongs to this piece"
-        )
-    if (stages := parallel_state.get_pipeline_model_parallel_world_size()) > 1:
-        raise ParallelConfigError(
-            f"global views know no pipeline stages, and pipeline_model_parallel_size is {stages}: parameters of "
-            "different stages can carry one name; use pipeline_model_parallel_size=1"
         )
     mesh, placements, shape = _layout(param, local.device.type)
     if mesh is None:

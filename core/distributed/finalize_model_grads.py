@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
+from ..base.local_parts import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.moe.step import finish_step
@@ -30,12 +31,15 @@ def finalize_model_grads(
 
     In order: every chunk finishes its data-parallel reduction; gradients of parameters that are replicated over
     tensor-parallel ranks but used on different tokens (norms under sequence parallelism) are summed over those ranks;
-    with a token count, all gradients are divided by the number of tokens of all ranks. Biases of experts then move.
+    the gradients of a weight that the first and the last pipeline stage share are summed over both; with a token
+    count, all gradients are divided by the number of tokens of all ranks. Biases of experts then move.
 
     Args:
-        model: the wrapped model, in the list that Megatron's interfaces take.
+        model: the wrapped model, in the list that Megatron's interfaces take; several are a rank's virtual pipeline
+            stages.
         num_tokens: this rank's number of unmasked tokens in the step, for ``config.calculate_per_token_loss``. It is
-            summed over data and context parallel ranks here, and the argument is not changed.
+            summed over data and context parallel ranks here, and the argument is not changed. Of pipeline stages that
+            of the last one counts.
         pg_collection: process groups; its `tp` is used as `tp_group`, and replicas are those of the wrapper.
         force_all_reduce: leave whole gradients on every rank, if the wrapper keeps whole ones.
         tp_group: the tensor-parallel ranks; by default those of `core.parallel_state`, or the one group of the model's
@@ -57,8 +61,10 @@ def finalize_model_grads(
         chunk.finish_grad_sync(force_all_reduce=bool(force_all_reduce))
     given = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
     _sum_over_sequence_parallel_ranks(model, given)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        _sum_shared_embedding(model)
     if num_tokens is not None:
-        scaling_factor = _one_over_global_tokens(num_tokens, model[0].process_group)
+        scaling_factor = _one_over_global_tokens(num_tokens, model)
         for chunk in model:
             chunk.scale_gradients(scaling_factor)
     finish_step(model, model[0].process_group)
@@ -66,15 +72,60 @@ def finalize_model_grads(
         chunk.gradient_state.note_finalized()
 
 
-def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.ProcessGroup) -> torch.Tensor:
+def _one_over_global_tokens(num_tokens: torch.Tensor | float, model: Sequence[_BaseDataParallel]) -> torch.Tensor:
     # Sum in double, because fp32 counts exactly only up to 16.7 million. Do not read it: that would synchronize a GPU.
     here = device.current_device()
     if isinstance(num_tokens, torch.Tensor):
         total = num_tokens.to(here, torch.float64, copy=True)
     else:
         total = torch.full((), num_tokens, dtype=torch.float64, device=here)
-    all_reduce_by_backend(total, group, what="the number of tokens")
+    all_reduce_by_backend(total, model[0].process_group, what="the number of tokens")
+    sum_of_last_stage(total, model)
     return torch.where(total > 0, 1.0 / total, 0.0)
+
+
+def sum_of_last_stage(values: torch.Tensor, model: Sequence[torch.nn.Module]) -> None:
+    """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
+
+    Args:
+        model: this rank's stages. One without `post_process` is not the last.
+    """
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    if not any(getattr(unwrap_model(chunk), "post_process", True) for chunk in model):
+        values.zero_()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    all_reduce_by_backend(values, group, what="values of the last pipeline stage")
+
+
+def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
+    """Sums the reduced gradients of the weight that the first and the last pipeline stage share, over both.
+
+    Both stages have equal shards of it, except in units of flat buffers: there its place depends on the rest of the
+    unit, and whole gradients are summed.
+    """
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if group is None or group.size() == 1:
+        return
+    for chunk in model:
+        for name, parameter in unwrap_model(chunk).named_parameters():
+            if not (getattr(parameter, "shared_embedding", False) and parameter.requires_grad):
+                continue
+            gradient, kept = chunk.local_gradient(parameter), kept_range(parameter)
+            if gradient is None or (kept is not None and kept[0].numel() != gradient.numel()):
+                raise ParallelConfigError(
+                    f"this rank has no gradient of {name} for its part of the weight, which the first and the last "
+                    "pipeline stage share; untie them, or leave outer_dp_sharding_strategy at no_shard"
+                )
+            if kept is None:
+                all_reduce_by_backend(gradient, group, what=f"the gradient of {name}")
+                continue
+            whole = gradient.new_zeros(parameter.numel())
+            part = whole[kept[1] : kept[1] + gradient.numel()]
+            part.copy_(gradient)
+            for ranks in (chunk.plan.groups.shard, group):
+                all_reduce_by_backend(whole, ranks, what=f"the gradient of {name}")
+            gradient.copy_(part)
 
 
 def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given: dist.ProcessGroup | None) -> None:

@@ -62,6 +62,8 @@ class GradientStatistics:
             expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
         # The parts of the norm, by the names of their groups; the indices of parameters grow here, then all is fixed.
         parts: dict[tuple[str, ...], _Part] = {}
+        for over in dict.fromkeys((model_group, expert_group)):  # joined by a rank without such parameters too
+            parts[() if over is None else (over.group_name,)] = _Part((), over, counts=True, members=[])
         for index, p in enumerate(params):
             groups, is_expert = p.shard_groups(), is_expert_parameter(p.param)
             over, rank = (expert_group, expert_tp_rank) if is_expert else (model_group, tp_rank)

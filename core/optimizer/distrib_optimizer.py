@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
-from ..dist_checkpointing.flat_range import flat_range_view
+from ..dist_checkpointing.flat_range import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel
@@ -61,7 +61,7 @@ class MainRange(MainParam):
         return tuple(groups)
 
     def whole(self, state: Tensor) -> Tensor:
-        return flat_range_view(self.param, state, self.start)
+        return noting_copy(flat_range_view(self.param, state, self.start), self.param)
 
 
 class DistributedOptimizer(MegatronOptimizer):

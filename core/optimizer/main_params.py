@@ -22,6 +22,7 @@ from ..base.errors import OptimizerError
 from ..base.local_parts import local_part
 from ..comm.host_read import HostRead
 from ..diagnostics.step_marks import reject_replaced
+from ..dist_checkpointing.flat_range import noting_copy
 from ..dist_checkpointing.global_view import global_view
 from ..distributed.parameter_owner import read_gradient
 
@@ -112,7 +113,7 @@ class MainParam:
 
     def whole(self, state: Tensor) -> Tensor:
         """Views `state`, in the shape of `main`, as a tensor of the whole model for a checkpoint."""
-        return global_view(self.param, state)
+        return noting_copy(global_view(self.param, state), self.param)
 
     def check_storage(self) -> None:
         """Raises if the parameter was moved after the optimizer was built, so that a stale tensor would be updated.

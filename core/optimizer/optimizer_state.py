@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import parallel_state
 from ..base.errors import CheckpointError
 from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
@@ -30,6 +31,10 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[s
     step = Counter(counts.values()).most_common(1)[0][0]
     step_of = {name: count for name, count in counts.items() if count != step}
     return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler}
+
+
+def _has_stages() -> bool:
+    return parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
 class Average(Protocol):
@@ -126,9 +131,15 @@ class OptimizerState(ABC):
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
-        """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale."""
+        """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale.
+
+        All ranks of a pipeline call it, and it has the parameters of all stages.
+        """
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
+        if _has_stages():
+            ranks = Ranks(parallel_state.get_pipeline_model_parallel_group())
+            counts = {name: count for of_stage in ranks.all_gather(counts) for name, count in of_stage.items()}
         scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
         return scalars | ({"num_averaged": self.average.num_averaged} if self.average is not None else {})
 
@@ -141,7 +152,7 @@ class OptimizerState(ABC):
         """
         self.finish_step()
         unknown = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
-        if unknown:
+        if unknown and not _has_stages():  # other stages have other parameters
             raise CheckpointError(
                 f"the optimizer state names parameters that this model does not have: {', '.join(unknown[:5])}; "
                 "load the checkpoint of this model"

@@ -144,14 +144,15 @@ def collect_main_params(
 ) -> list[MainParam]:
     """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
 
-    With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``. `make` is called with
-    the name, the parameter, the module that holds it, and its name there.
+    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. `make` is
+    called with the name, the parameter, the module that holds it, and its name there.
     """
     main_params: list[MainParam] = []
     seen: set[int] = set()
+    names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)
-        prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
+        prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in seen or kind_of(param) == "ignored":
                 continue

@@ -19,10 +19,27 @@ _groups: ParallelGroups | None = None
 `parallel_state` calls that on initialisation and on destruction."""
 
 
+_virtual_pipeline_rank: int | None = None
+"""The virtual pipeline stage of this process at the moment, for scripts to read. Schedules and scripts set it by
+`set_virtual_pipeline_rank`. `set_groups` clears it."""
+
+
 def set_groups(groups: ParallelGroups | None) -> None:
     """Stores the groups. None removes them."""
     global _groups
     _groups = groups
+    set_virtual_pipeline_rank(None)
+
+
+def set_virtual_pipeline_rank(rank: int | None) -> None:
+    """Stores the virtual pipeline stage."""
+    global _virtual_pipeline_rank
+    _virtual_pipeline_rank = rank
+
+
+def virtual_pipeline_rank() -> int | None:
+    """Returns the virtual pipeline stage, or None."""
+    return _virtual_pipeline_rank
 
 
 def groups_or_none() -> ParallelGroups | None:

@@ -14,7 +14,6 @@ from ..base.megatron_names import ignore, refuse
 from . import current
 from .make_groups import ParallelSizes, make_parallel_groups
 
-_NO_INTERLEAVING = "a rank holds one pipeline stage; leave it at None, or give context_parallel_size by its name"
 _NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
 _EMBEDDING_RANKS = "tied embeddings are on the first and the last stage of a pipeline; drop it"
 
@@ -55,8 +54,8 @@ def initialize_model_parallel(
     equal ranks share one group. Experts' matrices are split over `expert_tensor_parallel_size` ranks, by default as
     many as those of dense layers.
 
-    The arguments and their order are Megatron-LM's. Refused, with the argument's name: interleaved pipeline stages,
-    hierarchical or hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and
+    The arguments and their order are Megatron-LM's. Refused, with the argument's name: hierarchical or hybrid context
+    parallelism, weights rematerialised over a group, other ranks of embeddings, and
     groups over a part of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to
     NCCL's) change no number: they are ignored, with one warning that names them.
 
@@ -77,7 +76,6 @@ def initialize_model_parallel(
     caller = "initialize_model_parallel"
     refuse(
         caller,
-        virtual_pipeline_model_parallel_size=(virtual_pipeline_model_parallel_size, None, _NO_INTERLEAVING),
         hierarchical_context_parallel_sizes=(
             hierarchical_context_parallel_sizes,
             None,
@@ -113,6 +111,7 @@ def initialize_model_parallel(
         world=world,
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,
+        virtual_pipeline=virtual_pipeline_model_parallel_size,
         context=context_parallel_size,
         expert=expert_model_parallel_size,
         expert_tensor=tensor_model_parallel_size

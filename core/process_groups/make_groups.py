@@ -66,6 +66,7 @@ class ParallelSizes:
     expert_tensor: int
     optimizer_instances: int
     order: str
+    virtual_pipeline: int | None = None
 
     def __post_init__(self) -> None:
         named = {
@@ -79,6 +80,12 @@ class ParallelSizes:
             "num_distributed_optimizer_instances": self.optimizer_instances,
         }
         check_positive(named | others, ParallelConfigError)
+        if self.virtual_pipeline is not None and (self.virtual_pipeline < 2 or self.pipeline == 1):
+            raise ParallelConfigError(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline} with pipeline_model_parallel_size "
+                f"{self.pipeline}; take 2 or more of each, or None for one stage a rank; give context_parallel_size, "
+                "another argument, by its name"
+            )
         model_size = prod(named.values())
         if self.world % model_size:
             product = " x ".join(f"{name} {size}" for name, size in named.items())
@@ -193,6 +200,8 @@ class ParallelGroups:
     data_parallel_mesh: DeviceMesh
     expert_data_parallel_mesh: DeviceMesh
     experts_are_apart: bool
+    virtual_pipeline_size: int | None = None
+    """Pipeline stages of each rank. None: one."""
 
     def destroy(self) -> None:
         """Destroys the process groups except the default group."""
@@ -235,6 +244,7 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
             sizes.optimizer_instances, by_kind, "expert_dp", "expert_dp_shard"
         ),
         experts_are_apart=sizes.experts_are_apart,
+        virtual_pipeline_size=sizes.virtual_pipeline,
     )
 
 

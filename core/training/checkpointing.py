@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import parallel_state
 from ..base import device
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
@@ -69,7 +70,7 @@ def save_checkpoint(
         "config": config.to_json(),
         "optimizer": state.optimizer.state_scalars(),
         "scheduler": state.scheduler.state_dict(),
-        "model_tensors": sorted(name for name in tensors if name.startswith(MODEL)),
+        "model_tensors": _of_all_stages([name for name in tensors if name.startswith(MODEL)]),
         "rng_bytes": rng.numel(),
         "layout": rank_layout(),
         "sample_order": dict(state.sample_order),
@@ -150,9 +151,9 @@ def load_weights(
         CheckpointError: it is of another model, or damaged; then the newest older good one is named.
     """
     tensors = named_for_checkpoint(model_state_dict(model), {})
-    stored = load_metadata(folder)["model_tensors"]
-    if sorted(tensors) != stored:
-        differing = sorted(set(stored) ^ tensors.keys())
+    stored, own = load_metadata(folder)["model_tensors"], _of_all_stages(list(tensors))
+    if own != stored:
+        differing = sorted(set(stored) ^ set(own))
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
     with another_offered(folder, Ranks()):
         load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
@@ -202,7 +203,16 @@ def weights_hash(state: TrainingState) -> str:
 
 def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
-    return named_for_checkpoint(model_state_dict(unwrap_model(state.model)), state.optimizer.state_tensors())
+    model = {name: tensor for chunk in state.chunks for name, tensor in model_state_dict(unwrap_model(chunk)).items()}
+    return named_for_checkpoint(model, state.optimizer.state_tensors())
+
+
+def _of_all_stages(names: list[str]) -> list[str]:
+    """Returns the names of tensors on all pipeline stages, sorted. Collective if there are several."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        of_ranks = Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(names)
+        names = [name for of_rank in of_ranks for name in of_rank]
+    return sorted(set(names))
 
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -44,6 +44,7 @@ def initialize(config: PretrainConfig) -> None:
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size,
         config.model.pipeline_model_parallel_size,
+        config.model.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.model.context_parallel_size,
         expert_model_parallel_size=config.model.expert_model_parallel_size,
         expert_tensor_parallel_size=config.model.expert_tensor_parallel_size,

@@ -74,7 +74,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
     last = config.run.train_iters
     validation_loss: float | None = None
     stop = False
-    state.model.train()
+    for chunk in state.chunks:
+        chunk.train()
     with (
         StopRequest() as request,
         RunLog(config, folder, state.iteration, enabled=is_writer) as log,
@@ -92,7 +93,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         while state.iteration < last and not stop:
             step = partial(
                 train_step,
-                state.model,
+                state.chunks,
                 state.optimizer,
                 state.scheduler,
                 batches,
@@ -117,7 +118,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             stop &= not is_last
             if data.valid is not None and validates and not stop:
                 with open_batches(data.valid, config) as validation:
-                    validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
+                    num_batches = config.run.eval_iters * num_microbatches
+                    validation_loss = evaluate(state.chunks, validation, num_batches, num_microbatches)
                 log.validation(state.iteration, validation_loss)
             if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ class TrainingState:
     scheduler: OptimizerParamScheduler
     vocab_size: int
     """Rows of the model's embedding, padding included."""
+    later_stages: Sequence[_BaseDataParallel] = ()
+    """The rank's virtual pipeline stages after the first, which is `model`. None but with
+    `virtual_pipeline_model_parallel_size`."""
     iteration: int = 0
     """Number of steps so far, skipped ones included. `loop` counts, and a checkpoint sets it when a run resumes."""
     consumed_samples: int = 0
@@ -37,6 +40,11 @@ class TrainingState:
     scale. `loop` sets it. A resumed run starts at 0."""
     sample_order: Mapping[str, Any] = field(default_factory=dict)
     """Inputs and fingerprint of the order of samples (`RunData.sample_order`). A checkpoint stores it to compare."""
+
+    @property
+    def chunks(self) -> list[_BaseDataParallel]:
+        """All of the rank's pipeline stages."""
+        return [self.model, *self.later_stages]
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -163,8 +171,10 @@ def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> No
 
 def rank_layout() -> dict[str, int]:
     """Returns the number of ranks and the degrees of model parallelism."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "ranks": dist.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
+        **({"pipeline": stages} if stages > 1 else {}),  # as runs of one stage have always written it
     }

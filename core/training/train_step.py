@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,12 @@ from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
+from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.finalize_model_grads import sum_of_last_stage
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
 from ..optimizer.optimizer import StepOutcome
+from ..pipeline_parallel.stages import run_stages
 from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
@@ -111,7 +116,7 @@ class RunningStep:
 
 
 def train_step(
-    model: _BaseDataParallel,
+    model: _BaseDataParallel | Sequence[_BaseDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     batches: Iterator[Batch],
@@ -135,65 +140,143 @@ def train_step(
     exactly.
 
     Args:
+        model: the wrapped model, or this rank's pipeline stages. All stages of a pipeline read the same batches.
         batches: this rank's micro-batches; takes `num_microbatches` of them, copied to the device if they are
             not there (`DeviceBatches`).
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.
     """
+    chunks = _chunks(model)
+    model = chunks[0]
     per_token = model.sums_gradients
     tree, group = model.plan.tree, model.process_group
-    model.expect_micro_batches(num_microbatches, divides_by_ranks=tree is None)
+    for chunk in chunks:
+        chunk.expect_micro_batches(num_microbatches, divides_by_ranks=tree is None)
     share = num_microbatches if tree is None else num_microbatches * group.size()
     rows: list[torch.Tensor] = []
     loss_sum = torch.zeros((), dtype=torch.float64, device=device.current_device())
     num_tokens = torch.zeros_like(loss_sum)
+    inputs = _inputs(chunks, batches, num_microbatches)
+    numbers = [count() for _ in chunks]
+
+    def run(chunk: torch.nn.Module, index: int) -> torch.Tensor:
+        sequences = next(inputs[index])
+        batch = _own_chunks(sequences)
+        if seeds is not None:
+            seeds.enter(chunks[index].micro_batch_index(next(numbers[index])))
+        output = _forward(chunk, batch)
+        if not _is_last_stage(chunk):
+            return output
+        masked_sum, tokens = _masked_loss(output, batch)
+        loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / share
+        loss_sum.add_(loss.detach())
+        num_tokens.add_(tokens)
+        if tree is not None:
+            rows.append(torch.stack([loss.detach().double(), tokens.double()]))
+        return optimizer.scale_loss(loss)
 
     with failures_explained(model):
-        model.zero_grad_buffer()
-        for i in range(num_microbatches):
-            sequences = next(batches)
-            batch = _own_chunks(sequences)
-            if seeds is not None:
-                seeds.enter(model.micro_batch_index(i))
-            with model.no_sync() if i < num_microbatches - 1 else nullcontext():
-                masked_sum, tokens = _masked_loss(model, batch)
-                loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / share
-                optimizer.scale_loss(loss).backward()
-            loss_sum += loss.detach()
-            num_tokens += tokens
-            if tree is not None:
-                rows.append(torch.stack([loss.detach().double(), tokens.double()]))
-        finalize_model_grads([model], num_tokens if per_token else None)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        if _has_stages():
+            run_stages(chunks, run, num_microbatches, shape=_shape(inputs))
+        else:
+            for i in range(num_microbatches):
+                with model.no_sync() if i < num_microbatches - 1 else nullcontext():
+                    run(model, 0).backward()
+        finalize_model_grads(chunks, num_tokens if per_token else None)
 
         # Queued before the update: behind it, it would wait for the parameters that ranks exchange after it.
         weight = num_tokens if per_token else torch.ones_like(loss_sum)
         totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         all_reduce_by_backend(totals, replicas, what="the loss")
+        sum_of_last_stage(totals[:2], chunks)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
         if tree is not None:
             exact = exact_totals(rows, group)
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
-        names, statistics = logged_statistics(model) or ((), totals[:0])
+        names, statistics = logged_statistics(chunks) or ((), totals[:0])
         return RunningStep(optimizer, scheduler, torch.cat([totals, statistics]), names)
 
 
 @torch.no_grad()
-def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: int) -> float:
-    """Returns the mean loss in nats per token over `num_batches` micro-batches of every rank, without dropout."""
+def evaluate(
+    model: _BaseDataParallel | Sequence[_BaseDataParallel],
+    batches: Iterator[Batch],
+    num_batches: int,
+    num_microbatches: int = 1,
+) -> float:
+    """Returns the mean loss in nats per token over `num_batches` micro-batches of every rank, without dropout.
+
+    Args:
+        model, batches: as of `train_step`.
+        num_microbatches: micro-batches that pipeline stages have under way, a divisor of `num_batches`.
+    """
+    chunks = _chunks(model)
     rows: list[torch.Tensor] = []
-    was_training = model.training
-    model.eval()
+
+    def run(chunk: torch.nn.Module, index: int) -> torch.Tensor:
+        batch = _own_chunks(next(inputs[index]))
+        output = _forward(chunk, batch)
+        if not _is_last_stage(chunk):
+            return output
+        masked_sum, tokens = _masked_loss(output, batch)
+        rows.append(torch.stack([masked_sum.double(), tokens.double()]))
+        return masked_sum
+
+    were_training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    at_once = num_microbatches if _has_stages() else num_batches
     try:
-        for _ in range(num_batches):
-            masked_sum, tokens = _masked_loss(model, _own_chunks(next(batches)))
-            rows.append(torch.stack([masked_sum.double(), tokens.double()]))
+        for _ in range(num_batches // at_once):
+            inputs = _inputs(chunks, batches, at_once)
+            if _has_stages():
+                run_stages(chunks, run, at_once, shape=_shape(inputs), forward_only=True)
+            else:
+                for _ in range(at_once):
+                    run(chunks[0], 0)
     finally:
-        model.train(was_training)
-    total_loss, total_tokens = HostRead(exact_totals(rows, model.process_group)).wait()
+        for chunk, was_training in zip(chunks, were_training, strict=True):
+            chunk.train(was_training)
+    rows = rows or [torch.zeros(2, dtype=torch.float64, device=device.current_device())]  # not the last stage
+    totals = exact_totals(rows, chunks[0].process_group)
+    sum_of_last_stage(totals, chunks)
+    total_loss, total_tokens = HostRead(totals).wait()
     return total_loss / max(total_tokens, 1.0)
+
+
+def _chunks(model: _BaseDataParallel | Sequence[_BaseDataParallel]) -> list[_BaseDataParallel]:
+    return [model] if isinstance(model, _BaseDataParallel) else list(model)
+
+
+def _has_stages() -> bool:
+    """Returns whether the model is cut into pipeline stages."""
+    return parallel_state.get_pipeline_model_parallel_world_size() > 1
+
+
+def _is_last_stage(chunk: torch.nn.Module) -> bool:
+    return bool(getattr(unwrap_model(chunk), "post_process", True))
+
+
+def _inputs(
+    chunks: Sequence[_BaseDataParallel], batches: Iterator[Batch], num_microbatches: int
+) -> list[Iterator[Batch]]:
+    """Returns an iterator over a step's micro-batches for each chunk. Pipeline stages read them when the step begins,
+    as each has its turn several times."""
+    if not _has_stages():
+        return [batches]
+    step = [next(batches) for _ in range(num_microbatches)]
+    return [iter(step) for _ in chunks]
+
+
+def _shape(inputs: Sequence[Iterator[Batch]]) -> tuple[int, int]:
+    """Returns the shape of whole sequences, `(s, b)`, which all micro-batches have."""
+    batch_size, length = next(copy(inputs[0]))["tokens"].shape
+    return length, batch_size
 
 
 def _tokens_a_rank(batch: Batch) -> torch.Tensor:
@@ -202,13 +285,18 @@ def _tokens_a_rank(batch: Batch) -> torch.Tensor:
     return batch["loss_mask"].sum().clamp(min=1) / parallel_state.get_context_parallel_world_size()
 
 
-def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of unmasked losses and their number, both 0-dim, on the device."""
+def _forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Returns the losses of tokens, `[b, s / cp]`, or the hidden states of a pipeline stage before the last."""
     packed = {}
     if "document_starts" in batch:  # read here: FSDP2 would move it to the device
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         packed["documents"] = PackedDocuments(batch["document_starts"], rank, size)
-    losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)  # [b, s / cp]
+    output: torch.Tensor = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)
+    return output
+
+
+def _masked_loss(losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of unmasked losses, of `[b, s / cp]`, and their number, both 0-dim, on the device."""
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()
 

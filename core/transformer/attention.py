@@ -74,7 +74,7 @@ class SelfAttention(MegatronModule):
         attn_mask_type: None or causal, which are the same.
         cp_comm_type: Megatron-LM's argument; ignored.
         pg_collection: must be the groups of `core.parallel_state`.
-        pp_layer_offset: Megatron-LM's argument; ignored, as there is one pipeline stage.
+        pp_layer_offset: Megatron-LM's argument; ignored, as `layer_number` counts the layers of the whole model.
         name: a label, which nothing reads.
 
     Raises:

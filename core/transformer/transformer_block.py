@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ..base.errors import ConfigError
-from ..base.megatron_names import checks_arguments
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
 from .attention import Rotation, packing
 from .document_masks import PackedDocuments
 from .module import MegatronModule
 from .norms import build_norm
+from .pipeline_stages import StageLayers, pipeline_stage
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 from .transformer_layer import TransformerLayer
@@ -34,24 +33,25 @@ class TransformerBlockSubmodules:
 
 
 class TransformerBlock(MegatronModule):
-    """`config.num_layers` layers and `final_layernorm`.
+    """This pipeline stage's layers of `config.num_layers`, all with one stage, and `final_layernorm` on the last.
+
+    `layers` has them under their numbers in the whole model, as in ``decoder.layers.7``.
 
     Args:
-        spec: spec of every layer, or :class:`TransformerBlockSubmodules`, itself or in a spec; by default layers of
-            this package.
+        spec: spec of every layer, or :class:`TransformerBlockSubmodules` of the whole model, itself or in a spec; by
+            default layers of this package.
         post_layer_norm: if False, there is no `final_layernorm`: it is None.
         pre_process: use the hidden states given to `forward`; else those of `set_input_tensor`, as on a later pipeline
             stage.
         post_process: this is the last stage; else there is no `final_layernorm`.
         pg_collection: must be the groups of `core.parallel_state`.
-        vp_stage: Megatron-LM's argument; only None is allowed.
+        vp_stage: which of the rank's virtual pipeline stages; None where it has one stage.
 
     Raises:
         ConfigError: the config leaves a size at 0, or there is not one spec for each layer.
-        ParallelConfigError: other groups or a `vp_stage` are given.
+        ParallelConfigError: other groups are given, or a `vp_stage` that the config does not have.
     """
 
-    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -68,9 +68,11 @@ class TransformerBlock(MegatronModule):
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
         self.input_tensor: torch.Tensor | None = None  # `set_input_tensor` sets it; read only without `pre_process`
         submodules = _block_submodules(config, spec)
-        self.layers = nn.ModuleList(
-            build_module(layer, config=config, layer_number=number)
-            for number, layer in enumerate(submodules.layer_specs or (), start=1)
+        self.stage = pipeline_stage(config, vp_stage)
+        specs = submodules.layer_specs or ()
+        self.layers = StageLayers(
+            (build_module(specs[number], config=config, layer_number=number + 1) for number in self.stage.layers),
+            self.stage.layers.start,
         )
         self.final_layernorm = None
         if post_process and post_layer_norm:
@@ -113,6 +115,7 @@ class TransformerBlock(MegatronModule):
             for first in range(0, layers, number):
                 yield first, min(first + number, layers), True
         else:
+            number = min(number, layers)  # of each stage, as in Megatron-LM
             for layer in range(number):
                 yield layer, layer + 1, True
             yield number, layers, False

@@ -17,6 +17,7 @@ from ..base.ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig
+from .pipeline_stages import stages_of
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,18 @@ class TransformerConfig(MoEConfig):
     recompute_num_layers: int | None = None
     """Number of layers for `recompute_method`."""
 
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first pipeline rank, which also embeds. None: as many as others."""
+
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last pipeline rank, which also computes the loss. None: as many as others."""
+
     def __post_init__(self) -> None:
         violations: list[ConfigError] = []
         try:
             super().__post_init__()
+            if self.num_layers > 0:
+                stages_of(self)
         except ConfigError as error:
             violations.append(error)
         if self.num_query_groups is None:

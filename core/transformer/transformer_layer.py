@@ -52,8 +52,9 @@ class TransformerLayer(MegatronModule):
         layer_number: from 1, given to the attention.
         hidden_dropout: default is the config's.
         pg_collection: must be the groups of `core.parallel_state`.
-        vp_stage, is_mtp_layer: Megatron-LM's arguments; refused unless at their defaults.
-        add_layer_offset, pp_layer_offset: Megatron-LM's arguments for earlier pipeline stages; ignored.
+        is_mtp_layer: Megatron-LM's argument; refused unless at its default.
+        vp_stage, add_layer_offset, pp_layer_offset: Megatron-LM's arguments for pipeline stages; ignored, as
+            `layer_number` counts the layers of the whole model.
         name: a label, which nothing reads.
 
     Raises:

@@ -44,6 +44,7 @@ from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
 from core.transformer.moe.moe_layer import MoELayer
 from core.transformer.moe.step import STATISTICS
+from core.transformer.pipeline_stages import pipeline_stage
 
 DEFAULTS = {
     # a model that two CPU cores train in minutes; flags change any of these
@@ -89,11 +90,16 @@ def pretrain(config: PretrainConfig) -> None:
     data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
     check_model_fits(config, data.vocab_size)
 
-    model = wrap_model(build_model(config, data.vocab_size), config.model, config.ddp)
-    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    virtual = config.model.virtual_pipeline_model_parallel_size
+    model, *later_stages = (
+        wrap_model(build_model(config, data.vocab_size, vp_stage), config.model, config.ddp)
+        for vp_stage in ([None] if virtual is None else range(virtual))
+    )
+    optimizer = get_megatron_optimizer(config.optimizer, [model, *later_stages])
     scheduler = build_scheduler(config, optimizer)
     state = TrainingState(
         model=model,
+        later_stages=later_stages,
         optimizer=optimizer,
         scheduler=scheduler,
         vocab_size=data.vocab_size,
@@ -110,8 +116,12 @@ def pretrain(config: PretrainConfig) -> None:
     report(outcome, state, config, data)
 
 
-def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
-    """Builds the model, in the precision that its wrapper needs: one that shards parameters keeps fp32, and casts."""
+def build_model(config: PretrainConfig, vocab_size: int, vp_stage: int | None = None) -> torch.nn.Module:
+    """Builds the model, in the precision that its wrapper needs: one that shards parameters keeps fp32, and casts.
+
+    Of pipeline stages this rank's, or with virtual stages the one of that number.
+    """
+    stage = pipeline_stage(config.model, vp_stage)
     is_cut = config.ddp.shards_parameters
     is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     on_meta = is_cut or not is_first_replica
@@ -124,6 +134,9 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
             max_sequence_length=config.max_sequence_length,
             share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
             position_embedding_type=config.gpt.position_embedding_type,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
+            vp_stage=vp_stage,
         )
     freeze_parameters(model, config.gpt.freeze)
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
@@ -181,7 +194,8 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     if outcome.checkpoint is None:
         say(f"{folder} is at iteration {outcome.iteration} already; raise --train-iters above it to go on")
         return
-    if outcome.validation_loss is None or data.valid is None or data.tokenizer is None:
+    has_stages = config.model.pipeline_model_parallel_size > 1  # sampling runs the model of one stage
+    if outcome.validation_loss is None or data.valid is None or data.tokenizer is None or has_stages:
         say(f"finished at iteration {outcome.iteration}; saved {outcome.checkpoint}")
         return
     text = "".join(sample(state, config, data.tokenizer))  # every rank takes part

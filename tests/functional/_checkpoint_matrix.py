@@ -23,6 +23,8 @@ from core.training.config import PretrainConfig
 from core.training.config.arguments import build_config
 from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
+from core.transformer.pipeline_stages import pipeline_stage
+from tests.functional._pipelines import whole
 from tests.functional._runs import _whole
 
 BEFORE, AFTER = 2, 3
@@ -59,13 +61,17 @@ class Site:
     """Ranks that share the experts of a layer; 0 is a model without experts."""
     etp: int | None = None
     """Ranks that share the matrices of an expert; None is as many as `tp`."""
+    pp: int = 0
+    """Pipeline ranks; 0 is a model of 2 layers in place of 4."""
+    vpp: int | None = None
 
     @property
     def dp(self) -> int:
-        return self.ranks // self.tp
+        return self.ranks // self.tp // (self.pp or 1)
 
     def __str__(self) -> str:
         cut = (f" tp{self.tp}" if self.tp > 1 else "") + (f" ep{self.ep}" if self.ep else "")
+        cut += (f" pp{self.pp}" if self.pp else "") + (f" vpp{self.vpp}" if self.vpp else "")
         return f"{self.wrapper} on {self.ranks}{cut}" + (f" etp{self.etp}" if self.etp else "")
 
 
@@ -184,22 +190,24 @@ class _Run:
         self.config = config = _config(site, tied)
         parallel_state.initialize_model_parallel(
             site.tp,
+            site.pp or 1,
+            site.vpp,
             expert_model_parallel_size=site.ep or 1,
             expert_tensor_parallel_size=site.etp,
             num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         )
         torch.manual_seed(7)
-        gpt = GPTModel(
-            config.model,
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
-        )
-        model = wrap_model(gpt, config.model, config.ddp)
-        optimizer = get_megatron_optimizer(config.optimizer, [model])
+        turns = [None] if site.vpp is None else range(site.vpp)
+        chunks = [wrap_model(_build(config, tied, turn), config.model, config.ddp) for turn in turns]
+        optimizer = get_megatron_optimizer(config.optimizer, chunks)
         scheduler = build_scheduler(config, optimizer)
-        self.state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, vocab_size=VOCABULARY)
+        self.state = TrainingState(
+            model=chunks[0],
+            later_stages=chunks[1:],
+            optimizer=optimizer,
+            scheduler=scheduler,
+            vocab_size=VOCABULARY,
+        )
 
     def __enter__(self) -> _Run:
         return self
@@ -211,7 +219,7 @@ class _Run:
         state = self.state
         for _ in range(steps):
             batches = _samples(state.iteration, parallel_state.get_data_parallel_rank(), self.site.dp)
-            result = train_step(state.model, state.optimizer, state.scheduler, batches, 1).result()
+            result = train_step(state.chunks, state.optimizer, state.scheduler, batches, 1).result()
             state.iteration += 1
             state.consumed_samples += GLOBAL_BATCH
             if outcome is not None:
@@ -233,12 +241,26 @@ class _Run:
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Returns every tensor of model and optimizer, whole, on every rank."""
-        return _whole(state_tensors(self.state))
+        return (whole if self.site.pp else _whole)(state_tensors(self.state))
+
+
+def _build(config: PretrainConfig, tied: bool, vp_stage: int | None) -> GPTModel:
+    stage = pipeline_stage(config.model, vp_stage)
+    return GPTModel(
+        config.model,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        pre_process=stage.is_first,
+        post_process=stage.is_last,
+        vp_stage=vp_stage,
+    )
 
 
 def _config(site: Site, tied: bool) -> PretrainConfig:
     # No width divides by all of these numbers of ranks; with tp2 the shards of a piece are uneven too, some empty.
-    shape = {"num_layers": 2, "hidden_size": 15, "ffn_hidden_size": 38, "kv_channels": 6}
+    shape = {"num_layers": 4 if site.pp else 2, "hidden_size": 15, "ffn_hidden_size": 38, "kv_channels": 6}
     attention = {"num_attention_heads": 4, "num_query_groups": 2, "qk_layernorm": True, "add_qkv_bias": True}
     kind = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "init_method_std": 0.2}
     exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -247,7 +269,8 @@ def _config(site: Site, tied: bool) -> PretrainConfig:
     schedule = {"train_iters": BEFORE + AFTER + 1, "lr_warmup_iters": 2, "lr_decay_style": "cosine"}
     # A large epsilon: where a gradient is all rounding, Adam would make a whole step of it.
     optimizer = {"lr": 1e-2, "min_lr": 1e-4, "weight_decay": 0.1, "adam_eps": 1e-4}
-    wrapper = {"tensor_model_parallel_size": site.tp, **WRAPPERS[site.wrapper]}
+    stages = {"pipeline_model_parallel_size": site.pp or 1, "virtual_pipeline_model_parallel_size": site.vpp}
+    wrapper = {"tensor_model_parallel_size": site.tp, **stages, **WRAPPERS[site.wrapper]}
     # No auxiliary loss, whose value depends on how samples are split into micro-batches.
     experts = {
         "num_moe_experts": 4,

@@ -36,7 +36,9 @@ def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, fault: str | Non
 
 
 def _adds_in_one_order(writer: Site, reader: Site) -> bool:
-    same_layout = all(getattr(writer, cut) == getattr(reader, cut) for cut in ("ranks", "tp", "ep", "etp"))
+    same_layout = all(
+        getattr(writer, cut) == getattr(reader, cut) for cut in ("ranks", "tp", "ep", "etp", "pp", "vpp")
+    )
     return same_layout and (writer.dp <= 2 or writer.wrapper == reader.wrapper)
 
 
@@ -111,6 +113,33 @@ def test_experts_cut_in_any_way_are_read_by_any_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(5400)
 def test_every_pair_of_cuts_of_experts(tmp_path: Path) -> None:
     problems = _problems_of([*itertools.product(EXPERT_SITES, EXPERT_SITES)], False, tmp_path)
+    assert not problems, "\n".join(problems)
+
+
+PIPELINE_SITES = [
+    Site("fsdp2", 2, pp=2),
+    Site("ddp", 1, pp=1),
+    Site("zero3", 4, pp=2),
+    Site("zero1", 2, pp=2, vpp=2),
+    Site("fsdp2", 4, 2, pp=2),
+    Site("zero2", 4, pp=4),
+    Site("zero3", 2, pp=1),
+    Site("hybrid", 4, pp=2, vpp=2),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_pipeline_stages_are_read_by_any_other_cut(tmp_path: Path, tied: bool) -> None:
+    """Each layout writes for the next, round in a circle."""
+    pairs = list(zip(PIPELINE_SITES, [*PIPELINE_SITES[1:], PIPELINE_SITES[0]], strict=True))
+    problems = _problems_of(pairs, tied, tmp_path)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_every_pair_of_cuts_into_pipeline_stages(tmp_path: Path) -> None:
+    problems = _problems_of([*itertools.product(PIPELINE_SITES, PIPELINE_SITES)], True, tmp_path)
     assert not problems, "\n".join(problems)
 
 

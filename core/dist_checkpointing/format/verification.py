@@ -13,7 +13,7 @@ from torch import Tensor
 from ...base.errors import CheckpointError
 from ...base.text import listed, readable_bytes
 from ..agreement import Ranks
-from ..flat_range import held_boxes
+from ..flat_range import held_boxes, is_copy
 from .content_hash import MODULUS, box_hash
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
@@ -143,6 +143,8 @@ def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
 def _box_hashes(tensor: Tensor) -> list[BoxHash]:
     """Returns the boxes of the whole tensor that this rank holds, each with its addend to the hash."""
     shape = tuple(tensor.shape)
+    if is_copy(tensor):
+        return []
     return [
         (Box(offsets, tuple(values.shape)), box_hash(values, offsets, shape))
         for offsets, values in held_boxes(tensor)

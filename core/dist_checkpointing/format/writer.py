@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...base.files import write_durably
-from ..flat_range import held_boxes
+from ..flat_range import held_boxes, is_copy
 from . import folders
 from .content_hash import box_hash
 from .index import INDEX_FILE, Box, CheckpointIndex, Piece, TensorEntry, encode_index
@@ -63,6 +63,7 @@ def held_pieces(state: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     return {
         (name, Box(offsets, tuple(values.shape))): values
         for name, tensor in state.items()
+        if not is_copy(tensor)
         for offsets, values in held_boxes(tensor)
         if values.numel()
     }

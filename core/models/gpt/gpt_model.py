@@ -10,9 +10,11 @@ from typing import get_args
 import torch
 
 from ... import parallel_state
+from ...base import device
 from ...base.errors import ConfigError, DataError, ParallelConfigError
 from ...base.megatron_names import checks_arguments, refuse
 from ...base.ranges import check_positive
+from ...comm.collectives import broadcast_by_backend
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import IGNORE_INDEX
 from ...tensor_parallel.initialization import (
@@ -26,6 +28,7 @@ from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
 from ...transformer.document_masks import PackedDocuments
 from ...transformer.moe.load_balancing import add_auxiliary_losses, forget_losses
+from ...transformer.pipeline_stages import PipelineStage, pipeline_stage
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
@@ -46,24 +49,29 @@ class GPTModel(LanguageModule):
         vocab_size: rows of the embedding, a multiple of the tensor-parallel size; see
             :func:`core.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest sequence; rows of the position table for "learned_absolute".
-        pre_process: whether the model embeds tokens; else its forward starts from `decoder_input`, or from what
-            `set_input_tensor` was given.
-        post_process: whether the model ends with the final norm and the projection to the vocabulary; else its forward
-            returns hidden states `[s, b, h]`.
+        pre_process: whether the model embeds tokens, as the first pipeline stage; else its forward starts from
+            `decoder_input`, or from what `set_input_tensor` was given.
+        post_process: whether the model ends with the final norm and the projection to the vocabulary, as the last
+            pipeline stage; else its forward returns hidden states `[s, b, h]`.
         parallel_output: logits stay split over the vocabulary by tensor-parallel rank; False gathers them.
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
             `output_layer.weight` then, and the embedding's carries `shared_embedding`: it is read outside its module.
+            The last pipeline stage has a copy of the weight under the same name, which also carries `shared`.
         position_embedding_type: "rope" (rotary) or "learned_absolute".
         rotary_percent, rotary_base: None means the config's fields, whose defaults are Megatron-LM's.
         rope_scaling_factor: read only with `rope_scaling`.
         pg_collection: the groups of `core.parallel_state`.
+        vp_stage: which of the rank's virtual pipeline stages this is; None where a rank has one stage. Build them in
+            order: one draw of the seed serves all.
         fp16_lm_cross_entropy, logit_dtype, rope_scaling, scatter_embedding_sequence_parallel,
-            seq_len_interpolation_factor, mtp_block_spec, vp_stage: Megatron-LM's arguments; refused unless at
-                their defaults.
+            seq_len_interpolation_factor, mtp_block_spec: Megatron-LM's arguments; refused unless at their defaults.
+
+    Attributes:
+        stage: its place in the pipeline, and its layers.
 
     Raises:
-        ParallelConfigError: pipeline parallelism, which models here do not have; a context-parallel or expert-parallel
-            size that is not the process groups'; a vocabulary that does not divide; or an argument that is refused.
+        ParallelConfigError: a parallel size that is not the process groups'; `pre_process` or `post_process` that is
+            not that of the pipeline stage; a vocabulary that does not divide; or an argument that is refused.
         ConfigError: a size below one, or an unknown kind of position embedding.
     """
 
@@ -103,7 +111,9 @@ class GPTModel(LanguageModule):
             raise ConfigError(
                 f'position_embedding_type is {position_embedding_type!r}; it takes "rope" or "learned_absolute"'
             )
-        if share_embeddings_and_output_weights and not (pre_process and post_process):
+        stage = pipeline_stage(config, vp_stage)
+        _check_ends(stage, pre_process, post_process)
+        if share_embeddings_and_output_weights and stage.count == 1 and not (pre_process and post_process):
             raise ParallelConfigError(
                 "share_embeddings_and_output_weights is set for a model without "
                 f"{'post_process' if pre_process else 'pre_process'}; both ends of a shared weight are in one model"
@@ -111,7 +121,10 @@ class GPTModel(LanguageModule):
         super().__init__(config, pg_collection)
         self.pre_process, self.post_process = pre_process, post_process
         # The seed of all initial values. `share_init_seeds` replaces it by the first rank's if a wrapper draws values.
-        self.init_seed = draw_init_seed()
+        self.init_seed = _stage_seed(config, vp_stage)
+        self.stage, self.vp_stage = stage, vp_stage
+        # The auxiliary losses of earlier pipeline stages, 0-dim. `set_input_tensor` sets it, `forward` takes it.
+        self._earlier_losses: torch.Tensor | None = None
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type: PositionEmbeddingType = position_embedding_type
@@ -121,26 +134,32 @@ class GPTModel(LanguageModule):
         self.rotary_percent = config.rotary_percent if rotary_percent is None else rotary_percent
         self.rotary_base = config.rotary_base if rotary_base is None else float(rotary_base)
         with deferred_initialization():
-            self._make_layers(config, transformer_layer_spec)
+            self._make_layers(config, transformer_layer_spec, vp_stage)
         if share_embeddings_and_output_weights and self.embedding is not None:
             mark_parameter(self.embedding.word_embeddings, shared_embedding=True)
+            if not pre_process:
+                mark_parameter(self.embedding.word_embeddings, shared=True)
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
 
     def _make_layers(
-        self, config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec | Builder | None
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec | Builder | None,
+        vp_stage: int | None,
     ) -> None:
         self.embedding = None
-        if self.pre_process:
-            self.embedding = LanguageModelEmbedding(
-                config, self.vocab_size, self.max_sequence_length, self.position_embedding_type
-            )
+        if self.pre_process or (self.post_process and self.share_embeddings_and_output_weights):
+            positions = self.position_embedding_type if self.pre_process else "rope"  # the last stage embeds nothing
+            self.embedding = LanguageModelEmbedding(config, self.vocab_size, self.max_sequence_length, positions)
         self.rotary_pos_emb = None
         if self.position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
                 config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base
             )
-        self.decoder = TransformerBlock(config, spec, pre_process=self.pre_process, post_process=self.post_process)
+        self.decoder = TransformerBlock(
+            config, spec, pre_process=self.pre_process, post_process=self.post_process, vp_stage=vp_stage
+        )
         self.output_layer = None
         if self.post_process:
             head = LinearCrossEntropyModule if self.fuse_linear_cross_entropy else ColumnParallelLinear
@@ -155,10 +174,12 @@ class GPTModel(LanguageModule):
             mark_parameter(self.output_layer, is_embedding_or_output_parameter=True)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
-        """Sets the hidden states of the next forward, `[s, b, h]` or a list of one, for a model without
-        `pre_process`."""
+        """Sets the hidden states of the next forward, `[s, b, h]` or in a list, for a model without `pre_process`.
+
+        In a list the sum of the auxiliary losses of earlier pipeline stages may follow, 0-dim.
+        """
         if isinstance(input_tensor, list):
-            (input_tensor,) = input_tensor
+            input_tensor, self._earlier_losses = [*input_tensor, None][:2]
         self.decoder.set_input_tensor(input_tensor)
 
     def forward(
@@ -221,6 +242,8 @@ class GPTModel(LanguageModule):
         )
         _check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
         forget_losses(self.decoder)
+        if self._earlier_losses is not None:
+            self.decoder.pending_loss, self._earlier_losses = self._earlier_losses, None
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
             documents = PackedDocuments(document_starts, rank, size)
@@ -232,9 +255,9 @@ class GPTModel(LanguageModule):
                 f"decoder_input has shape {list(decoder_input.shape)}; as in Megatron-LM the fourth argument is "
                 f"hidden states [s, b, {self.config.hidden_size}], and labels are the fifth: give labels by name"
             )
-        if hidden_states is None and self.embedding is not None:
+        if hidden_states is None and self.pre_process and self.embedding is not None:
             hidden_states = self.embedding(input_ids, position_ids)  # [s, b, h]
-        elif hidden_states is not None and self.embedding is None:
+        elif hidden_states is not None and not self.pre_process:
             self.decoder.set_input_tensor(hidden_states)
         rotation = None
         if self.rotary_pos_emb is not None:
@@ -284,16 +307,39 @@ def _check_degrees(config: TransformerConfig) -> None:
             f"config.context_parallel_size is {degree}, but core.parallel_state has context-parallel groups of {cp}; "
             "call initialize_model_parallel with the same size first"
         )
-    name, group_size = "pipeline_model_parallel_size", parallel_state.get_pipeline_model_parallel_world_size()
-    if config.pipeline_model_parallel_size > 1:
+    stages, groups = config.pipeline_model_parallel_size, parallel_state.get_pipeline_model_parallel_world_size()
+    if stages != groups:
         raise ParallelConfigError(
-            f"{name} is {config.pipeline_model_parallel_size}, but GPTModel supports only 1; set it to 1"
+            f"config.pipeline_model_parallel_size is {stages}, but core.parallel_state has pipelines of {groups}; "
+            "call initialize_model_parallel with the same size first"
         )
-    if group_size > 1:
-        raise ParallelConfigError(
-            f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
-            "initialise it with 1"
-        )
+
+
+def _check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> None:
+    """Refuses a model that embeds or computes the loss on another pipeline stage than that which does.
+
+    Raises:
+        ParallelConfigError: names the argument.
+    """
+    ends = {"pre_process": (pre_process, stage.is_first), "post_process": (post_process, stage.is_last)}
+    for name, (given, needed) in ends.items():
+        if stage.count > 1 and given != needed:
+            raise ParallelConfigError(
+                f"{name} is {given} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
+                "core.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"
+            )
+
+
+def _stage_seed(config: TransformerConfig, vp_stage: int | None) -> int:
+    """Draws the seed of all initial values: one for all stages, that of the first rank of the pipeline."""
+    if config.pipeline_model_parallel_size == 1:
+        return draw_init_seed()
+    before = torch.get_rng_state()
+    seed = torch.tensor(draw_init_seed(), device=device.current_device())
+    if vp_stage is not None and vp_stage + 1 < (config.virtual_pipeline_model_parallel_size or 1):
+        torch.set_rng_state(before)  # the rank's next virtual stage draws the same
+    broadcast_by_backend(seed, parallel_state.get_pipeline_model_parallel_group(), what="the seed of initial values")
+    return int(seed)
 
 
 def _check_fused_loss(model: LanguageModule) -> None:

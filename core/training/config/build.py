@@ -36,6 +36,8 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
             if name in given:
                 raise ConfigError(f"{shorthand} {number} and {name} contradict each other; drop one")
             given[name] = number
+    if (of_stage := given.pop("num_layers_per_virtual_pipeline_stage", None)) is not None:
+        given["virtual_pipeline_model_parallel_size"] = _virtual_stages(given, of_stage)
     shares_keys, groups = given.pop("group_query_attention", None), given.get("num_query_groups")
     if shares_keys and groups is None:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
@@ -63,6 +65,20 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
             "\n".join(str(violation) for violation in violations)
         )
     return PretrainConfig(**sections)
+
+
+def _virtual_stages(given: Mapping[str, Any], layers: int) -> int:
+    """Returns the number of stages of each pipeline rank, from the layers of each."""
+    name = "num_layers_per_virtual_pipeline_stage"
+    if "virtual_pipeline_model_parallel_size" in given:
+        raise ConfigError(f"{name} and num_virtual_stages_per_pipeline_rank are both given; drop one")
+    total, ranks = given.get("num_layers", 0), given.get("pipeline_model_parallel_size", 1)
+    if layers < 1 or total % (ranks * layers):
+        raise ParallelConfigError(
+            f"{name} {layers} x pipeline_model_parallel_size {ranks} does not divide num_layers {total}; change one "
+            "of them, or give num_virtual_stages_per_pipeline_rank"
+        )
+    return int(total // (ranks * layers))
 
 
 def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
@@ -108,6 +124,9 @@ def _field_names(kind: type) -> set[str]:
 
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank",),
+    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers",),
+    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers",),
     "num_moe_experts": ("--num-experts",),
     "layernorm_epsilon": ("--norm-epsilon",),
     "bucket_size": ("--ddp-bucket-size",),
@@ -143,6 +162,11 @@ SHORTHANDS: dict[str, tuple[str, Any, str]] = {
         "ranks, a divisor of those that share it.",
     ),
     "swiglu": ("model", bool, "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
+    "num_layers_per_virtual_pipeline_stage": (
+        "model",
+        int,
+        "Layers of each of a rank's pipeline stages: `--num-virtual-stages-per-pipeline-rank` by their size.",
+    ),
     "group_query_attention": (
         "model",
         bool,

@@ -219,11 +219,22 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
         )
     if config.ddp.reproducible_across_ranks:
         yield from _dependence_on_ranks(config)
+    if config.model.pipeline_schedule == "ZBVZeroBubble" and not config.gpt.untie_embeddings_and_output_weights:
+        yield ConfigError(
+            "pipeline_parallel_schedule 'ZBVZeroBubble' puts the first and the last stage on one rank, where they "
+            "cannot share the embedding; set untie_embeddings_and_output_weights, or take another schedule"
+        )
     if config.optimizer.lr is None:
         yield ConfigError("lr is not set; give the peak learning rate")
 
 
 def _dependence_on_ranks(config: PretrainConfig) -> Iterator[ConfigError]:
+    if config.model.pipeline_model_parallel_size > 1:
+        yield ConfigError(
+            "reproducible_across_ranks is set with pipeline_model_parallel_size "
+            f"{config.model.pipeline_model_parallel_size}, and pipeline stages do not add up losses in its tree; drop "
+            "one of them"
+        )
     if config.data.global_batch_size is None:
         yield ConfigError(
             "reproducible_across_ranks is set and global_batch_size is not, which is then one micro-batch a rank; set "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from ... import parallel_state
+from ...base.device import current_device
 from ...base.errors import warn_once
 from ...comm.collectives import all_reduce_by_backend
 from ...tensor_parallel.groups import Group
@@ -60,25 +63,45 @@ def restart_step(models: Iterable[nn.Module]) -> None:
         layer.router.clear_step()
 
 
-def logged_statistics(model: nn.Module) -> tuple[list[str], torch.Tensor] | None:
+def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Tensor] | None:
     """Returns names and values, on the device, of what the last step's log shows. None for a model without experts.
+
+    All ranks of a pipeline call it: the log shows the layers of all stages.
 
     Means over layers come first. With `moe_per_layer_logging` the statistics of each layer follow, and the load of
     each of its experts.
     """
-    layers = [layer for layer in modules_of([model], MoELayer) if layer.step_statistics is not None]
-    if not layers:
+    layers = [layer for layer in modules_of(models, MoELayer) if layer.step_statistics is not None]
+    rows = {layer.layer_number: layer.step_statistics for layer in layers}
+    config: Any = layers[0].config if layers else models[0].config
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    if has_stages and getattr(config, "num_moe_experts", None) is not None:
+        rows = _of_all_stages(rows, config)
+    if not rows:
         return None
-    rows = [layer.step_statistics for layer in layers]
     names = [f"moe/{name}" for name in STATISTICS]
-    parts = [torch.stack([row[: len(STATISTICS)] for row in rows]).mean(0)]
-    for layer, row in zip(layers, rows, strict=True):
-        if layer.config.moe_per_layer_logging:
-            place = f"moe/layer_{layer.layer_number}"
+    parts = [torch.stack([row[: len(STATISTICS)] for row in rows.values()]).mean(0)]
+    for number, row in rows.items():
+        if config.moe_per_layer_logging:
+            place = f"moe/layer_{number}"
             names += [f"{place}/{name}" for name in STATISTICS]
             names += [f"{place}/expert_{index}/load" for index in range(len(row) - len(STATISTICS))]
             parts.append(row)
     return names, torch.cat(parts)
+
+
+def _of_all_stages(rows: Mapping[int, torch.Tensor], config: Any) -> dict[int, torch.Tensor]:
+    """Returns the statistics of the layers of all pipeline stages, by layer number."""
+    numbers = [number for number in range(1, config.num_layers + 1) if config.has_experts(number)]
+    table = torch.zeros(
+        len(numbers), len(STATISTICS) + config.num_moe_experts, dtype=torch.float64, device=current_device()
+    )
+    for place, number in enumerate(numbers):
+        if number in rows:
+            table[place] = rows[number]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    all_reduce_by_backend(table, group, what="statistics of experts")
+    return dict(zip(numbers, table, strict=True))
 
 
 def _statistics(counts: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:

@@ -416,4 +416,11 @@ MUTATIONS = (
         "pass",
         (f"{_OFFLOADED}::test_a_unit_comes_back_while_backward_is_in_the_next",),
     ),
+    Mutation(
+        "pipelines: a weight of two stages is summed twice",
+        "core.distributed.finalize_model_grads._sum_shared_embedding",
+        r"\(chunk\.plan\.groups\.shard, group\)",
+        "(chunk.plan.groups.shard, group, group)",
+        ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stages_equal_one_process",),
+    ),
 )

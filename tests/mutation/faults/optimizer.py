@@ -175,4 +175,11 @@ MUTATIONS = (
         "pass",
         (_AVERAGED,),
     ),
+    Mutation(
+        "pipelines: the norm is of one stage",
+        "core.optimizer.clip_grads.GradientStatistics.__init__",
+        r"get_model_parallel_group",
+        "get_tensor_model_parallel_group",
+        ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stages_equal_one_process",),
+    ),
 )

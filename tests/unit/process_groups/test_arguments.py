@@ -15,11 +15,34 @@ from tests.unit._ranks import fake_world
 def test_the_third_position_is_virtual_pipeline_parallelism():
     with fake_world(0, 8):
         with pytest.raises(ParallelConfigError, match=r"virtual_pipeline_model_parallel_size is 2.*context_parallel"):
-            ps.initialize_model_parallel(2, 2, 2)
+            ps.initialize_model_parallel(2, 1, 2)
         assert not ps.is_initialized()
+        ps.initialize_model_parallel(2, 2, 2)
+        assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
+        ps.set_virtual_pipeline_model_parallel_rank(1)
+        assert ps.get_virtual_pipeline_model_parallel_rank() == 1
+        ps.destroy_model_parallel()
+        assert ps.get_virtual_pipeline_model_parallel_rank() is None
         ps.initialize_model_parallel(2, 2, None)
+        assert ps.get_virtual_pipeline_model_parallel_world_size() is None
         assert ps.get_context_parallel_world_size() == 1
         assert ps.get_data_parallel_world_size() == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_ends_and_neighbours_of_a_pipeline(rank: int):
+    with fake_world(rank, 6):
+        ps.initialize_model_parallel(2, 3, 2)  # the pipelines are [0, 2, 4] and [1, 3, 5]
+        assert ps.get_pipeline_model_parallel_first_rank() == rank % 2
+        assert ps.get_pipeline_model_parallel_last_rank() == 4 + rank % 2
+        assert ps.get_pipeline_model_parallel_next_rank() == (rank + 2) % 6
+        assert ps.get_pipeline_model_parallel_prev_rank() == (rank - 2) % 6
+        firsts = [ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=turn) for turn in range(2)]
+        lasts = [ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=turn) for turn in range(2)]
+        assert firsts == [rank < 2, False] and lasts == [False, rank > 3]
+        assert ps.is_pipeline_first_stage() == ps.is_rank_in_position_embedding_group() == (rank < 2)
+        assert ps.is_pipeline_last_stage() == (rank > 3)
+        assert ps.is_rank_in_embedding_group() == (ps.get_embedding_group(False) is not None)
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,13 @@ def test_unsupported_arguments_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2, "num_moe_experts": 4}]
+    "fields",
+    [
+        {"pipeline_model_parallel_size": 2, "num_layers": 2},
+        {"expert_model_parallel_size": 2, "num_moe_experts": 4},
+    ],
 )
-def test_unsupported_degrees_are_refused(fields):
+def test_degrees_without_their_groups_are_refused(fields):
     with pytest.raises(ParallelConfigError, match=f"{next(iter(fields))} is 2"):
         GPTModel(small_config(**fields), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
 
@@ -57,7 +61,7 @@ def _refuses_groups_of_another_degree() -> None:
     for sizes, said in (
         (
             {"pipeline_model_parallel_size": 2},
-            "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1",
+            "config.pipeline_model_parallel_size is 1, but .* pipelines of 2",
         ),
         ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
     ):
@@ -84,7 +88,7 @@ def test_process_groups_of_unsupported_degrees_are_refused():
         ({"fp16_lm_cross_entropy": True}, "GPTModel: fp16_lm_cross_entropy is True"),
         ({"rope_scaling": True}, "change rotary_base"),
         ({"mtp_block_spec": ModuleSpec(MLP)}, "mtp_block_spec"),
-        ({"vp_stage": 0}, "a rank holds one pipeline stage"),
+        ({"vp_stage": 0}, "vp_stage is 0 and virtual_pipeline_model_parallel_size None"),
     ],
 )
 def test_missing_features_are_refused_by_megatrons_name(given, message):

@@ -89,7 +89,7 @@ def _moves_by_all_ranks(rank_loads):
     layer = layer_of(**_BIASED, moe_router_bias_update_rate=1.0)
     _loads(layer, *rank_loads[dist.get_rank()])
     finish_step([layer], dist.group.WORLD)
-    return layer.router.expert_bias.tolist(), logged_statistics(layer)[1].tolist()
+    return layer.router.expert_bias.tolist(), logged_statistics([layer])[1].tolist()
 
 
 def test_biases_move_by_the_counts_of_all_ranks():

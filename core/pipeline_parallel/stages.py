@@ -1,0 +1,316 @@
+"""Runs the micro-batches of a step through the pipeline stages of `torch.distributed.pipelining`.
+
+torch's schedules order forwards and backwards, and exchange activations and gradients between neighbours. Their
+stages are given no model, but a `_Chunk` that calls it: torch then does nothing to sharded parameters, and a wrapper
+works as it does without a pipeline. Its `no_sync` is entered before the first forward of a step and left for the last
+backward, so that each stage reduces its gradients once, while later micro-batches cool down elsewhere.
+
+Losses that balance experts travel with the activations, as a second tensor: the gradient of their sum is their weight
+in the loss, which the last stage alone knows, and which flows back like any other gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from .. import parallel_state
+from ..base import device
+from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
+from ..diagnostics.out_of_step import is_failure_of_backend
+from ..transformer.moe.load_balancing import take_pending
+from ..transformer.pipeline_stages import PipelineStage, stage_index, stages_of
+from ..utils import get_attr_wrapped_model, get_model_config
+
+MicroBatch = Callable[[nn.Module, int], Tensor]
+"""Runs the next micro-batch of a model chunk, whose number on this rank follows. Returns the hidden states
+`[s, b, h]`, or on the last stage the loss that backward starts from, 0-dim."""
+
+
+def run_stages(
+    chunks: Sequence[nn.Module],
+    run: MicroBatch,
+    num_microbatches: int,
+    *,
+    shape: tuple[int, int],
+    forward_only: bool = False,
+) -> None:
+    """Runs the forwards of a step on this rank's stages, and their backwards unless `forward_only`. All ranks call it.
+
+    Args:
+        chunks: this rank's stages, wrapped or not, the first virtual stage first.
+        run: called for each micro-batch of each chunk, in order.
+        shape: tokens of a whole sequence, which context-parallel and sequence-parallel ranks share, and sequences of a
+            micro-batch; the same in each of them.
+
+    Raises:
+        ConfigError: a number of chunks or micro-batches that the schedule does not have; or a model that cannot be
+            cut, because it has no `set_input_tensor`.
+        DataError: a stage's output has another shape than the arguments say.
+        OutOfStepError: a neighbour sent nothing. Names stage, micro-batch and direction.
+    """
+    config = get_model_config(chunks[0])
+    sequence_ranks = parallel_state.get_context_parallel_world_size()
+    if config.sequence_parallel:
+        sequence_ranks *= parallel_state.get_tensor_model_parallel_world_size()
+    hidden_shape = (shape[0] // sequence_ranks, shape[1], config.hidden_size)
+    pipeline = _pipeline_of(chunks, config, num_microbatches, hidden_shape, forward_only)
+    with pipeline.step(chunks, run):
+        targets = {} if forward_only else {"target": torch.empty(num_microbatches, device="cpu")}
+        pipeline.schedule.step(**targets, return_outputs=False)
+
+
+class _Pipeline:
+    """A schedule over this rank's stages, for one number of micro-batches and one shape. It runs one step at a time.
+
+    Args:
+        shape: of the hidden states between stages.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        config: Any,
+        num_microbatches: int,
+        shape: tuple[int, ...],
+        forward_only: bool,
+    ) -> None:
+        # Fixed. Torch's stages call the chunks; they do not keep the models alive.
+        self._chunks = [_Chunk(chunk, index, shape, config) for index, chunk in enumerate(chunks)]
+        group, here = parallel_state.get_pipeline_model_parallel_group(), device.current_device()
+        stages, rank = stages_of(config), parallel_state.get_pipeline_model_parallel_rank()
+        # What this rank does now, for messages: stages write it before each wait and each computation.
+        self.doing = ""
+        self._stages = []
+        for chunk in self._chunks:
+            chunk.stage = stages[stage_index(config, rank, chunk.index)]
+            between = chunk.tensors_between(config)
+            self._stages.append(
+                _Stage(
+                    chunk,
+                    chunk.stage.index,
+                    chunk.stage.count,
+                    here,
+                    input_args=() if chunk.stage.is_first else between,
+                    output_args=(torch.empty((), device="meta"),) if chunk.stage.is_last else between,
+                    group=group,
+                    # A weight's gradient is computed with its input's: hooks of wrappers run in no other backward.
+                    dw_builder=(lambda: _nothing) if config.pipeline_schedule == "ZBVZeroBubble" else None,
+                )
+            )
+            self._stages[-1].pipeline, self._stages[-1].chunk = self, chunk
+        self._num_microbatches, self._forward_only = num_microbatches, forward_only
+        self.schedule = self._make_schedule(config.pipeline_schedule)
+
+    def _make_schedule(self, name: str) -> Any:
+        number, num_ranks = self._num_microbatches, self._stages[0].group_size
+        if name == "1F1B" and (number < num_ranks or self._forward_only):
+            name = "GPipe"  # of so few micro-batches the order is the same, and torch's 1F1B takes no fewer
+        rounds = max(1, number // num_ranks)
+        if name == "Interleaved1F1B" and number % rounds:
+            raise ConfigError(
+                f"{number} micro-batches do not divide into rounds of the {num_ranks} pipeline ranks; interleaved "
+                f"stages take fewer than {2 * num_ranks}, or a multiple of {num_ranks}: change global_batch_size"
+            )
+        stages: Any = self._stages[0] if name in ("1F1B", "GPipe") else self._stages
+        loss = None if self._forward_only else _own_loss
+        return pipelining.schedules.get_schedule_class(name)(stages, number, loss_fn=loss, scale_grads=False)
+
+    @contextmanager
+    def step(self, chunks: Sequence[nn.Module], run: MicroBatch) -> Iterator[None]:
+        """Lets the chunks run micro-batches inside it, and explains failures."""
+        with ExitStack() as stack:
+            for chunk, model in zip(self._chunks, chunks, strict=True):
+                stack.callback(chunk.end_step)
+                chunk.begin_step(model, run, 0 if self._forward_only else self._num_microbatches)
+            try:
+                yield
+            except Exception as error:
+                self._explain(error)
+                raise
+
+    def _explain(self, error: Exception) -> None:
+        """Names the place of an error in the pipeline: in a new error if a neighbour is silent, else in a note."""
+        place = f"rank {dist.get_rank()}, {self.doing}"
+        if is_failure_of_backend(error) and " from " in self.doing:
+            raise OutOfStepError(
+                f"{place}, and nothing came; look at that rank first. The backend said: {str(error).splitlines()[0]}"
+            ) from error
+        if hasattr(error, "add_note") and not isinstance(error, ShardstackError):
+            error.add_note(place)
+
+
+class _Chunk(nn.Module):
+    """What a stage of torch's calls: runs the next micro-batch of a model. Has no parameters that torch could see.
+
+    Args:
+        index: its number on this rank.
+        shape: of the hidden states between stages.
+
+    Attributes:
+        stage: its place in the pipeline.
+    """
+
+    stage: PipelineStage
+
+    def __init__(self, model: nn.Module, index: int, shape: tuple[int, ...], config: Any) -> None:
+        super().__init__()
+        self.index, self._shape = index, shape
+        try:
+            get_attr_wrapped_model(model, "set_input_tensor")
+        except ConfigError as error:
+            raise ParallelConfigError(
+                f"a {type(model).__name__} cannot be cut into pipeline stages: it has no set_input_tensor, which "
+                "takes what the stage before it computed; add that method, or use pipeline_model_parallel_size 1"
+            ) from error
+        self._dtype, self._has_experts = config.compute_dtype, config.num_moe_experts is not None
+        # All valid inside a step; `begin_step` sets them, `end_step` clears them.
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._run: MicroBatch | None = None
+        self._backwards_left = 0
+        # Holds the wrapper's `no_sync` until the last backward of a step begins, or the step fails.
+        self._unsynced = ExitStack()
+
+    def tensors_between(self, config: Any) -> tuple[Tensor, ...]:
+        """Returns what stages exchange: hidden states, and with experts the sum of their auxiliary losses."""
+        hidden = torch.empty(self._shape, dtype=self._dtype, device="meta", requires_grad=True)
+        losses = torch.empty((), dtype=_loss_dtype(self._dtype), device="meta", requires_grad=True)
+        return (hidden, losses) if self._has_experts else (hidden,)
+
+    def begin_step(self, model: nn.Module, run: MicroBatch, num_backwards: int) -> None:
+        """Sets the step's model and function, and keeps its gradients on this rank until the last backward."""
+        self._model, self._run, self._backwards_left = weakref.ref(model), run, num_backwards
+        if num_backwards > 1:
+            given = getattr(get_model_config(model), "no_sync_func", None)
+            given = given[self.index] if isinstance(given, (list, tuple)) else given
+            no_sync = given or getattr(model, "no_sync", None)
+            if no_sync is not None:
+                self._unsynced.enter_context(no_sync())
+
+    def begin_backward(self) -> None:
+        """Lets the step's last backward reduce gradients."""
+        self._backwards_left -= 1
+        if self._backwards_left == 0:
+            self._unsynced.close()
+
+    def end_step(self) -> None:
+        """Drops the step's model and function, after an error too."""
+        self._unsynced.close()
+        self._model, self._run = lambda: None, None
+
+    def forward(self, hidden: Tensor | None = None, losses: Tensor | None = None) -> Any:
+        """Runs the next micro-batch on what the stage before it computed, if there is one."""
+        model = self._model()
+        if model is None or self._run is None:
+            raise ShardstackError("a pipeline stage was called outside of a step; call run_stages")
+        if not self.stage.is_first:
+            get_attr_wrapped_model(model, "set_input_tensor")([hidden, losses] if self._has_experts else [hidden])
+        parallel_state.set_virtual_pipeline_model_parallel_rank(self.index)
+        output = self._run(model, self.index)
+        if self.stage.is_last:
+            return output
+        if output.shape != self._shape:
+            raise DataError(
+                f"{self.stage} returned {list(output.shape)}, and the next one waits for hidden states "
+                f"{list(self._shape)}; give seq_length and micro_batch_size of the batch, which all micro-batches have"
+            )
+        output = output.to(self._dtype)  # wrappers cast what a model returns to fp32
+        if not self._has_experts:
+            return output
+        pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
+        total = torch.zeros((), dtype=_loss_dtype(self._dtype), device=output.device)
+        for loss in pending:
+            total = total + loss
+        return output, total
+
+
+class _Stage(pipelining.PipelineStage):
+    """A stage of torch's that lets its chunk reduce gradients once a step, and notes what the rank does."""
+
+    pipeline: _Pipeline
+    chunk: _Chunk
+
+    def _note(self, what: str, micro_batch: int, peer: int | None = None) -> None:
+        stage = self.chunk.stage
+        source = "" if peer is None else f" from stage {peer} (rank {self._resolve_rank(peer)})"
+        self.pipeline.doing = f"{stage}: {what} of micro-batch {micro_batch}{source}"
+
+    def _resolve_rank(self, stage: int) -> int:
+        return dist.get_process_group_ranks(self.group)[self.stage_index_to_group_rank[stage]]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        if ops:
+            self._note("waits for the activations", fwd_chunk_id, self.stage_index - 1)
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        if ops:
+            self._note("waits for the gradient", bwd_chunk_id, self.stage_index + 1)
+        return ops
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._note("forward", fwd_chunk_id)
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:  # torch puts its own in front of the model's
+            raise error.__cause__ or error from None
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not self.has_backward:
+            return None
+        self._note("backward", bwd_chunk_id)
+        self.chunk.begin_backward()
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # Where neighbours are on one rank, torch passes gradients by these two, without a backward too.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+_pipelines: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, _Pipeline]]] = weakref.WeakKeyDictionary()
+"""By a rank's first chunk the pipelines of its last training step (False) and its last evaluation (True), with what
+they were made for. `_pipeline_of` replaces them. A pipeline owns the memory that it receives into, of each
+micro-batch."""
+
+
+def _pipeline_of(
+    chunks: Sequence[nn.Module], config: Any, num_microbatches: int, shape: tuple[int, ...], forward_only: bool
+) -> _Pipeline:
+    """Returns the pipeline of the last step if it was the same, else a new one. All ranks call it."""
+    if len(chunks) != (config.virtual_pipeline_model_parallel_size or 1):
+        raise ConfigError(
+            f"model is a list of {len(chunks)}, and virtual_pipeline_model_parallel_size is "
+            f"{config.virtual_pipeline_model_parallel_size}; give a model for each of the rank's virtual stages"
+        )
+    kept = _pipelines.setdefault(chunks[0], {})
+    key = (tuple(map(id, chunks)), num_microbatches, shape, config.pipeline_schedule)
+    if forward_only not in kept or kept[forward_only][0] != key:
+        kept[forward_only] = key, _Pipeline(chunks, config, num_microbatches, shape, forward_only)
+    return kept[forward_only][1]
+
+
+def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _own_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Returns what the last stage has computed: the loss of the micro-batch."""
+    return output
+
+
+def _nothing() -> None:
+    """Computes the weights' gradients of a stage whose backward has computed them."""

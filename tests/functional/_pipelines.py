@@ -1,0 +1,240 @@
+"""Trainings of a small GPT over pipeline stages, and in one process, which they have to equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.dist_checkpointing import model_state_dict
+from core.dist_checkpointing.flat_range import held_boxes
+from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
+from core.distributed.data_parallel_base import unwrap_model
+from core.models.gpt import GPTModel
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.pipeline_parallel import get_forward_backward_func
+from core.transformer.pipeline_stages import pipeline_stage
+from core.transformer.transformer_config import TransformerConfig
+from tests.functional._runs import ddp_config
+
+VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
+SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training over pipeline stages."""
+
+    wrapper: str = "ddp"
+    pp: int = 2
+    vpp: int | None = None
+    tp: int = 1
+    dp: int = 1
+    tied: bool = False
+    per_token: bool = False
+    micro_batches: int = 4
+    schedule: str | None = None
+    fields: tuple[tuple[str, Any], ...] = ()
+    """More of the model's config."""
+
+    def __str__(self) -> str:
+        shown = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrapper", "fields")
+        }
+        changed = [
+            name if value is True else f"{name}{value}"
+            for name, value in shown.items()
+            if value != getattr(Case, name)
+        ]
+        return "-".join([self.wrapper.replace(", ", "_").replace(" ", "_"), *changed])
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether one process adds in the same order: a tied weight's two gradients of all micro-batches are added at
+        the end of a step, and other ranks of a stage add after micro-batches."""
+        return not self.tied and self.tp == self.dp == 1
+
+    def config(self, *, is_serial: bool) -> TransformerConfig:
+        cut = {
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_parallel_schedule": self.schedule,
+        }
+        return TransformerConfig(
+            num_layers=LAYERS,
+            hidden_size=16,
+            num_attention_heads=2,
+            ffn_hidden_size=24,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            init_method_std=0.2,
+            calculate_per_token_loss=self.per_token,
+            **dict(self.fields),
+            **({} if is_serial else cut | {"sequence_parallel": self.tp > 1}),
+        )
+
+
+@dataclass
+class Curve:
+    losses: list[float]
+    """Of each step: the mean over tokens, or the mean of micro-batches' means."""
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+    """After the last step, whole."""
+
+
+def build(case: Case, *, is_serial: bool = False, vp_stage: int | None = None) -> GPTModel:
+    config = case.config(is_serial=is_serial)
+    stage = pipeline_stage(config, vp_stage)
+    return GPTModel(
+        config,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="learned_absolute",
+        pre_process=stage.is_first,
+        post_process=stage.is_last,
+        vp_stage=vp_stage,
+    )
+
+
+def micro_batches(step: int, replica: int, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields tokens and labels, `[b, s]`; labels are masked, more in some micro-batches than in others."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    for index in range(number):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+        labels = (5 * tokens + 1) % VOCABULARY
+        labels[:, LENGTH - index % 3 :] = -100
+        yield tokens, labels
+
+
+def loss_of(labels: torch.Tensor, per_token: bool, losses: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what a loss function of Megatron-LM's loops returns."""
+    mask = labels != -100
+    total, number = (losses * mask).sum(), mask.sum()
+    report = total.detach().double(), number
+    return (total, number, report) if per_token else (total / number, report)
+
+
+def forward_step(per_token: bool, data: Iterator[Any], model: nn.Module) -> tuple[torch.Tensor, Any]:
+    tokens, labels = next(data)
+    return model(tokens, labels=labels), partial(loss_of, labels, per_token)
+
+
+def train_on_stages(case: Case) -> Curve:
+    """Trains on this rank's stages; every rank calls it. The first rank's curve has all weights."""
+    instances = ddp_config(case.wrapper).num_distributed_optimizer_instances
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vpp, num_distributed_optimizer_instances=instances)
+    torch.manual_seed(7)
+    turns = [None] if case.vpp is None else range(case.vpp)
+    chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), chunks)
+    curve = Curve([], [], {})
+    for step in range(STEPS):
+        train_step(case, chunks, step, curve)
+        _, norm, _ = optimizer.step()
+        curve.grad_norms.append(norm)
+    curve.weights = whole_weights(chunks, optimizer)
+    return curve
+
+
+def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:
+    return [wrap_model(model, model.config, ddp_config(wrapper)) for model in models]
+
+
+def train_step(case: Case, chunks: list[_BaseDataParallel], step: int, curve: Curve) -> None:
+    """Runs forwards and backwards of a step, and adds its loss, of the last stage's replicas, to the curve."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    replica = parallel_state.get_data_parallel_rank()
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, case.per_token),
+        data_iterator=[micro_batches(step, replica, case.micro_batches) for _ in chunks],
+        model=chunks,
+        num_microbatches=case.micro_batches,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+    )
+    assert len(reports) == (case.micro_batches if any(unwrap_model(c).post_process for c in chunks) else 0)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, reports)
+    curve.losses.append(mean_loss(case, [report for of_rank in found[:: case.tp] for report in of_rank]))
+
+
+def mean_loss(case: Case, reports: list[Any]) -> float:
+    totals = [float(total) for total, _ in reports]
+    numbers = [int(number) for _, number in reports]
+    if case.per_token:
+        return sum(totals) / sum(numbers)
+    return sum(total / number for total, number in zip(totals, numbers, strict=True)) / len(reports)
+
+
+def whole_weights(chunks: list[Any], optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+    """Returns the weights of all stages, whole."""
+    optimizer.finish_step()
+    return whole({name: view for chunk in chunks for name, view in model_state_dict(unwrap_model(chunk)).items()})
+
+
+def whole(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of all ranks, whole. Those that several ranks hold have to be equal."""
+    held = [(name, tuple(view.shape), held_boxes(view)) for name, view in views.items()]
+    of_ranks: list[Any] = [held]
+    if dist.is_initialized():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, held)
+    found: dict[str, torch.Tensor] = {}
+    for name, shape, boxes in (entry for entries in of_ranks for entry in entries):
+        tensor = found.setdefault(name, torch.full(shape, torch.nan))
+        for offsets, values in boxes:
+            place = tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))
+            copies = tensor[place].isnan() | (tensor[place] == values)
+            assert bool(copies.all()), f"ranks hold different values of {name}"
+            tensor[place] = values
+    return found
+
+
+@functools.cache
+def train_in_one_process(case: Case) -> Curve:
+    """Trains on the micro-batches of all replicas; `case` with one stage, as `serial` makes it."""
+    torch.manual_seed(7)
+    model = build(case, is_serial=True)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
+    curve = Curve([], [], {})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        reports = []
+        for replica in range(case.dp):
+            for tokens, labels in micro_batches(step, replica, case.micro_batches):
+                loss, *_, report = loss_of(labels, case.per_token, model(tokens, labels=labels))
+                reports.append(report)
+                (loss if case.per_token else loss / case.micro_batches / case.dp).backward()
+        for parameter in model.parameters():
+            if case.per_token:
+                parameter.grad *= 1 / sum(number for _, number in reports)
+        curve.losses.append(mean_loss(case, reports))
+        _, norm, _ = optimizer.step()
+        curve.grad_norms.append(norm)
+    curve.weights = whole_weights([model], optimizer)
+    return curve
+
+
+def serial(case: Case) -> Curve:
+    """Returns the training in one process that a case has to equal."""
+    same = Case(
+        tied=case.tied, per_token=case.per_token, micro_batches=case.micro_batches, dp=case.dp, fields=case.fields
+    )
+    return train_in_one_process(same)

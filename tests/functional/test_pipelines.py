@@ -1,0 +1,80 @@
+"""Whole runs over pipeline stages: the example on the command line, its log and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional._program import run_program
+
+MODEL = (
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--ffn-hidden-size", "48"),
+    *("--seq-length", "32", "--micro-batch-size", "2", "--global-batch-size", "8", "--log-interval", "1"),
+    *("--eval-iters", "1", "--log-weights-hash", "2", "--save-interval", "2"),
+)
+STAGES = ("--pipeline-model-parallel-size", "2")
+
+
+def _steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Returns the values of each step in a run's log."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in (folder / "log.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        if "step" in values:
+            steps.setdefault(values["step"], {}).update(values)
+    return steps
+
+
+def _run(folder: Path, corpus: Path, *flags: str, ranks: int) -> dict[int, dict[str, Any]]:
+    ended = run_program(
+        "pretrain_gpt", "--data-path", corpus, "--save", folder, *MODEL, *flags, folder=folder.parent, ranks=ranks
+    )
+    assert ended.status == 0, ended.err[-4000:]
+    return _steps(folder)
+
+
+COMPARED = ("loss", "grad_norm", "weights_hash", "validation_loss")
+
+
+def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus: Path):
+    """Stages of different wrappers continue a run of one process, and one process continues theirs."""
+    untied = ("--untie-embeddings-and-output-weights", "--train-iters", "6")
+    alone = _run(tmp_path / "alone", corpus, *untied, ranks=1)
+    virtual = (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1", "--use-torch-fsdp2")
+    staged = _run(tmp_path / "staged", corpus, *untied, *virtual, ranks=2)
+    for step in range(1, 7):
+        shown = {name: alone[step].get(name) for name in COMPARED}
+        assert {name: staged[step].get(name) for name in COMPARED} == shown
+    resumed = _run(tmp_path / "resumed", corpus, *untied, "--load", str(tmp_path / "staged" / "iter_0000002"), ranks=1)
+    assert [resumed[step]["loss"] for step in (3, 4, 5, 6)] == [alone[step]["loss"] for step in (3, 4, 5, 6)]
+    assert resumed[6]["weights_hash"] == alone[6]["weights_hash"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--num-layers", "5"), "num_layers 5 do not divide among pipeline_model_parallel_size 2"),
+        (
+            ("--pipeline-parallel-schedule", "Interleaved1F1B"),
+            "takes 2 or more for virtual_pipeline_model_parallel_si",
+        ),
+        (("--num-layers-per-virtual-pipeline-stage", "3"), "num_layers_per_virtual_pipeline_stage 3 x pipeline_model"),
+        (
+            ("--num-virtual-stages-per-pipeline-rank", "2", "--pipeline-parallel-schedule", "ZBVZeroBubble"),
+            "'ZBVZeroBubble' puts the first and the last stage on one rank, where they cannot share the embedding",
+        ),
+        (("--reproducible-across-ranks",), "reproducible_across_ranks is set with pipeline_model_parallel_size 2"),
+        (
+            ("--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "10"),
+            "5 micro-batches do not divide into rounds of the 2 pipeline ranks",
+        ),
+    ],
+)
+def test_bad_settings_are_one_line(tmp_path: Path, corpus: Path, flags: tuple[str, ...], said: str):
+    arguments = ("--data-path", corpus, *MODEL, "--train-iters", "1", *STAGES, *flags)
+    ended = run_program("pretrain_gpt", *arguments, folder=tmp_path, ranks=2)
+    lines = [line for line in ended.err.splitlines() if line.startswith("error:")]
+    assert ended.status == 2 and len(lines) == 1 and said in lines[0], ended.err[-2000:]

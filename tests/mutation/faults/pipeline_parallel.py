@@ -1,0 +1,24 @@
+"""Faults of pipeline stages."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+
+_EQUALITY = ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stages_equal_one_process",)
+
+MUTATIONS = (
+    Mutation(
+        "pipelines: a stage reduces before its last micro-batch",
+        "core.pipeline_parallel.stages._Chunk.begin_backward",
+        r"self\._backwards_left == 0",
+        "self._backwards_left == 1",
+        _EQUALITY,
+    ),
+    Mutation(
+        "pipelines: tokens of the last micro-batch alone are counted",
+        "core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
+        r"total_tokens = total_tokens \+ tokens",
+        "total_tokens = tokens",
+        _EQUALITY,
+    ),
+)
