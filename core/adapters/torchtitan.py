@@ -171,16 +171,15 @@ class _LastReduces:
 
     def __init__(self, wrapper: Any, num_micro_batches: int) -> None:
         self._wrapper = wrapper
-        sharded = wrapper.sharded
         self._num_micro_batches = num_micro_batches
         # Number of forwards with gradients in all steps so far. `_before_forward` counts; never reset.
         self._num_forwards = 0
-        head: Any = getattr(sharded.module, "lm_head", None)
+        head: Any = getattr(wrapper.module, "lm_head", None)
         # All units but the output layer; fixed.
-        self._rest = [module for module in sharded.fsdp_modules if module is not head]
-        sharded.module.register_forward_pre_hook(self._before_forward)
+        self._rest = [module for module in wrapper.fsdp_modules if module is not head]
+        wrapper.module.register_forward_pre_hook(self._before_forward)
         if head is not None:  # a unit, by `_units`
-            sharded.module.register_forward_hook(self._after_forward)
+            wrapper.module.register_forward_hook(self._after_forward)
             head.register_forward_pre_hook(self._before_head)
             # Replaces torch's method on this instance; never restored. Torchtitan's loss in chunks calls it.
             self._set_sync_of_head = head.set_requires_gradient_sync

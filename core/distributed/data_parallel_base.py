@@ -28,7 +28,13 @@ from .model.initial_values import broadcast_buffers, broadcast_tensors, has_runn
 from .model.left_out import leave_out
 from .model.offloaded_activations import offload_activations
 from .model.packed_weights import hold_packed_weights
-from .model.unfit_models import reject_different_models, reject_expert_parameters, reject_unfit, reject_wrapped
+from .model.unfit_models import (
+    reject_different_models,
+    reject_expert_parameters,
+    reject_unfit,
+    reject_unfit_for_fsdp2,
+    reject_wrapped,
+)
 from .model.unit_transforms import transform_units
 from .parameter_owner import own_parameters
 from .plan import GradientReduction, Plan, plan_model
@@ -138,6 +144,8 @@ class _BaseDataParallel(EngineVerbs):
         groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         reject_expert_parameters(module, config, groups)
         reject_unfit(module)
+        if cls.engine is Engine.FSDP2:
+            reject_unfit_for_fsdp2(module)
         classes = DEFAULT_UNIT_CLASSES if unit_classes is None else unit_classes
         return plan_model(
             model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.utils._pytree import tree_leaves
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
@@ -15,18 +16,24 @@ from ..base.device import current_device
 from ..base.errors import ParallelConfigError
 from ..base.local_parts import local_part
 from ..comm.lane import comm_lane
+from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..process_groups_config import ProcessGroupCollection
+from ..tensor_parallel import VocabParallelEmbedding
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.reduction import BucketReduction
-from .fsdp2.gathered_weights import reject_graph_of_gradients
-from .fsdp2.sharded_model import ShardedModel
+from .fsdp2.collectives import set_collectives
+from .fsdp2.gathered_weights import FreedWeights, prefetch_units, reject_graph_of_gradients
+from .fsdp2.gradient_sums import GradientSums
+from .fsdp2.shard_model import fsdp_modules, shard_model
+from .fsdp2.torch_private import TorchState, as_fsdp
+from .gathered_values import WriteCounts, lost_write
 from .gradient_state import Phase
 from .groups import Ranks, managed_parameters
-from .model.initial_values import parameter_attributes_kept
+from .model.initial_values import InitialValues, cast_buffers, parameter_attributes_kept
 from .model.unfit_models import reject_changed
 from .parameter_owner import local_gradient
-from .plan.units import UnitChoice
+from .plan.units import UnitChoice, find_forward_methods
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
@@ -54,11 +61,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             two-dimensional with several optimizer instances.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
         mp_policy: torch's own, in place of the dtypes of `ddp_config` and `config`.
-        initializes: as of `ShardedModel`.
+        initializes: if False, ranks keep their tensors, and those on the meta device stay there, sharded: the caller
+            allocates and fills them before the first forward, for example with ``to_empty`` and its own
+            initialization.
 
     Attributes:
-        sharded: the sharded model, which frees, reduces and recovers its units.
         units: the plan's units, without the model itself.
+        fsdp_modules: every module that FSDP2 acts on, the root first.
+        torch_state: what torch holds for them.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
@@ -84,9 +94,46 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
         super().__init__(config, module, ddp_config, plan)
-        # Fixed; it owns torch's hooks and what is kept between micro-batches.
-        self.sharded = ShardedModel(module, plan, self._tree, initializes=initializes)
-        self.units = plan.units[:-1]
+        start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states) if initializes else None
+        if start is not None:
+            start.equalize()
+        shard_model(plan)
+        # All fixed: torch's modules do not change once they are sharded.
+        self.units, self.fsdp_modules, self.torch_state = plan.units[:-1], fsdp_modules(module), TorchState(module)
+        # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is
+        # fixed. The units' all-gathers fill the parts; `settle_parameters` drops them.
+        self._parts = set_collectives(plan)
+        # Fixed. Backwards fill it on autograd's thread; the last one of a step and `_zero_gradients` empty it.
+        self._sums = (
+            None if self._tree is None else GradientSums(plan, self._tree, self.fsdp_modules, self.torch_state)
+        )
+        # Learns the order of units from forwards, for what FSDP2 gathers ahead; `settle_parameters` ends an order.
+        self._order = prefetch_units(plan)
+        for submodule in module.modules():
+            if isinstance(submodule, VocabParallelEmbedding):
+                submodule.adds_gradient_rows = plan.lends_gradients
+        members = [member for unit in plan.units for member in unit.modules]
+        for member, names in find_forward_methods(module, members, plan.forward_methods).items():
+            for name in names:
+                register_fsdp_forward_method(member, name)
+                setattr(member, name, self._freeing(getattr(member, name)))
+        if start is not None:
+            start.allocate("cpu" if plan.cpu_offload else None)
+            start.fill()
+        # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
+        self._has_allocated = False
+        # Writes to shards, asked for when a forward begins, and to gathered parameters, in `settle_parameters`.
+        self._writes_to_shards = WriteCounts(self.torch_state.shard_versions)
+        self._writes_to_gathered = WriteCounts(self.torch_state.gathered_versions)
+        for submodule in [*members, module]:
+            submodule.register_forward_pre_hook(self._before_forward, prepend=True)
+            submodule.register_forward_pre_hook(self._keep_changes)  # after torch has gathered
+            submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
+        # Their counts of running forwards change; `settle_parameters` ends those that an exception has left.
+        self._freed_weights = [FreedWeights(unit) for unit in plan.units[:-1] if unit.is_freed]
+        if plan.buffer_dtype is not None:
+            cast_buffers(module, plan.buffer_dtype)
+        reject_plain_state_dicts(module)
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `_finish_grad_sync` sets it, `note_step` and `_zero_gradients` clear it.
         self._shows_gradients = False
@@ -103,16 +150,59 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             output = super().forward(*inputs, **kwargs)
         except BaseException:
             if current_backward() == NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
-                self.sharded.reshard()
+                self.settle_parameters()
             raise
         if not self._is_called_by_module:
             self._note_forward(self.module, inputs, output)
         return output
 
+    def prepare_forward(self) -> None:
+        """Lets the next forward, of the model or of one of its units, compute with the current values of the shards.
+
+        Every rank calls it. Does nothing inside a running forward or a recomputation.
+        """
+        if current_backward() != NO_BACKWARD or (self._has_allocated and self.torch_state.is_in_forward()):
+            return
+        self.torch_state.reject_assigned(takes_shards=not self._has_allocated)
+        self.torch_state.keep_changes()
+        self.torch_state.set_root()  # otherwise the first module to run becomes FSDP2's root, and stays it
+        self.recover()
+        if not self._has_allocated:
+            self._has_allocated = True
+            if torch.is_inference_mode_enabled() or self.plan.root.precision.reduce_dtype is not None:
+                self.torch_state.allocate_gathered_parameters()
+        if self._writes_to_shards.find():
+            self.settle_parameters()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        is_of_model = module is self.module and current_backward() == NO_BACKWARD
+        if is_of_model and self._has_allocated and self.torch_state.is_in_forward():
+            self.torch_state.reset_iteration()  # the last forward raised
+        self.prepare_forward()
+
+    def _keep_changes(self, module: nn.Module, *unused: Any) -> None:
+        self.torch_state.keep_changes(as_fsdp(module))
+
+    def _freeing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a method that gathers parameters free them if no backward follows. Every rank calls it, as `forward`.
+
+        The next forward would read stale weights otherwise.
+        """
+
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.prepare_forward()
+            output = method(*args, **kwargs)
+            if not torch.is_grad_enabled() and not self.torch_state.is_in_forward():
+                self.settle_parameters()
+            return output
+
+        return called
+
     def _note_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Frees gathered parameters if no backward follows. Else records the backward when it begins."""
         if not torch.is_grad_enabled() or self._shows_gradients:
-            self.sharded.reshard()
+            self.settle_parameters()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._enter_backward)
@@ -134,12 +224,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         if recurse:
             self._set_gradient_sync(requires_gradient_sync)
         else:
-            FSDPModule.set_requires_gradient_sync(self.sharded.fsdp_modules[0], requires_gradient_sync, recurse=False)
+            FSDPModule.set_requires_gradient_sync(self.fsdp_modules[0], requires_gradient_sync, recurse=False)
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
         reject_graph_of_gradients("a model")
-        self.sharded.state.keep_changes()
+        self.torch_state.keep_changes()
         self.gradient_state.note_backward(self._open_reduced_gradients)
         if self._tree is not None:
             self._tree.enter()
@@ -149,30 +239,47 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
-        reject_changed(self.module, self.sharded.state.names_of_parameters())
+        reject_changed(self.module, self.torch_state.names_of_parameters())
 
     def check_may_step_directly(self, optimizer: str) -> None:
         self.recover()
         is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
         is_accumulating = is_accumulating and self.plan.groups.replicated is None
-        if is_accumulating and not any(True for _ in self.sharded.state.whole_gradients()):
+        if is_accumulating and not any(True for _ in self.torch_state.whole_gradients()):
             self._share_buffers()
             self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
         super().check_may_step_directly(optimizer)
 
     def recover(self) -> None:
-        if self.sharded.recover():
+        has_begun = self._has_allocated and current_backward() == NO_BACKWARD
+        if has_begun and self.torch_state.has_failed_in_backward():
+            self.torch_state.reset_iteration()
             self.gradient_state.note_broken()
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
-        self.sharded.set_gradient_sync(enabled)
+        if self._sums is not None:
+            self._sums.expect_sync(enabled)
+        if not (self.plan.is_reproducible or self.plan.reduces_every_micro_batch):
+            if enabled:
+                self.torch_state.complete_accumulated_gradients()
+            for module in self.fsdp_modules:
+                module.set_requires_gradient_sync(enabled, recurse=False)
+        # Between micro-batches a rank holds every gradient whole, until the last one reduces them. Compared with that,
+        # the units that a micro-batch begins and ends with take little memory, and no computation would overlap with
+        # gathering them again. Those not needed in backward stay gathered through it; the rest are gathered again
+        # there, and kept.
+        for unit in self.plan.units:
+            for module in map(as_fsdp, unit.modules if unit.is_kept else ()):
+                module.set_reshard_after_backward(enabled, recurse=False)
+                if unit.is_freed and not unit.is_needed_in_backward:
+                    module.set_reshard_after_forward(enabled, recurse=False)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce:
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
-        self.sharded.state.reduce_unsharded_gradients()
-        self.sharded.reshard()
+        self.torch_state.reduce_unsharded_gradients()
+        self.settle_parameters()
         self._shows_gradients = True
         for _, parameter in managed_parameters(self.module):  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
@@ -184,8 +291,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._gradient_checks.check(gradients, self._step, are_reduced=True)
 
     def _zero_gradients(self) -> None:
-        self.sharded.drop_gradients()
-        self._shows_gradients = False
+        self.recover()
+        if self._sums is not None:
+            self._sums.clear()
+        self.torch_state.drop_unsharded_gradients()
+        self.note_step()
         for _, parameter in managed_parameters(self.module):
             parameter.grad = None
 
@@ -209,24 +319,49 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def note_step(self) -> None:
         self._shows_gradients = False
-        self.sharded.reshard()
+        self.settle_parameters()
 
     def settle_parameters(self) -> None:
-        self.sharded.reshard()
+        """Frees all gathered parameters, as after an evaluation. Not to be called inside a forward or backward.
+
+        With no backward to follow nothing else would free them: the next forward would read stale weights, and the
+        module would show gathered parameters in place of the sharded ones, which hold the gradients.
+
+        Raises:
+            UnitError: a parameter was written while it was gathered.
+        """
+        if self._has_allocated and self.torch_state.is_in_forward():  # which has raised
+            self.torch_state.reset_iteration()
+            for unit in self._freed_weights:
+                unit.end_all()
+        self.torch_state.keep_changes()
+        self.torch_state.end_evaluation()
+        for module in self.fsdp_modules:
+            module.reshard()
+        for part in self._parts:
+            part.drop()
+        self._order.end()
+        self.torch_state.mark_gathered()
+        for index in self._writes_to_gathered.find():
+            when = "after optimizer.step() and before the next forward, when the module shows its shards"
+            raise lost_write(self.torch_state.name_of(index), when)
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
-            "parameters": [*self.sharded.state.shard_tensors(), *self.module.buffers()],
-            "gathered parameters": [*self.sharded.state.gathered_tensors(), *self.sharded.parts],
-            "gradients": [
-                *self.sharded.state.gradient_tensors(),
-                *(self.sharded.sums.tensors if self.sharded.sums is not None else ()),
+            "parameters": [*self.torch_state.shard_tensors(), *self.module.buffers()],
+            "gathered parameters": [
+                *self.torch_state.gathered_tensors(),
+                *(part.tensor for part in self._parts if part.tensor is not None),
             ],
-            "gradients not reduced yet": list(self.sharded.state.whole_gradients()),
+            "gradients": [
+                *self.torch_state.gradient_tensors(),
+                *(self._sums.tensors if self._sums is not None else ()),
+            ],
+            "gradients not reduced yet": list(self.torch_state.whole_gradients()),
         }
 
     def gradient_receivers(self) -> list[nn.Parameter]:
-        return list(self.sharded.state.gathered_parameters())
+        return list(self.torch_state.gathered_parameters())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):

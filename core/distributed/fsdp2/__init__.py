@@ -1,6 +1,5 @@
 """Full sharding by PyTorch FSDP2.
 
-sharded_model     the model, and the handles that act on all of its units
 shard_model       applies `fully_shard`, unit by unit
 gathered_weights  gathers units ahead of their use, and keeps those of freed units readable
 gradient_sums     adds up micro-batches in a tree, for the same bits on any number of ranks

@@ -8,14 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ...base._torch_compat import reduce_parameters_without_gradient
-from ...base.errors import WrapError
 from ...diagnostics.step_marks import replaced_parameters_marked
 from ..groups import DataParallelGroups, kind_of
 from ..model.initial_values import parameter_attributes_kept
-from ..model.unfit_models import note_sharded, reject_unfit, reject_unfit_for_fsdp2, reject_wrapped
+from ..model.unfit_models import note_sharded
 from ..plan import GradientReduction, Plan
 from .torch_private import as_fsdp
 
@@ -28,9 +26,6 @@ def shard_model(plan: Plan) -> None:
     this rank alone: torch sends nothing of them. ``reproducible_across_ranks`` leaves out the first axis. A parameter
     that no backward reached has a zero gradient, as under replication. Parameters on the meta device stay there,
     sharded; others have to be equal on all ranks already (`InitialValues`).
-
-    Raises:
-        WrapError: the model is sharded already, or has a parameter that cannot be cut.
     """
     module, mesh = plan.root.modules[0], plan.groups.mesh
     if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
@@ -41,7 +36,6 @@ def shard_model(plan: Plan) -> None:
     if plan.groups.replicated is not None:
         alone = plan.groups.replicated.shard
         meshes["replicated"] = DeviceMesh.from_group(alone, mesh.device_type, mesh_dim_names=("dp_cp",))
-    _reject_what_cannot_be_sharded(module)
     ignored = {parameter for parameter in module.parameters() if kind_of(parameter) == "ignored"}
     offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.cpu_offload else OffloadPolicy()
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
@@ -93,12 +87,3 @@ def _multiply(gradient: torch.Tensor, factor: float) -> None:
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Returns every module that torch's `fully_shard` has been applied to, the root first."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
-
-
-def _reject_what_cannot_be_sharded(module: nn.Module) -> None:
-    reject_wrapped(module)
-    reject_unfit(module)
-    reject_unfit_for_fsdp2(module)
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-            raise WrapError(f"parameter {name} is on a mesh of {parameter.device_mesh.ndim} axes already")

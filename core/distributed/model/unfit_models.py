@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from ... import parallel_state
@@ -58,9 +59,12 @@ def reject_unfit_for_fsdp2(module: nn.Module) -> None:
     """Raises also for models that FSDP2 cannot shard, gather or reduce.
 
     Raises:
-        WrapError: a parameter is a scalar, empty or not contiguous, or a module has sparse gradients.
+        WrapError: a parameter is a scalar, empty, not contiguous or on a mesh of several axes, or a module has sparse
+            gradients.
     """
     for name, parameter in managed_parameters(module):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+            raise WrapError(f"parameter {name} is on a mesh of {parameter.device_mesh.ndim} axes already")
         if parameter.dim() == 0:
             raise WrapError(f"parameter {name} is a scalar, which cannot be sharded; give it the shape (1,)")
         if parameter.numel() == 0:

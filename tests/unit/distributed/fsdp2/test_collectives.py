@@ -63,7 +63,7 @@ def _computes_after_an_unused_gather() -> None:
     with torch.no_grad():
         before = model(tokens)  # which sets FSDP2 up
         model.module.blocks[0].unshard(async_op=True)
-        model.sharded.reshard()
+        model.settle_parameters()
         for parameter in model.parameters():
             parameter.to_local().mul_(0.5)
         assert not torch.equal(model(tokens), before)

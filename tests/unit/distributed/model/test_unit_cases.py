@@ -323,9 +323,9 @@ def _calls_methods() -> None:
         if kind == "fsdp2":
             for _ in range(3):
                 model.module.reconstruct(x)  # a graph each time, and no backward
-            assert len(model.sharded._order._order) <= 2 * 3 * 2  # units, of the calls since the last step
+            assert len(model._order._order) <= 2 * 3 * 2  # units, of the calls since the last step
             model.zero_grad_buffer()
-            assert not model.sharded._order._order
+            assert not model._order._order
     *sharded, replicated = found
     for results in sharded:
         for one, other in zip(results, replicated, strict=True):
