@@ -26,7 +26,7 @@ from ..base import device
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
 from ..diagnostics.out_of_step import is_failure_of_backend
 from ..transformer.moe.load_balancing import take_pending
-from ..transformer.pipeline_stages import PipelineStage, stage_index, stages_of
+from ..transformer.pipeline_stages import PipelineStage, check_rounds, stage_index, stages_of
 from ..utils import get_attr_wrapped_model, get_model_config
 
 MicroBatch = Callable[[nn.Module, int], Tensor]
@@ -106,6 +106,7 @@ class _Pipeline:
                 )
             )
             self._stages[-1].pipeline, self._stages[-1].chunk = self, chunk
+        check_rounds(config, num_microbatches)
         self._num_microbatches, self._forward_only = num_microbatches, forward_only
         self.schedule = self._make_schedule(config.pipeline_schedule)
 
@@ -113,12 +114,6 @@ class _Pipeline:
         number, num_ranks = self._num_microbatches, self._stages[0].group_size
         if name == "1F1B" and (number < num_ranks or self._forward_only):
             name = "GPipe"  # of so few micro-batches the order is the same, and torch's 1F1B takes no fewer
-        rounds = max(1, number // num_ranks)
-        if name == "Interleaved1F1B" and number % rounds:
-            raise ConfigError(
-                f"{number} micro-batches do not divide into rounds of the {num_ranks} pipeline ranks; interleaved "
-                f"stages take fewer than {2 * num_ranks}, or a multiple of {num_ranks}: change global_batch_size"
-            )
         stages: Any = self._stages[0] if name in ("1F1B", "GPipe") else self._stages
         loss = None if self._forward_only else _own_loss
         return pipelining.schedules.get_schedule_class(name)(stages, number, loss_fn=loss, scale_grads=False)

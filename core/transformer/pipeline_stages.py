@@ -107,6 +107,16 @@ def _layers_of_ranks(config: Any, ranks: int) -> list[int]:
     return [named.get(rank, rest // max(others, 1)) for rank in range(ranks)]
 
 
+def check_rounds(config: Any, num_microbatches: int) -> None:
+    """Raises ParallelConfigError if a step's micro-batches do not divide among the rounds of interleaved stages."""
+    ranks = config.pipeline_model_parallel_size
+    if config.pipeline_schedule == "Interleaved1F1B" and num_microbatches % max(1, num_microbatches // ranks):
+        raise ParallelConfigError(
+            f"{num_microbatches} micro-batches do not divide into rounds of the {ranks} pipeline ranks; interleaved "
+            f"stages take fewer than {2 * ranks}, or a multiple of {ranks}: change global_batch_size"
+        )
+
+
 class StageLayers(nn.ModuleList):
     """The layers of a pipeline stage, under the names that they have in the whole model.
 

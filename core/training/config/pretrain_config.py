@@ -26,6 +26,7 @@ from ...distributed.torch_fully_sharded_data_parallel_config import config_class
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces
+from ...transformer.pipeline_stages import check_rounds
 from ...transformer.transformer_config import TransformerConfig, nearest_multiples
 from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
@@ -135,7 +136,7 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
 
 def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
     try:
-        config.num_microbatches(world_size)
+        check_rounds(config.model, config.num_microbatches(world_size))
     except ParallelConfigError as error:
         yield error if not config.ddp.reproducible_across_ranks else _ranks_without_a_tree(config, world_size)
     else:
