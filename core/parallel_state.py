@@ -23,7 +23,6 @@ from .process_groups.current import (
 )
 from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
 from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
-from .process_groups.rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
 
 
 def is_initialized() -> bool:

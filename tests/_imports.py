@@ -5,7 +5,9 @@ Nothing here starts a thread or joins a group.
 """
 
 import gc
+import importlib
 import io
+from contextlib import suppress
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure
@@ -33,4 +35,9 @@ REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "m
 core.training.config.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
 matplotlib.figure.Figure().subplots().figure.savefig(io.BytesIO())
 
+for name in ("transformers.trainer", "accelerate"):  # two seconds in each rank that uses them
+    with suppress(ImportError):
+        importlib.import_module(name)
+
+gc.set_threshold(20_000, 20, 20)  # with the defaults a twentieth of a test's time is spent on looking for garbage
 gc.freeze()  # half a million objects, at which no collection in a fork has to look again

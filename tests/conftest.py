@@ -49,6 +49,7 @@ def files_with_gpu_tests(request: pytest.FixtureRequest) -> set[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session() -> Iterator[None]:
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 20)
     gc.freeze()  # what the tests have imported: no collection has to look at it again
     start_server()  # before a test changes what its forks would inherit
     yield

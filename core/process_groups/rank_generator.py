@@ -8,7 +8,6 @@ other digit.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from math import prod
 
 from ..base.errors import ParallelConfigError
 
@@ -61,42 +60,3 @@ def parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
             )
         tokens.append(token)
     return tokens
-
-
-class RankGenerator:
-    """Rank groups of a world of tp x ep x dp x pp x cp ranks, as Megatron-LM's class of this name lists them.
-
-    The leftmost token of `order` has stride 1. Tokens of size 1 may be left out. `rank_offset` is added to every
-    rank. Context and expert parallelism divide the same ranks in two ways, so that only one of them may be above 1.
-
-    Raises:
-        ParallelConfigError: a size is below 1, `ep` and `cp` are both above 1, or the order does not fit the sizes.
-    """
-
-    def __init__(self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0) -> None:
-        sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        for token, size in sizes.items():
-            if size < 1:
-                raise ParallelConfigError(f"the size of {token!r} is {size}; it takes a positive number")
-        if ep > 1 and cp > 1:
-            raise ParallelConfigError(
-                f"ep is {ep} and cp is {cp}; one generator takes only one of them above 1. Make one with ep=1 for "
-                "the dense layers and one with cp=1 for the experts"
-            )
-        tokens = parse_order(order, sizes)
-        self.order = "-".join(tokens)
-        self.sizes = {token: sizes[token] for token in tokens}  # stride 1 first
-        self.world_size = prod(sizes.values())
-        self.rank_offset = rank_offset
-
-    def get_ranks(self, token: str) -> list[list[int]]:
-        """Returns the groups along the kinds of parallelism in `token`, such as ``"tp"`` or ``"tp-dp"``.
-
-        Raises:
-            ParallelConfigError: `token` names a kind that does not exist.
-        """
-        axes = token.lower().split("-")
-        unknown = [axis for axis in axes if axis not in self.sizes]
-        if unknown:
-            raise ParallelConfigError(f"{token!r} names {unknown}; the kinds of parallelism are {sorted(self.sizes)}")
-        return [[self.rank_offset + rank for rank in group] for group in rank_groups(self.sizes, axes)]

@@ -27,7 +27,7 @@ from core.transformer.pipeline_stages import pipeline_stage
 from tests.functional._pipelines import whole
 from tests.functional._runs import _whole
 
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2
 """Steps that a writer makes before its checkpoint, and that it and every reader make after it."""
 
 VOCABULARY, SEQUENCE, GLOBAL_BATCH = 62, 8, 12

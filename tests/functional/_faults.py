@@ -196,9 +196,9 @@ def _stale_slot(gather: Any, reached: Reached) -> Any:
     """Sharded flat buffers: the second gather, and every third after it, leaves what another unit had in the slot."""
     calls = itertools.count()
 
-    def patched(self: Unit) -> None:
+    def patched(self: Unit, *arguments: Any) -> None:
         if next(calls) % 3 != 1:
-            gather(self)
+            gather(self, *arguments)
         else:
             reached()
 

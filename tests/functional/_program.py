@@ -68,7 +68,9 @@ def run_scripts(programs: list[str], folder: Path) -> Ended:
     return run_program(all_of_them, *scripts, folder=folder)
 
 
-def run_program(program: str | Path, *arguments: object, folder: Path, ranks: int = 0, **variables: str) -> Ended:
+def run_program(
+    program: str | Path, *arguments: object, folder: Path, ranks: int = 0, limit_s: float = LIMIT_S, **variables: str
+) -> Ended:
     """Runs an example, or another script, in `folder` with additional environment variables, on ranks that are forked.
 
     Ranks find in the environment what the launcher gives them; 0 is a single process without a launcher. The status is
@@ -84,7 +86,7 @@ def run_program(program: str | Path, *arguments: object, folder: Path, ranks: in
         ]
         for process in processes:
             process.start()
-        return Ended(_wait(processes), out.read_text(), err.read_text())
+        return Ended(_wait(processes, limit_s), out.read_text(), err.read_text())
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
@@ -114,13 +116,13 @@ def _meeting_place(ranks: int) -> Iterator[dict[str, str]]:
     del store
 
 
-def _wait(processes: Sequence[BaseProcess]) -> int:
+def _wait(processes: Sequence[BaseProcess], limit_s: float) -> int:
     """Returns the first status that is not 0, once all have ended.
 
     Raises:
         TimeoutError: some had to be killed.
     """
-    deadline, stuck = time.monotonic() + LIMIT_S, []
+    deadline, stuck = time.monotonic() + limit_s, []
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
@@ -129,7 +131,7 @@ def _wait(processes: Sequence[BaseProcess]) -> int:
         process.kill()
         process.join()
     if stuck:
-        raise TimeoutError(f"{len(stuck)} of {len(processes)} processes had not ended after {LIMIT_S:g} s")
+        raise TimeoutError(f"{len(stuck)} of {len(processes)} processes had not ended after {limit_s:g} s")
     return next((process.exitcode for process in processes if process.exitcode), 0)
 
 

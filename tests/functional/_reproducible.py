@@ -71,7 +71,7 @@ class Kind:
     dropout: float = 0.1
     optimizer: str = "adam"
     context_parallel: int = 1
-    steps: int = 10
+    steps: int = 6
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -6,8 +6,6 @@ import json
 import pickle
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,11 @@ import torch.distributed as dist
 from core.base.errors import CheckpointError
 from core.dist_checkpointing.format import writer
 from core.dist_checkpointing.format.index import seal
-from tests.functional._program import REPOSITORY, TINY, load_program, program_environment, run_program
+from tests.functional._program import REPOSITORY, TINY, load_program, run_program
 from tests.functional.test_resume import content, log
 from tests.unit._spawn import run_distributed
 
+KILLED_RUNS = REPOSITORY / "tests" / "functional" / "_killed_runs.py"
 FLAGS = (
     *TINY[:-2],  # but for the number of validations
     *("--train-iters", "6", "--save-interval", "2", "--eval-interval", "100", "--eval-iters", "0"),
@@ -197,16 +196,9 @@ def test_a_full_disk_ends_the_run_with_its_last_checkpoint(
 
 
 def _killed_runs(corpus: Path, folder: Path, *flags: str, limit_s: float) -> dict:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.functional._killed_runs", corpus, folder, *flags],
-        cwd=REPOSITORY,
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    ended = run_program(KILLED_RUNS, corpus, folder, *flags, folder=folder, limit_s=limit_s)
+    assert ended.status == 0, ended.err
+    return json.loads(ended.out.splitlines()[-1])
 
 
 def test_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint of every wrapper, on any number of ranks, continues under every other on any other.
 
-What was read has, bit by bit, the contents that were written: weights, moments, step counts. The three steps that
-follow are the writer's own three steps. On the same number of ranks, split the same way, they are so to the last bit
+What was read has, bit by bit, the contents that were written: weights, moments, step counts. The two steps that
+follow are the writer's own two steps. On the same number of ranks, split the same way, they are so to the last bit
 at one and two replicas, whose gradients add in one order only, and under the writer's own wrapper; elsewhere sums
 round in another order.
 """

@@ -12,7 +12,7 @@ import math
 
 import pytest
 
-from tests.functional._equality import FOUR_RANKS, SERIAL, TWO_RANKS, Case, curves_of
+from tests.functional._equality import BRIEF_FP16_STEPS, FOUR_RANKS, SERIAL, TWO_RANKS, Case, curves_of
 from tests.functional._runs import Curve, Training
 
 
@@ -23,7 +23,7 @@ def _params(cases: list[Case]) -> list:
 def assert_worth_comparing(curve: Curve, training: Training) -> None:
     """Asserts that the run learned, that clipping bit in some steps and not in others, and that the norm is of all
     gradients."""
-    assert curve.losses[-1] < 0.5 * curve.losses[0]
+    assert curve.losses[-1] < (0.5 if training.steps > BRIEF_FP16_STEPS else 0.8) * curve.losses[0]
     assert min(curve.grad_norms) < training.optimizer["clip_grad"] < max(curve.grad_norms)
     if training.precision == "fp16":
         assert 0 in curve.skipped and any(step > 10 for step in curve.skipped)  # the scale fell, grew and fell again

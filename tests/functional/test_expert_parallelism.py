@@ -25,14 +25,14 @@ from tests.functional._runs import (
     micro_batches,
     train_wrapped,
 )
-from tests.functional.test_experts import BALANCING, gpt_with_experts, serial
+from tests.functional.test_experts import BALANCING, STEPS, gpt_with_experts, serial
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole
 
 _SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
 _EVEN = {"vocab": 64, "num_attention_heads": 4, "num_query_groups": 2, "num_moe_experts": 4, "ffn_hidden_size": 16}
-LENGTH, STEPS = 12, 6
+LENGTH = 12
 Layout = tuple[int, int, int, int]
 """Sizes of data, expert, tensor and context parallelism."""
 LAYOUTS: list[Layout] = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (2, 2, 1, 2)]

@@ -52,7 +52,8 @@ BALANCING: dict[str, dict[str, Any]] = {
         "moe_token_drop_policy": "position",
     },
 }
-STEPS = 6
+STEPS = 4
+"""Warm-up begins at zero: the third step is the first to show what the first got wrong in the weights."""
 
 
 def _training(per_token: bool, optimizer: dict[str, Any] = _SGD) -> Training:

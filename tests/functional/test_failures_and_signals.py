@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 
 from core.training.launch.signals import ECHO_S
+from tests.functional._forked_launcher import ForkedLauncher
 from tests.functional._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
 
 LAUNCH = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2"]
+FORKED = ["forked", *LAUNCH[3:]]
+"""The same launcher in a forked process, which forks the ranks."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 LIMIT_S = 400.0
@@ -74,15 +77,19 @@ def test_a_rank_that_is_killed_ends_all(corpus: Path, tmp_path: Path) -> None:
     assert "rank 1 was ended by SIGKILL" in err
 
 
-Start = Callable[..., "subprocess.Popen[str]"]
+Launcher = subprocess.Popen[str] | ForkedLauncher
+Start = Callable[..., Launcher]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the example under a launcher, in a process group that ends with the test."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Launcher] = []
 
-    def start(launcher: list[str], *arguments: str | Path) -> subprocess.Popen[str]:
+    def start(launcher: list[str], *arguments: str | Path) -> Launcher:
+        if launcher[0] == FORKED[0]:
+            started.append(ForkedLauncher([*launcher[1:], PROGRAMS["pretrain_gpt"], *arguments], tmp_path))
+            return started[-1]
         process = subprocess.Popen(
             [*launcher, PROGRAMS["pretrain_gpt"], *arguments],
             cwd=tmp_path,
@@ -101,7 +108,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_for_steps(run: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(run: Path, process: Launcher) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count("\n") < 2:
         assert process.poll() is None, process.communicate()
@@ -109,7 +116,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(process: Launcher) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
@@ -128,7 +135,7 @@ def _listening(pid: int) -> set[str]:
     return found
 
 
-def assert_listens_on_loopback_alone(process: subprocess.Popen[str]) -> None:
+def assert_listens_on_loopback_alone(process: Launcher) -> None:
     """Asserts that neither the launcher of this machine's ranks nor they can be reached from another."""
     ranks = ranks_of(process)
     addresses = {address for pid in (process.pid, *ranks) for address in _listening(pid)}
@@ -184,11 +191,16 @@ def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_a_killed_run_restarts_and_a_signal_saves_and_ends_it(start: Start, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher", [FORKED, pytest.param(LAUNCH, marks=pytest.mark.long)], ids=["forked", "started as users do"]
+)
+def test_a_killed_run_restarts_and_a_signal_saves_and_ends_it(
+    start: Start, corpus: Path, tmp_path: Path, launcher: list[str]
+) -> None:
     run = tmp_path / "run"
-    launch = [*LAUNCH, "--max-restarts", "2"]
-    flags = [*FSDP2, "--async-save", "--save-interval", "1", "--keep-last", "2"]
-    process = start(launch, *flags, "--data-path", corpus, "--save", run)
+    options = ["--max-restarts", "2"]
+    flags = [*FSDP2, "--async-save", "--save-interval", "1", "--keep-last", "2", "--data-path", corpus, "--save", run]
+    process = start([*launcher, *options], *flags)
     wait_for_steps(run, process)
     if sys.platform.startswith("linux"):
         assert_listens_on_loopback_alone(process)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from core import parallel_state as ps
-from core.process_groups.rank_generator import RankGenerator
-
 
 def test_an_absent_name_says_where_the_thing_is():
     with pytest.raises(ImportError, match=r"get_gtp_weight_remat_group: .*TorchFullyShardedDataParallel"):
@@ -15,7 +12,3 @@ def test_an_absent_name_says_where_the_thing_is():
         from core.parallel_state import set_tensor_model_parallel_rank  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from core.parallel_state import nothing  # noqa: F401
-
-
-def test_the_generator_is_found_where_megatron_keeps_it() -> None:
-    assert ps.RankGenerator is RankGenerator

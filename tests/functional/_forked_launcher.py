@@ -1,0 +1,108 @@
+"""Our launcher in a forked process, whose ranks are forked too: they start without importing anything again."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests._forked import FORKED
+
+
+class ForkedLauncher:
+    """A launcher that runs, in a process group of its own: what `subprocess.Popen` would give of it."""
+
+    def __init__(self, arguments: Sequence[Any], folder: Path) -> None:
+        self._outputs = [folder / "launcher.out", folder / "launcher.err"]
+        command = [str(argument) for argument in arguments]
+        self._process = FORKED.Process(target=_launch, args=(command, folder, self._outputs))
+        self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for its end, and returns what it and its ranks have written to stdout and to stderr."""
+        self._process.join(timeout)
+        out, err = (path.read_text() if path.exists() else "" for path in self._outputs)
+        return out, err
+
+
+def _launch(command: list[str], folder: Path, outputs: Sequence[Path]) -> None:
+    from core.training.launch import ranks
+    from core.training.launch.__main__ import main
+
+    os.setsid()
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(folder)
+    with mock.patch.object(ranks.subprocess, "Popen", _ForkedRank):
+        sys.exit(main(command))
+
+
+class _ForkedRank:
+    """What the launcher uses of `subprocess.Popen`, of a rank that is forked from it and ends with it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> None:
+        from core.training.launch.signals import end_with_parent
+
+        self.returncode: int | None = None  # set once, by `poll` or `wait`
+        self._command = list(command)
+        launcher = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                end_with_parent(launcher)
+                os.setsid()
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_DFL)  # the launcher counts them
+                os._exit(self._run(env))
+            finally:
+                os._exit(1)
+
+    def _run(self, env: Mapping[str, str]) -> int:
+        os.environ.clear()
+        os.environ.update(env)
+        script = self._command[self._command.index(sys.executable, 1) + 1 :]  # after the guard
+        sys.argv = script
+        sys.path.insert(0, str(Path(script[0]).parent))
+        try:
+            runpy.run_path(script[0], run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return 0
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with suppress(ChildProcessError):
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                if ended:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
