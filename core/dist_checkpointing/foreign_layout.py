@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -48,6 +48,17 @@ class Run:
     index: int | None = None
     """Index along our first dimension, if our tensor is a stack of experts, whose rows these are. None for other
     tensors."""
+    source_column: int = 0
+    """The first element taken of each foreign row, of which our row may be a part."""
+    scale: float = 1.0
+    """Multiplies what is read."""
+
+    def within(self, begin: int, end: int, index: int) -> Run:
+        """Returns the part of the run that our rows ``[begin, end)`` have, as rows of entry `index` of a stack."""
+        first = max(0, -(-(begin - self.start) // self.step))
+        last = min(self.count, -(-(end - self.start) // self.step))
+        start = self.start + first * self.step - begin
+        return replace(self, count=last - first, start=start, source_start=self.source_start + first, index=index)
 
 
 @dataclass(frozen=True)
@@ -68,10 +79,14 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
     for recipe in recipes:
         for run in recipe.runs:
             count = rows[run.source] = max(rows.get(run.source, 0), run.source_start + run.count)
-            rest = tuple(ours[recipe.name][1 if run.index is None else 2 :])
+            row = ours[recipe.name][1 if run.index is None else 2 :]
+            rest = (run.source_column + row[0], *row[1:]) if row else ()
             stacked = tuple(place + 1 for place in run.source_index)
             if run.source in shapes:
-                stacked = tuple(map(max, zip(stacked, shapes[run.source][: len(stacked)], strict=True)))
+                known = shapes[run.source]
+                stacked = tuple(map(max, zip(stacked, known[: len(stacked)], strict=True)))
+                before = known[len(stacked) : -1] if run.transposed else known[len(stacked) + 1 :]
+                rest = tuple(map(max, zip(rest, before, strict=True)))
             shapes[run.source] = (*stacked, *rest, count) if run.transposed else (*stacked, count, *rest)
     return shapes
 
@@ -195,8 +210,11 @@ def _fill_rows(held: torch.Tensor, offsets: Sequence[int], run: Run, source: Box
         return
     start = run.start + begin * run.step - first
     rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
-    read = source.read(run.source, _source_box(run, slice(begin, end), rest))
-    rows.copy_(_transpose_if_columns(run, read))
+    if run.source_column:
+        rest[0] = slice(rest[0].start + run.source_column, rest[0].stop + run.source_column)
+    rows.copy_(_transpose_if_columns(run, source.read(run.source, _source_box(run, slice(begin, end), rest))))
+    if run.scale != 1:
+        rows.mul_(run.scale)
 
 
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:

@@ -109,7 +109,8 @@ def pretrain(config: PretrainConfig) -> None:
     if config.checkpoint.load is not None:
         say(load_checkpoint(state, config, config.checkpoint.load, fall_back=environment_restart_count() > 0))
     elif config.checkpoint.pretrained_checkpoint is not None:
-        folder, upcycle = config.checkpoint.pretrained_checkpoint, config.checkpoint.moe_use_upcycling
+        folder, given = config.checkpoint.pretrained_checkpoint, config.checkpoint
+        upcycle = given.moe_upcycling_granularity if given.moe_use_upcycling else 0
         say(load_pretrained(state, folder, verify=verify, upcycle=upcycle))
 
     outcome = train(state, config, data)

@@ -32,7 +32,7 @@ from core.models.gpt.architecture import (
 )
 from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
-from core.models.gpt.upcycling import dense_architecture, upcycled
+from core.models.gpt.upcycling import dense_architecture, group_routers, upcycled
 from core.training.checkpointing import find_checkpoint
 from core.training.state import TrainingState, check_is_run
 from core.transformer.lora import is_adapter
@@ -41,7 +41,7 @@ from core.transformer.transformer_config import TransformerConfig
 NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
 
-def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, upcycle: bool = False) -> str:
+def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, upcycle: int = 0) -> str:
     """Starts a run from the weights in `folder`, in place. All ranks call it.
 
     The optimizer and LoRA adapters keep their new state.
@@ -49,7 +49,8 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, 
     Args:
         folder: a run's folder, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
         verify: compare tensors of a run with the hashes that were saved.
-        upcycle: the weights are of a dense model; copy its MLPs into the experts, whose routers keep their new state.
+        upcycle: the weights are of a dense model; copy its MLPs (1), or so many pieces of each, into the experts.
+            Routers keep their new state.
 
     Returns:
         A line that names the tensors compared with hashes, and the time it took.
@@ -68,7 +69,7 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, 
     elif find_megatron(folder) is not None:
         load_megatron(model, folder, targets=targets, upcycle=upcycle)
     elif upcycle:
-        load_run_weights(targets, gpt_of(model), find_checkpoint(folder), upcycle=True)
+        load_run_weights(targets, gpt_of(model), find_checkpoint(folder), upcycle=upcycle)
     else:
         lines: list[str] = []
         checkpoint = find_checkpoint(folder)
@@ -85,7 +86,7 @@ def load_run_weights(
     *,
     verify: bool = True,
     report: Callable[[str], None] | None = None,
-    upcycle: bool = False,
+    upcycle: int = 0,
 ) -> None:
     """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model.
 
@@ -100,7 +101,9 @@ def load_run_weights(
             f"{checkpoint} holds LoRA adapters; continue their run with --load, or merge them with convert.py and "
             "start from what that writes"
         )
-    ours = dense_architecture(architecture_of(model)).transformer if upcycle else model_fields(model.config)
+    ours = model_fields(model.config)
+    if upcycle:
+        ours = dict(dense_architecture(architecture_of(model), upcycle).transformer)
     differing = differing_fields(ours, _fields_of_run(metadata, checkpoint))
     stored = {name.removeprefix("model."): name for name in metadata["model_tensors"]}
     if not upcycle:
@@ -115,8 +118,9 @@ def load_run_weights(
         index = Ranks().on_all(lambda: read_index(existing_folder(checkpoint)))
         rows = {name: index.tensors[name].shape[0] for name in stored.values() if name in index.tensors}
         dense = [Recipe(name, (Run(source, rows.get(source, 0)),)) for name, source in stored.items()]
-        recipes, copies = upcycled(architecture_of(model), dense, targets)
+        recipes, copies = upcycled(architecture_of(model), dense, targets, upcycle)
         load_foreign(copies, recipes, index, checkpoint, ignored=index.tensors.keys() - rows.keys())
+        group_routers(targets, upcycle)
 
 
 def _fields_of_run(metadata: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -107,8 +107,10 @@ class ReductionSchedule:
             if not bucket.has_left:
                 bucket.start_grad_sync()
             self._next += 1
-            if bucket.releases_grads and self._next >= 2:
-                # A whole gradient is freed once it is reduced: let at most two reductions run at a time.
+            if bucket.releases_grads and self._next >= 2 and self._plan.groups.experts is None:
+                # A whole gradient is freed once it is reduced: let at most two reductions run at a time. Ranks that
+                # share experts do not wait here. Where a parameter is unused on some of them, one would wait for a
+                # bucket that others send at the end of their backward, and these for its tokens.
                 self._buckets[self._next - 2].wait_for_grads()
 
     def _watch(self) -> None:

@@ -15,7 +15,7 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig, En
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
-from .parts import PiecePlan, UnitPlan
+from .parts import PiecePlan, UnitPlan, UnitTransform
 from .pieces import Pieces, lay_out_params
 from .settings import (
     check_contradictions,
@@ -94,6 +94,8 @@ def plan_whole(
     overlaps_grads = _overlaps(settings.overlap_grad_reduce)
     overlaps_params = _overlaps(settings.overlap_param_gather, by_default=is_sharded)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
+    if reduces_during_backward and groups.experts is not None:
+        overlaps_grads = True  # a rank that waited inside of a backward would keep others from exchanging tokens
     bucket_size, num_buckets = settings.bucket_size, settings.num_buckets
     if disable_bucketing:
         bucket_size = num_buckets = None
@@ -191,12 +193,15 @@ def plan_gathered(
         units = _keep_by_torch(units, settings, num_shards)
     else:
         units = _keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)
+    transforms = plan_transforms(units[:-1], settings)
+    if is_fsdp2:
+        _reject_units_in_selective_ones(transforms, units)
     given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
     return Plan(
         **common_plan(config, settings, caller, given),
         engine=engine,
         groups=groups,
-        transforms=plan_transforms(units[:-1], settings),
+        transforms=transforms,
         units=tuple(units),
         reduces_every_micro_batch=settings.reduce_every_micro_batch and (is_fsdp2 or num_parts > 1),
         overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
@@ -234,6 +239,21 @@ def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:
             raise ParallelConfigError(
                 f"reshard_after_forward is {unit.kept_among} for {name}, which has {kind} parameters, and these are "
                 f"sharded over other ranks; set True or False by reshard_overrides=({name + '=True'!r},)"
+            )
+
+
+def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: Iterable[UnitPlan]) -> None:
+    """Raises if FSDP2 would gather a unit inside of a selective recomputation.
+
+    Torch then finds operations of the gather in backward that the forward, where a prefetch gathers, did not have.
+    """
+    selective = [module for t in transforms if t.recomputes == "selective" for module in t.modules]
+    inside = {below for module in selective for below in module.modules() if below is not module}
+    for unit in units:
+        if unit.is_freed and not inside.isdisjoint(unit.modules):
+            raise ParallelConfigError(
+                f"activation_checkpointing is 'selective' for a unit around {unit.names[0]}, which FSDP2 gathers by "
+                "itself, as experts over ranks; take 'full', or FullyShardedDataParallel"
             )
 
 

@@ -51,7 +51,7 @@ from .hf_config import (
     layout_of,
 )
 from .hf_experts import expert_recipes
-from .upcycling import dense_architecture, upcycled
+from .upcycling import dense_architecture, group_routers, upcycled
 
 
 def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:
@@ -219,7 +219,7 @@ def load_hugging_face(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
-    upcycle: bool = False,
+    upcycle: int = 0,
 ) -> None:
     """Fills a GPT in place from a folder of Hugging Face's, under any layout.
 
@@ -230,7 +230,8 @@ def load_hugging_face(
         model: a `GPTModel`, or a wrapper of one.
         targets: tensors of the whole model to fill instead of the model's own, by name: an optimizer's masters.
         process_group: the ranks that call together; each reads by itself.
-        upcycle: the folder is of a dense model; fill every expert with a copy of the layer's MLP (`upcycling.py`).
+        upcycle: the folder is of a dense model; fill each expert with a copy of the layer's MLP (1, or True), or of
+            one of so many pieces of it, by Megatron-LM's granularity (`upcycling.py`).
 
     Raises:
         CheckpointError: on all ranks, before anything is written: it is another model, or files are damaged.
@@ -241,7 +242,7 @@ def load_hugging_face(
     layout, theirs, ours = layout_of(config), architecture_from_hf(config), architecture_of(gpt)
     whole = ours
     if upcycle:
-        ours = dense_architecture(whole)
+        ours = dense_architecture(whole, upcycle)
     if differing := ours.differences(theirs):
         raise CheckpointError(
             f"{folder} is of another model: {', '.join(differing)} (here and there); build the model that it describes"
@@ -256,8 +257,9 @@ def load_hugging_face(
     if not any(name.startswith(prefix) for name in index.tensors):
         prefix = ""  # saved without its head
     recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or base_state_dict(gpt)
+    everything = targets
     if upcycle:
-        recipes, targets = upcycled(whole, recipes, targets)
+        recipes, targets = upcycled(whole, recipes, targets, upcycle)
     load_foreign(
         targets,
         recipes,
@@ -266,6 +268,7 @@ def load_hugging_face(
         ignored=names_without_meaning(layout, theirs, prefix, index.tensors),
         process_group=process_group,
     )
+    group_routers(everything, upcycle, process_group)
 
 
 def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
-from .upcycling import dense_architecture, upcycled
+from .upcycling import dense_architecture, group_routers, upcycled
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -58,7 +58,7 @@ def load_megatron(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
-    upcycle: bool = False,
+    upcycle: int = 0,
 ) -> None:
     """Fills a GPT in place with the weights of Megatron-LM's checkpoint. Arguments are those of `load_hugging_face`.
 
@@ -73,9 +73,9 @@ def load_megatron(
     index = ranks.on_all(lambda: read_index(checkpoint))
     prefix = _prefix(index, checkpoint)
     ours, targets = architecture_of(gpt), targets or base_state_dict(gpt)
-    recipes = [*_recipes(dense_architecture(ours) if upcycle else ours, index, prefix)]
+    recipes, everything = [*_recipes(dense_architecture(ours, upcycle) if upcycle else ours, index, prefix)], targets
     if upcycle:
-        recipes, targets = upcycled(ours, recipes, targets)
+        recipes, targets = upcycled(ours, recipes, targets, upcycle)
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
     load_foreign(
         targets,
@@ -85,6 +85,7 @@ def load_megatron(
         ignored=others,
         process_group=process_group,
     )
+    group_routers(everything, upcycle, process_group)
 
 
 def _prefix(index: CheckpointIndex, folder: Path) -> str:

@@ -199,6 +199,10 @@ class CheckpointConfig:
     """Start every expert as a copy of the layer's MLP in `pretrained_checkpoint`, a dense model (Komatsuzaki et al.,
     2022). Routers start anew."""
 
+    moe_upcycling_granularity: int = 1
+    """With `moe_use_upcycling`: experts are so many times narrower than the MLP, each a copy of a piece of it (He et
+    al., 2024). Each piece is in an equal number of experts."""
+
     save_interval: int | None = None
     """Iterations between checkpoints. None: one at the end."""
 
@@ -218,7 +222,12 @@ class CheckpointConfig:
     into another layout than they were saved in are compared."""
 
     def __post_init__(self) -> None:
-        check_range(self, "save_interval", "keep_last", "keep_every", least=1)
+        check_range(self, "save_interval", "keep_last", "keep_every", "moe_upcycling_granularity", least=1)
+        if self.moe_upcycling_granularity > 1 and not self.moe_use_upcycling:
+            raise ConfigError(
+                f"moe_upcycling_granularity is {self.moe_upcycling_granularity} without moe_use_upcycling; set that "
+                "too, or drop it"
+            )
         if self.moe_use_upcycling and self.pretrained_checkpoint is None:
             raise ConfigError(
                 "moe_use_upcycling is set without pretrained_checkpoint; give that the dense model, or drop it"

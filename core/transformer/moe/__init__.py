@@ -8,6 +8,7 @@ permutation      capacity; sorts tokens by expert and back
 dispatch         brings tokens to the ranks of their experts, and outputs back
 experts          the matrices of all experts, in one call or one after the other
 shared_experts   experts that take every token
+stock_experts    cuts the experts of models of transformers over ranks
 step             ends a step: biases and statistics
 """
 
@@ -18,6 +19,7 @@ from .moe_layer import MoELayer
 from .router import TopKRouter
 from .shared_experts import SharedExpertMLP
 from .step import finish_step, logged_statistics, restart_step
+from .stock_experts import cut_experts
 
 __all__ = [
     "GroupedMLP",
@@ -25,6 +27,7 @@ __all__ = [
     "SharedExpertMLP",
     "TopKRouter",
     "add_auxiliary_losses",
+    "cut_experts",
     "finish_step",
     "logged_statistics",
     "restart_step",

@@ -23,6 +23,13 @@ MUTATIONS = (
         (_COLLECTIVES, DDP),
     ),
     Mutation(
+        "what is added scales the micro-batches before it again",
+        "core.comm.gloo.store",
+        r"\.add_\(result, alpha=scale\)",
+        ".add_(result).mul_(scale)",
+        (_COLLECTIVES, DDP),
+    ),
+    Mutation(
         "a collective that is enqueued counts as over",
         "core.comm.call.Collective.is_over",
         r"self\.event\.query\(\)",

@@ -21,6 +21,7 @@ _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
 _STARTS = "tests/unit/distributed/model/test_initial_values.py"
 _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
+_EXPERTS_OVER_RANKS = "tests/functional/test_expert_parallelism.py::test_experts_over_other_ranks_equal_one_process"
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
 _LEFT_OUT = "tests/unit/distributed/test_left_out.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
@@ -123,6 +124,13 @@ MUTATIONS = (
         r"self\.num_dense_replicas or ",
         "",
         (_EXPERTS,),
+    ),
+    Mutation(
+        "experts: gradients are divided by the replicas of one instance",
+        "core.distributed.groups._initialized_groups",
+        r"whole\.size\(\)\) if",
+        "whole.size() // num_instances) if",
+        (_EXPERTS_OVER_RANKS,),
     ),
     Mutation(
         "experts: FSDP2 leaves the sum over ranks",

@@ -90,6 +90,13 @@ MUTATIONS = (
         (_BALANCING,),
     ),
     Mutation(
+        "experts: a coefficient only switches its loss on",
+        "core.transformer.moe.router.TopKRouter._auxiliary_losses",
+        r"coefficient \* loss",
+        "loss",
+        (_BALANCING,),
+    ),
+    Mutation(
         "experts: parts of a sequence weigh their own tokens",
         "core.transformer.moe.load_balancing._WithLosses.backward",
         r"all_reduce_by_backend\(weight, .*\)",
@@ -108,6 +115,13 @@ MUTATIONS = (
         "core.transformer.moe.dispatch._combine",
         r"probs\.unsqueeze\(-1\)",
         "probs.detach().unsqueeze(-1)",
+        (_MOE_LAYER,),
+    ),
+    Mutation(
+        "experts: outputs have the probabilities of a token's other experts",
+        "core.transformer.moe.dispatch._combine",
+        r"probs\.unsqueeze\(-1\)",
+        "probs.flip(-1).unsqueeze(-1)",
         (_MOE_LAYER,),
     ),
     Mutation(
@@ -160,11 +174,25 @@ MUTATIONS = (
         (_DISPATCH,),
     ),
     Mutation(
+        "experts: the router's scores have the gradient of one rank's experts",
+        "core.transformer.moe.dispatch.gather_tokens",
+        r"gather_from_sequence_parallel_region\(probs,",
+        "gather_from_sequence_parallel_region(probs, False,",
+        (_DISPATCH,),
+    ),
+    Mutation(
         "experts: outputs return to other tokens",
         "core.transformer.moe.dispatch._compute_elsewhere",
         r"by_expert\.from_rows\((compute\(.*?\))\)\.squeeze\(1\)",
         r"\1",
         (_DISPATCH,),
+    ),
+    Mutation(
+        "experts: each rank has the first rank's experts of a stock model",
+        "core.transformer.moe.stock_experts._cut",
+        r"\[rank\]",
+        "[0]",
+        ("tests/unit/distributed/test_hugging_face_experts.py::test_each_rank_has_its_experts_of_the_files",),
     ),
     # ---- streams
     Mutation(

@@ -19,6 +19,7 @@ _CLASSES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
 
 

@@ -148,6 +148,10 @@ def test_without_experts_the_mark_changes_nothing():
     run_distributed(_reduces_over_all, 2)
 
 
+class _Block(nn.Sequential):
+    pass
+
+
 def _refuses_one_order_of_sums() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     with pytest.raises(ParallelConfigError, match=r"reproducible_across_ranks .*set expert_model_parallel_size=1"):
@@ -155,6 +159,9 @@ def _refuses_one_order_of_sums() -> None:
     with pytest.raises(ParallelConfigError, match=r"reshard_after_forward is 2 for 1, which has expert parameters"):
         wrap_model(_model(), SimpleNamespace(), FullyShardedDataParallelConfig(reshard_after_forward=2),
                    sub_modules_to_wrap=(nn.Linear,))  # fmt: skip
+    selective = TorchFullyShardedDataParallelConfig(activation_checkpointing="selective")
+    with pytest.raises(ParallelConfigError, match=r"'selective' for a unit around 0.1, which FSDP2 gathers by itself"):
+        wrap_model(nn.Sequential(_Block(*_model())), SimpleNamespace(), selective, sub_modules_to_wrap=(_Block,))
 
 
 def test_settings_that_experts_cannot_have_are_refused():
