@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.base.errors import CheckpointError
-from core.training.state import MODEL_FIELDS, build_scheduler, check_is_run, warn_of_another_order
+from core.training.state import MODEL_FIELDS, build_scheduler, check_is_run, check_same_model, warn_of_another_order
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit.training._configs import small_config
 
@@ -71,6 +71,16 @@ def test_transformer_fields_are_compared_or_change_no_function():
 
 
 ORDER = {"num_samples": 8, "seed": 1, "split": "1", "seq_length": 4, "corpus": "c.bin (9 bytes)", "order": "8-00"}
+
+
+def test_another_number_of_experts_is_one_line(tmp_path):
+    theirs, ours = small_config(num_moe_experts=4), small_config(num_moe_experts=8)
+    state = SimpleNamespace(vocab_size=128)
+    stored = metadata(config=theirs.to_json())
+    check_same_model(stored, state, theirs, tmp_path)
+    with pytest.raises(CheckpointError, match="another model: num_moe_experts 4 there and 8 here; give the") as caught:
+        check_same_model(stored, state, ours, tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_order_of_samples_is_one_warning():
