@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from ...base.errors import CheckpointError, warn_once
 from ...dist_checkpointing.flat_range import held_boxes
 from ...dist_checkpointing.foreign_layout import Recipe, Run
-from ...dist_checkpointing.gathering import gather_whole
+from ...dist_checkpointing.gathering import TensorStream
 from .architecture import Architecture
 
 _MLP = re.compile(r"(decoder\.layers\.(\d+)\.mlp)\.(linear_fc\d\.\w+)")
@@ -99,7 +99,13 @@ def group_routers(
 ) -> None:
     """Gives experts that make up an MLP equal rows of the router, in place. Every rank of the group calls it."""
     routers = {name: tensor for name, tensor in targets.items() if ".mlp.router." in name}
-    for name, whole in gather_whole(routers, process_group) if granularity > 1 else ():
-        rows = whole[: len(whole) // granularity].repeat_interleave(granularity, 0)
-        for offsets, held in held_boxes(routers[name]):
-            held.copy_(rows[tuple(slice(start, start + n) for start, n in zip(offsets, held.shape, strict=True))])
+    if granularity < 2:
+        return
+    # All are gathered before one is written: a whole tensor may be the model's memory, on its way to other ranks.
+    wholes = dict(TensorStream(routers, process_group=process_group))
+    rows = {n: whole[: len(whole) // granularity].repeat_interleave(granularity, 0) for n, whole in wholes.items()}
+    for name, router in routers.items():
+        for offsets, held in held_boxes(router):
+            held.copy_(
+                rows[name][tuple(slice(start, start + n) for start, n in zip(offsets, held.shape, strict=True))]
+            )
