@@ -19,6 +19,8 @@ from ..transformer.lora import Adapter
 from .stream import WeightStream
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_CONFIG: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none"}
+_CONFIG |= {"use_rslora": False, "modules_to_save": None, "inference_mode": True}
 
 
 def save_adapter(
@@ -41,42 +43,22 @@ def save_adapter(
         CheckpointError: on all ranks: no model of Hugging Face's computes what this one does, or the folder is in use.
         MissingExtraError: `safetensors` is not installed.
     """
-    ranks = Ranks(process_group)
-    described = _described(unwrap_model(model))
+    adapters = [module for module in unwrap_model(model).modules() if isinstance(module, Adapter)]
+    kinds = {(adapter.linear_in.weight.shape[0], adapter.scale) for adapter in adapters}
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"the adapters of the model have {len(kinds)} different ranks and scales, and a file describes one; call "
+            "add_lora once"
+        )
+    ((rank, scale),) = kinds
     stream = WeightStream(model, adapters="only", receivers=[0], process_group=process_group)
-    names = [meta.name for meta in stream.metadata()]
-    described |= {
-        "target_modules": sorted({name.split(".")[-3] for name in names}),
-        "base_model_name_or_path": base_model,
-    }
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
     tensors = ((name, tensor.clone()) for name, tensor in stream)  # queries, keys and values share one matrix
+    config = {"r": rank, "lora_alpha": scale * rank, "base_model_name_or_path": base_model, **_CONFIG}
+    config["target_modules"] = sorted({name.split(".")[-3] for name in plan})
 
     def describe(into: Path) -> None:
         (into / SINGLE_FILE).rename(into / ADAPTER_FILE)
-        write_durably(into / ADAPTER_CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        write_durably(into / ADAPTER_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
-    save_folder(Path(folder), plan, tensors, describe, ranks, max_shard_bytes=1 << 62)
-
-
-def _described(model: nn.Module) -> dict[str, Any]:
-    shapes = {
-        (module.linear_in.weight.shape[0], module.scale) for module in model.modules() if isinstance(module, Adapter)
-    }
-    if len(shapes) != 1:
-        raise ConfigError(
-            f"the adapters of the model have {len(shapes)} different ranks and scales, and a file describes one; "
-            "call add_lora once"
-        )
-    rank, scale = shapes.pop()
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
+    save_folder(Path(folder), plan, tensors, describe, Ranks(process_group), max_shard_bytes=1 << 62)

@@ -17,8 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -33,6 +32,10 @@ from ..base.text import rank_list
 from ..dist_checkpointing.gathering import ParamMeta
 
 Backend = Literal["gloo", "nccl"]
+
+_ROW_BYTES = 8 * 4093
+"""Bytes of a row of 64-bit words, the columns of which are added for a hash. A prime number of words: tensors of usual
+sizes that change places change columns."""
 
 
 def _gloo(store: Store, rank: int, size: int, limit: timedelta) -> Any:
@@ -64,14 +67,14 @@ class Link:
             self.store.set_timeout(self.limit)
             # The connections. `close` sets it to None, once a receiver is lost.
             self.group = make(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit)
-            self.broadcast([torch.zeros(1, device=device)])[0].wait()  # connects, or fails here
+            self.broadcast(torch.zeros(1, device=device))()  # connects, or fails here
         except (RuntimeError, dist.DistError) as error:
             who = "the sender and the other receivers" if rank else f"{num_receivers} receivers"
             raise WeightsError(f"{who} did not meet in {limit_s:g} s ({first_line(error)})") from error
 
-    def broadcast(self, flats: Sequence[Tensor]) -> list[dist.Work]:
-        """Starts to send tensors to the receivers, or to receive them."""
-        return [self.group.broadcast([flat.view(torch.uint8)], dist.BroadcastOptions()) for flat in flats if len(flat)]
+    def broadcast(self, memory: Tensor) -> Callable[[], object]:
+        """Starts to send bytes to the receivers, or to receive them. Returns what waits for them."""
+        return self.group.broadcast([memory], dist.BroadcastOptions()).wait if len(memory) else bool
 
     def close(self) -> None:
         """Ends the connections, so that ranks that wait for bytes fail at once. Messages can still be read."""
@@ -111,10 +114,12 @@ def new_hash(header: Mapping[str, Any]) -> Any:
     return hashlib.sha256("{kind} {version} {base}".format_map(header).encode())
 
 
-def update_hash(digest: Any, flats: Iterable[Tensor]) -> None:
-    """Adds checksums of tensors to a hash: a cryptographic one of all bytes would take longer than the bytes do."""
-    for flat in flats:
-        digest.update(zlib.crc32(flat.view(torch.uint8).cpu().numpy().data).to_bytes(4, "little"))
+def update_hash(digest: Any, memory: Tensor) -> None:
+    """Adds the column sums of bytes to a hash: a hash of all of them would take longer than sending them does."""
+    end = len(memory) - len(memory) % _ROW_BYTES
+    digest.update(memory[end:].cpu().numpy().data)
+    if end:  # modulo 2^64
+        digest.update(memory[:end].view(-1, _ROW_BYTES).view(torch.int64).sum(0).cpu().numpy().data)
 
 
 def as_json(metas: Iterable[ParamMeta]) -> list[Any]:
@@ -125,11 +130,14 @@ def from_json(value: Iterable[Any]) -> list[ParamMeta]:
     return [ParamMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in value]
 
 
-def flat_views(metas: Sequence[ParamMeta], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns new memory for the tensors of a bucket, flat by dtype, and the view of each tensor in it."""
-    sizes: dict[torch.dtype, list[int]] = {}
-    for meta in metas:
-        sizes.setdefault(meta.dtype, []).append(math.prod(meta.shape))
-    flats = {dtype: torch.empty(sum(numels), dtype=dtype, device=device) for dtype, numels in sizes.items()}
-    parts = {dtype: iter(flat.split(sizes[dtype])) for dtype, flat in flats.items()}
-    return list(flats.values()), [next(parts[meta.dtype]).view(meta.shape) for meta in metas]
+def bytes_of(metas: Iterable[ParamMeta]) -> int:
+    return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas)
+
+
+def views_of(memory: Tensor, metas: Sequence[ParamMeta]) -> list[Tensor]:
+    """Returns the tensors of a bucket as views of its bytes, where those of large elements come first: all are
+    aligned."""
+    order = sorted(range(len(metas)), key=lambda place: -metas[place].dtype.itemsize)
+    parts = memory.split([bytes_of([metas[place]]) for place in order]) if order else ()
+    views = {place: part.view(metas[place].dtype) for place, part in zip(order, parts, strict=True)}
+    return [views[place].view(meta.shape) for place, meta in enumerate(metas)]

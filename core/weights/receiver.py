@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from ..base.dtypes import dtype_name
 from ..base.errors import WeightsError
 from ..dist_checkpointing.gathering import ParamMeta
-from .link import Backend, Link, flat_views, from_json, new_hash, update_hash
+from .link import Backend, Link, bytes_of, from_json, new_hash, update_hash, views_of
 from .patches import WeightPatch
 
 
@@ -104,16 +104,15 @@ class WeightReceiver:
 
     def _take(self, key: str, digest: Any) -> tuple[list[tuple[str, Tensor]], str]:
         """Returns what comes in a round, in memory of its own, and the hash that comes after it."""
-        received, last, number = list[tuple[str, Tensor]](), list[Tensor](), 0
+        received, last, number = list[tuple[str, Tensor]](), torch.empty(0, dtype=torch.uint8), 0
         while isinstance(head := self._link.read(f"{key}/bucket/{number}"), list):
             metas = from_json(head)
-            flats, views = flat_views(metas, self.device)
-            arriving = self._link.broadcast(flats)
+            memory = torch.empty(bytes_of(metas), dtype=torch.uint8, device=self.device)
+            wait = self._link.broadcast(memory)
             update_hash(digest, last)  # while these arrive
-            for work in arriving:
-                work.wait()
-            received += [(meta.name, view) for meta, view in zip(metas, views, strict=True)]
-            last, number = flats, number + 1
+            wait()
+            received += zip((meta.name for meta in metas), views_of(memory, metas), strict=True)
+            last, number = memory, number + 1
         if not isinstance(head, str):
             raise RuntimeError(head["failure"] if head else "the sender was lost")
         update_hash(digest, last)

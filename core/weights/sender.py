@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 from ..base.errors import CheckpointError, ShardstackError, WeightsError
 from ..dist_checkpointing.gathering import ParamMeta
-from .link import Backend, Link, as_json, first_line, flat_views, new_hash, update_hash
+from .link import Backend, Link, as_json, bytes_of, first_line, new_hash, update_hash, views_of
 from .patches import PatchStream
 from .stream import WeightStream
 
@@ -63,8 +63,12 @@ class WeightSender:
         self._round, self._state = 0, ""
         # Bytes of the last round's buckets, on the rank that sends. Each round sets it.
         self.sent_bytes = 0
-        # Broadcasts of the bucket that is on its way, on the rank that sends: while the next one is gathered.
-        self._sending: list[dist.Work] = []
+        # Memory of a bucket that is sent, which the next one uses again. A full round allocates it, a patch as needed;
+        # a round that ends well frees it.
+        self._memory = torch.empty(0, dtype=torch.uint8, device=next(iter(stream.views.values())).device)
+        # Waits until the bucket in it has arrived, while the next one is gathered. `_send_bucket` sets it,
+        # `_finish_bucket` clears it.
+        self._wait: Callable[[], object] = bool
         # The connections to the receivers, on the rank that sends; None elsewhere.
         self._link = self._on_sender(lambda: Link(address, 0, num_receivers, limit_s, backend))
 
@@ -106,8 +110,11 @@ class WeightSender:
 
     def _full_buckets(self) -> Iterator[_Bucket]:
         metas = {meta.name: meta for meta in self.stream.metadata()}
-        for names, bucket in zip(self.stream.bucket_names(), self.stream.buckets(), strict=True):
-            yield [metas[name] for name in names], (tensor for _, tensor in bucket)
+        buckets = [[metas[name] for name in names] for names in self.stream.bucket_names()]
+        if self.sends:
+            self._memory = self._memory.new_empty(max(map(bytes_of, buckets)))
+        for described, bucket in zip(buckets, self.stream.buckets(), strict=True):
+            yield described, (tensor for _, tensor in bucket)
 
     def _patch_buckets(self, patches: PatchStream) -> Iterator[_Bucket]:
         for bucket in patches.changes():
@@ -135,6 +142,7 @@ class WeightSender:
             link.check_answers(f"{key}/done", "confirm the weights")
 
         self._on_sender(close)
+        self._memory = self._memory.new_empty(0)
         self._state = digest.hexdigest()
 
     def _connected(self) -> Link:
@@ -155,25 +163,26 @@ class WeightSender:
         """Waits until the bucket before has arrived, and starts to send one."""
         self._finish_bucket(key, number)
         metas, tensors = bucket
-        flats, views = flat_views(metas, next(iter(self.stream.views.values())).device)
-        for view, tensor in zip(views, tensors, strict=True):
+        num_bytes, link = bytes_of(metas), self._connected()
+        if len(self._memory) < num_bytes:
+            self._memory = self._memory.new_empty(num_bytes)
+        memory = self._memory[:num_bytes]
+        for view, tensor in zip(views_of(memory, metas), tensors, strict=True):
             view.copy_(tensor)
-        link = self._connected()
         link.write(f"{key}/bucket/{number}", as_json(metas))
-        self._sending = link.broadcast(flats)
-        update_hash(digest, flats)
-        self.sent_bytes += sum(flat.numel() * flat.element_size() for flat in flats)
+        self._wait = link.broadcast(memory)
+        update_hash(digest, memory)
+        self.sent_bytes += num_bytes
 
     def _finish_bucket(self, key: str, number: int) -> None:
         """Waits until the bucket before number `number` has arrived."""
         link = self._connected()
         try:
-            for work in self._sending:
-                work.wait()
+            self._wait()
         except RuntimeError as error:
             link.close()  # or receivers that are not lost would wait for bytes, and not answer
             link.write(f"{key}/bucket/{number}", {"failure": "the connection to another receiver was lost"})
             link.check_answers(f"{key}/done", "take the weights", _ANSWER_S)
             raise WeightsError(f"weights could not be sent within the limit ({first_line(error)})") from error
         finally:
-            self._sending = []
+            self._wait = bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +70,9 @@ class WeightStream(TensorStream):
         bucket_bytes: int = BUCKET_BYTES,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        if names not in ("hugging_face", "megatron", "module"):
-            raise ConfigError(f"names is {names!r}; {choices(str(names), ('hugging_face', 'megatron', 'module'))}")
-        if adapters not in ("merge", "only"):
-            raise ConfigError(f"adapters is {adapters!r}; {choices(str(adapters), ('merge', 'only'))}")
+        for what, value, known in (("names", names, get_args(Names)), ("adapters", adapters, get_args(Adapters))):
+            if value not in known:
+                raise ConfigError(f"{what} is {value!r}; {choices(str(value), known)}")
         self.wrapper = wrapper  # whose parameters it reads
         model = unwrap_model(wrapper)
         views = model_state_dict(model)

@@ -302,6 +302,22 @@ def test_a_receiver_that_sleeps_half_a_minute_is_no_error(tmp_path: Path):
     assert run_distributed(_sleeps, TRAINERS + RECEIVERS, tmp_path / "store", 30.0) == [7] * 4
 
 
+def _hash_of(flat: torch.Tensor) -> str:
+    digest = link.new_hash({"kind": "full", "version": 0, "base": ""})
+    link.update_hash(digest, flat)
+    return digest.hexdigest()
+
+
+def test_hashes_see_flipped_bits_and_moved_blocks():
+    flat = torch.randint(0, 256, (100_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert _hash_of(flat) == _hash_of(flat.clone())
+    flipped = [flat.clone() for _ in range(3)]
+    for place, changed in zip((0, 60_000, 99_999), flipped, strict=True):
+        changed[place] ^= 4
+    moved = torch.cat([flat[32768:65536], flat[:32768], flat[65536:]])
+    assert len({_hash_of(flat), _hash_of(moved), *map(_hash_of, flipped)}) == 5  # no two are equal
+
+
 def test_an_address_without_a_port_is_refused():
     with pytest.raises(WeightsError, match="give host:port"):
         WeightReceiver("localhost", 0, 1)
