@@ -9,8 +9,8 @@ flat storage, so that checkpoints are written from it and read into it without a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..base.errors import CheckpointError
 from ..base.local_parts import kept_range
 from .global_view import global_shape, global_view, local_slices, local_tensor
 
+T = TypeVar("T")
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, per dimension."""
 
@@ -159,3 +160,16 @@ class FlatRange(Tensor):
             f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
             "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )
+
+
+def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
+    """Returns items, each given with its size, in lists that end before they exceed a limit. An item that is larger is
+    a list of its own."""
+    buckets, room = list[list[T]](), 0
+    for item, size in items:
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(item)
+        room -= size
+    return buckets

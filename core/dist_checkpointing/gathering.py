@@ -20,9 +20,8 @@ from torch.distributed import ProcessGroup
 from ..base.errors import CheckpointError
 from ..comm.collectives import exchange
 from .agreement import Ranks
-from .flat_range import Box, held_boxes, overlap
+from .flat_range import Box, held_boxes, in_buckets, overlap
 from .format.writer import is_of_first_rank
-from .safetensors_io import in_buckets
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of whole tensors that are gathered together."""

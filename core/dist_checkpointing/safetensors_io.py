@@ -11,9 +11,9 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,10 +21,9 @@ from ..base.dtypes import DTYPES
 from ..base.errors import CheckpointError, import_extra
 from ..base.files import JSON_BYTES, read_json, sync_folder, write_durably
 from .agreement import Ranks
+from .flat_range import in_buckets
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry
-
-T = TypeVar("T")
 
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"
@@ -276,18 +275,6 @@ def _entry(path: Path, name: str, stored: Any) -> TensorEntry:
         raise CheckpointError(f"{path}: {name} is {stored.get_dtype()!r}, which no tensor here can be")
     num_bytes = _bytes(dtype, shape)
     return TensorEntry(dtype, shape, (Piece((0,) * len(shape), shape, path.name, 0, num_bytes),) if num_bytes else ())
-
-
-def in_buckets(items: Iterable[tuple[T, int]], max_bytes: int) -> list[list[T]]:
-    """Returns items, each given with its bytes, in lists that a larger one than `max_bytes` has for itself."""
-    buckets, room = list[list[T]](), 0
-    for item, num_bytes in items:
-        if not buckets or num_bytes > room:
-            buckets.append([])
-            room = max_bytes
-        buckets[-1].append(item)
-        room -= num_bytes
-    return buckets
 
 
 def _file_name(number: int, count: int) -> str:

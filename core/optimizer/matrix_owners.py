@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,13 @@ from torch import Tensor
 from ..base.errors import OptimizerError
 from ..comm.collectives import all_to_all_by_backend
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import held_boxes
+from ..dist_checkpointing.flat_range import in_buckets
+from ..dist_checkpointing.gathering import held_parts
 from .matrices import Matrix
 from .newton_schulz import cost
 
 BUCKET_ELEMENTS = 2**23
-"""Elements for each rank after which a bucket ends, with a whole parameter."""
+"""Elements for each rank that a bucket has at most. A larger parameter is a bucket of its own."""
 
 Box = tuple[int, int, int, int]
 """First row, end row, first column and end column of a part of a parameter's `[rows, columns]`."""
@@ -33,12 +34,10 @@ Box = tuple[int, int, int, int]
 def boxes_of(whole: Tensor) -> list[Box]:
     """Returns the boxes of a whole-model tensor that this rank holds, in the order of its memory."""
     boxes: list[Box] = []
-    for offsets, piece in held_boxes(whole):
-        if not piece.numel():
-            continue
+    for offsets, sizes in held_parts(whole):
         *outer, first, column = (0, *offsets) if len(offsets) == 2 else offsets
-        num_rows, num_columns = piece.shape[-2:]
-        for batch in range(math.prod(piece.shape[:-2])):
+        num_rows, num_columns = sizes[-2:]
+        for batch in range(math.prod(sizes[:-2])):
             start = (sum(outer) + batch) * whole.shape[-2] + first
             boxes.append((start, start + num_rows, column, column + num_columns))
     return boxes
@@ -117,14 +116,11 @@ class MatrixOwners:
         of_param: list[list[int]] = [[] for _ in wholes]
         for index, matrix in enumerate(matrices):
             of_param[matrix.param].append(index)
-        self.buckets = _make_buckets(of_param, costs, [whole.numel() for whole in wholes.values()], self.num_ranks)
+        sizes = [whole.numel() for whole in wholes.values()]
+        order = sorted(range(len(sizes)), key=lambda param: -sum(costs[index] for index in of_param[param]))
+        self.buckets = in_buckets([(param, sizes[param]) for param in order], BUCKET_ELEMENTS * self.num_ranks)
         # Of each bucket: the routes to the owners and back. Fixed.
         self._routes = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
-
-    def owned(self, bucket: int) -> Iterator[int]:
-        """Yields the indices of the matrices of a bucket that this rank owns."""
-        params = set(self.buckets[bucket])
-        return (i for i, m in enumerate(self._matrices) if m.param in params and self.owners[i] == self.rank)
 
     def start_bringing(self, bucket: int, memory: Mapping[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to bring a bucket's matrices, in `dtype`, to their owners.
@@ -258,12 +254,3 @@ def _parts_of(index: int, matrix: Matrix, starts: dict[Box, dict[int, int]]) -> 
     firsts, ends = (torch.searchsorted(matrix.rows.contiguous(), bounds).tolist() for bounds in rows)
     spans = zip(starts.items(), firsts, ends, strict=True)
     return [_Part(index, box, first, end, ranks) for (box, ranks), first, end in spans if first < end]
-
-
-def _make_buckets(
-    of_param: Sequence[Sequence[int]], costs: Sequence[int], numels: Sequence[int], num_ranks: int
-) -> list[list[int]]:
-    order = sorted(range(len(numels)), key=lambda param: -sum(costs[index] for index in of_param[param]))
-    starts = itertools.accumulate((numels[param] for param in order), initial=0)
-    bucket_of = {param: start // (BUCKET_ELEMENTS * num_ranks) for param, start in zip(order, starts, strict=False)}
-    return [list(bucket) for _, bucket in itertools.groupby(order, key=bucket_of.__getitem__)]

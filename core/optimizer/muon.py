@@ -218,8 +218,9 @@ class Muon(SkippableRule):
             return
         for bucket in range(len(self._owners.buckets)):
             owned = {}
-            for index in self._owners.owned(bucket):
-                matrix = self._matrices[index]
+            for index, matrix in enumerate(self._matrices):
+                if matrix.param not in self._owners.buckets[bucket] or self._owners.owners[index] != self._owners.rank:
+                    continue
                 zeros = torch.zeros(matrix.shape, dtype=self._dtype, device=self._owners.device)
                 owned[index] = self.state[self._mains[matrix.param]].pop(f"{_OWNED}{index}", zeros)
             arrival = self._owners.start_returning(bucket, owned, self._dtype)

@@ -43,8 +43,8 @@ MUTATIONS = (
     ),
     Mutation(
         "buckets hold more than their limit",
-        "core.dist_checkpointing.safetensors_io.in_buckets",
-        r"num_bytes > room",
+        "core.dist_checkpointing.flat_range.in_buckets",
+        r"size > room",
         "room < 0",
         ("tests/unit/weights/test_stream.py",),
     ),

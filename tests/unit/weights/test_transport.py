@@ -20,9 +20,10 @@ from torch import nn
 from core.base.errors import WeightsError
 from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, link
 from tests._forked import FORKED
+from tests.unit._quick import quick
 from tests.unit._spawn import RankFailure, run_distributed
 from tests.unit.weights._live_bytes import LiveBytes
-from tests.unit.weights._models import BUCKET, gpt, optimizer_of, start, train, wrapped
+from tests.unit.weights._models import BUCKET, exported, gpt, optimizer_of, start, train, wrapped
 
 TRAINERS, RECEIVERS, LIMIT_S = 2, 2, 20.0
 
@@ -55,24 +56,67 @@ def _rounds(kind: str, path: Path, steps: int) -> list[dict[str, torch.Tensor]]:
             assert receiver.receive() == receiver.version == version
             taken.append({name: value.clone() for name, value in receiver.weights.items()})
         return taken
-    model = _model(kind, group)
-    optimizer, stream = optimizer_of(model), _stream(model, group)
+    model, undisturbed = _model(kind, group), _model(kind, group)
+    optimizer, other = optimizer_of(model), optimizer_of(undisturbed)
+    stream = _stream(model, group)
     sender, sent = WeightSender(stream, store, RECEIVERS, patches=True, limit_s=LIMIT_S), []
     for version in range(steps):
         (sender.send if version == 2 else sender.send_patch)(version)
         assert (sender.sent_bytes > 0) == sender.sends
         sent.append({name: value.clone() for name, value in stream})
         train(model, optimizer, version)
+        train(undisturbed, other, version)
+    pairs = zip(WeightStream(model, process_group=group), WeightStream(undisturbed, process_group=group), strict=True)
+    assert all(torch.equal(a[1], b[1]) for a, b in pairs)
     return sent
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
-def test_receivers_have_the_bits_of_the_stream(kind: str, tmp_path: Path):
+def test_receivers_have_the_streams_bits_and_training_its_own(kind: str, tmp_path: Path):
     results = run_distributed(_rounds, TRAINERS + RECEIVERS, kind, tmp_path / "store", 4)
     for received in results[TRAINERS:]:
         for expected, actual in zip(results[0], received, strict=True):
             assert expected.keys() == actual.keys()
             assert all(torch.equal(value, actual[name]) for name, value in expected.items())
+
+
+def _takes_rounds(folder: Path, index: int, rounds: int) -> None:
+    """A receiver in a process of its own."""
+    receiver = WeightReceiver(dist.FileStore(str(folder / "store"), -1), index, RECEIVERS, limit_s=LIMIT_S)
+    for _ in range(rounds):
+        receiver.receive()
+    torch.save(receiver.weights, folder / f"received{index}")
+
+
+def _sends_rounds(kind: str, tp: int, instances: int, lora: bool, folder: Path) -> dict[str, torch.Tensor]:
+    """Returns what the export writes after a step, or of a model with adapters the stream."""
+    start(tp, instances)
+    model = wrapped(kind, gpt(tensor_model_parallel_size=tp, lora=lora), instances=instances)
+    stream, optimizer = WeightStream(model, receivers=[0], bucket_bytes=BUCKET), optimizer_of(model)
+    sender = WeightSender(stream, dist.FileStore(str(folder / "store"), -1), RECEIVERS, limit_s=LIMIT_S)
+    sender.send(0)
+    train(model, optimizer, 0)
+    sender.send(1)
+    return dict(WeightStream(model)) if lora else exported(model, folder / "export")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "instances", "lora"),
+    quick(
+        [("fsdp2", 2, 1, False), ("zero3", 1, 2, False), ("fsdp2", 1, 2, False), ("zero1", 2, 1, True)],
+        lambda case: case[0] == "zero3",
+    ),
+)
+def test_receivers_have_the_files_of_four_trainers(kind, tp, instances, lora, tmp_path: Path):
+    processes = [FORKED.Process(target=_takes_rounds, args=(tmp_path, index, 2)) for index in range(RECEIVERS)]
+    for process in processes:
+        process.start()
+    expected = run_distributed(_sends_rounds, 4, kind, tp, instances, lora, tmp_path)[0]
+    for index, process in enumerate(processes):
+        process.join(LIMIT_S)
+        received = torch.load(tmp_path / f"received{index}", weights_only=True)
+        assert received.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in received.items())
 
 
 def _fault(fault: str, path: Path) -> tuple[list[str], Any]:
