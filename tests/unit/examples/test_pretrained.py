@@ -99,17 +99,22 @@ def test_every_wrapper_starts_from_either(tmp_path: Path):
 def _upcycled_starts(folders: list[Path]) -> list[str]:
     """Returns what is wrong on this rank with a model with experts that starts from a dense one."""
     dense, problems = build("qwen3", vocab_size=64).state_dict(), []
-    for wrapper, tp, folder in itertools.product(("zero1", "fsdp2"), (1, 2), folders):
-        changes = {"num_moe_experts": 3, "moe_layer_freq": "[0,1]", "tensor_model_parallel_size": tp}
-        state, gpt = _state(wrapper, **changes)
-        fresh = _whole(model_state_dict(gpt))["decoder.layers.1.mlp.router.weight"].clone()
-        load_pretrained(state, folder, upcycle=True)
+    layouts = (("zero1", 1, 1), ("zero1", 2, 2), ("fsdp2", 1, 2), ("fsdp2", 2, 1))
+    for (wrapper, tp, pieces), folder in itertools.product(layouts, folders):
+        changes = {"num_moe_experts": 4, "moe_layer_freq": "[0,1]", "tensor_model_parallel_size": tp}
+        state, gpt = _state(wrapper, **changes, moe_ffn_hidden_size=20 // pieces)
+        router = _whole(model_state_dict(gpt))["decoder.layers.1.mlp.router.weight"]
+        fresh = router[: 4 // pieces].repeat_interleave(pieces, 0)
+        load_pretrained(state, folder, upcycle=pieces)
         masters = {name.removeprefix("master."): t for name, t in _whole(state.optimizer.state_tensors()).items()}
         for name, tensor in _whole(model_state_dict(gpt)).items():
             source = dense.get(name.replace(".experts", ""), fresh)
-            copies = source.expand(3, *source.shape) if ".experts" in name else source
+            copies = source
+            if ".experts" in name:
+                of_piece = source.chunk(pieces, 0) if "fc1" in name else (pieces * source).chunk(pieces, 1)
+                copies = torch.stack(of_piece * (4 // pieces))
             if not torch.equal(tensor, copies.to(tensor.dtype)) or not torch.equal(masters.get(name, copies), copies):
-                problems.append(f"{wrapper}, tp {tp}, {folder.name}: {name}")
+                problems.append(f"{wrapper}, tp {tp}, {pieces} piece(s), {folder.name}: {name}")
     return problems
 
 
