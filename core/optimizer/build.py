@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import refuse
 from ..distributed import _BaseDataParallel
@@ -83,6 +84,7 @@ def get_megatron_optimizer(
         _check_whole(params)
     _check_precision(config, model_chunks, params)
     settings = (config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
+    device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
     rule: torch.optim.Optimizer
     if config.optimizer == "muon":
         reasons = choose_optimizers(params, config, config_overrides)
@@ -93,7 +95,7 @@ def get_megatron_optimizer(
         ]
         rule = Muon(groups, config, reasons, tp_group)
     else:
-        rule = build_update_rule(config, build_param_groups(params, *settings), params[0].main.device.type)
+        rule = build_update_rule(config, build_param_groups(params, *settings), device_type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
     statistics = GradientStatistics(params, tp_group, is_exact=is_exact)

@@ -154,7 +154,7 @@ class MegatronOptimizer(OptimizerState):
         checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
         self._checked_here = [p for p in params if owner_of(p.param) not in checking]
         # Whether the norm stays in double, instead of being rounded to fp32; fixed.
-        self._is_double = all(p.main.dtype == torch.float64 for p in params)
+        self._is_double = bool(params) and all(p.main.dtype == torch.float64 for p in params)
         # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
         # it, and so does `_update` if the rule raised.
         self._pending: PendingOutcome | None = None

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 
 from torch import nn
 
+from .. import parallel_state
 from ..base.errors import ConfigError
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.groups import kind_of
@@ -159,7 +160,7 @@ def collect_main_params(
             seen.add(id(param))
             owner, _, attribute = name.rpartition(".")
             main_params.append(make(prefix + name, param, model.get_submodule(owner), attribute))
-    if not main_params:
+    if not main_params and parallel_state.get_pipeline_model_parallel_world_size() == 1:
         raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
     return main_params
 
@@ -197,6 +198,9 @@ def build_param_groups(
     check_overrides(config_overrides or {}, config)
     has_no_decay = no_weight_decay_cond or _is_bias_or_vector
     groups: dict[tuple[float | None, ...], dict[str, Any]] = {}
+    if not params:  # a frozen pipeline stage; schedules and the log find the config's rates
+        groups[()] = {"default_config": True, "wd_mult": 1.0, "lr_mult": 1.0, "lr": config.lr, "params": []}
+        groups[()] |= {"weight_decay": config.weight_decay, "max_lr": config.lr, "min_lr": config.min_lr}
     for p in params:
         scale = lr_mult if scale_lr_cond is not None and scale_lr_cond(p.name, p.param) else 1.0
         if config_overrides is None:

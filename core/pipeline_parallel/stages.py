@@ -51,12 +51,17 @@ def run_stages(
             micro-batch; the same in each of them.
 
     Raises:
-        ConfigError: a number of chunks or micro-batches that the schedule does not have; or a model that cannot be
-            cut, because it has no `set_input_tensor`.
+        ConfigError: a number of chunks or micro-batches that the schedule does not have; a model that cannot be cut,
+            because it has no `set_input_tensor`; or `reproducible_across_ranks`.
         DataError: a stage's output has another shape than the arguments say.
         OutOfStepError: a neighbour sent nothing. Names stage, micro-batch and direction.
     """
     config = get_model_config(chunks[0])
+    if any(getattr(getattr(chunk, "plan", None), "tree", None) is not None for chunk in chunks):
+        raise ParallelConfigError(
+            "reproducible_across_ranks is set for a model of several pipeline stages, which do not add up losses in "
+            "its tree; drop it, or use pipeline_model_parallel_size 1"
+        )
     sequence_ranks = parallel_state.get_context_parallel_world_size()
     if config.sequence_parallel:
         sequence_ranks *= parallel_state.get_tensor_model_parallel_world_size()
@@ -86,8 +91,9 @@ class _Pipeline:
         self._chunks = [_Chunk(chunk, index, shape, config) for index, chunk in enumerate(chunks)]
         group, here = parallel_state.get_pipeline_model_parallel_group(), device.current_device()
         stages, rank = stages_of(config), parallel_state.get_pipeline_model_parallel_rank()
-        # What this rank does now, for messages: stages write it before each wait and each computation.
-        self.doing = ""
+        # What this rank does now, for messages, and whether it waits for a neighbour. Stages write both before each
+        # wait and each computation.
+        self.doing, self.is_waiting = "connecting to the other pipeline stages", True
         self._stages = []
         for chunk in self._chunks:
             chunk.stage = stages[stage_index(config, rank, chunk.index)]
@@ -134,7 +140,7 @@ class _Pipeline:
     def _explain(self, error: Exception) -> None:
         """Names the place of an error in the pipeline: in a new error if a neighbour is silent, else in a note."""
         place = f"rank {dist.get_rank()}, {self.doing}"
-        if is_failure_of_backend(error) and " from " in self.doing:
+        if is_failure_of_backend(error) and self.is_waiting:
             raise OutOfStepError(
                 f"{place}, and nothing came; look at that rank first. The backend said: {str(error).splitlines()[0]}"
             ) from error
@@ -236,6 +242,7 @@ class _Stage(pipelining.PipelineStage):
         stage = self.chunk.stage
         source = "" if peer is None else f" from stage {peer} (rank {self._resolve_rank(peer)})"
         self.pipeline.doing = f"{stage}: {what} of micro-batch {micro_batch}{source}"
+        self.pipeline.is_waiting = peer is not None
 
     def _resolve_rank(self, stage: int) -> int:
         return dist.get_process_group_ranks(self.group)[self.stage_index_to_group_rank[stage]]

@@ -22,7 +22,9 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from .. import parallel_state
 from ..base.errors import ConfigError
+from ..dist_checkpointing.agreement import Ranks
 from ..model_parallel_config import ModelParallelConfig
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.initialization import (
@@ -206,22 +208,29 @@ def _uniform_by_inputs(tensor: torch.Tensor, generator: torch.Generator) -> None
     tensor.uniform_(-bound, bound, generator=generator)
 
 
-def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def freeze_parameters(model: nn.Module | Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
     """Excludes parameters from training, before the model is wrapped, and returns their names.
 
     Args:
+        model: the model, or all of this rank's pipeline stages; then every rank of the pipeline calls it.
         patterns: shell patterns of parameter names, such as ``decoder.layers.0.*``.
 
     Raises:
         ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    own = {name: parameter for stage in models for name, parameter in stage.named_parameters()}
+    names = list(own)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        of_ranks = Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(names)
+        names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"freeze {pattern!r} matches no parameter; names are as {names[0]} and {names[-1]}")
     frozen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if len(frozen) == len(names):
         raise ConfigError(f"freeze {' '.join(patterns)} matches all {len(names)} parameters; leave some to train")
+    frozen = [name for name in frozen if name in own]
     for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
+        own[name].requires_grad_(False)
     return frozen

@@ -91,10 +91,11 @@ def pretrain(config: PretrainConfig) -> None:
     check_model_fits(config, data.vocab_size)
 
     virtual = config.model.virtual_pipeline_model_parallel_size
-    model, *later_stages = (
-        wrap_model(build_model(config, data.vocab_size, vp_stage), config.model, config.ddp)
-        for vp_stage in ([None] if virtual is None else range(virtual))
-    )
+    stages = [
+        build_model(config, data.vocab_size, vp_stage) for vp_stage in ([None] if virtual is None else range(virtual))
+    ]
+    freeze_parameters(stages, config.gpt.freeze)
+    model, *later_stages = (wrap_model(stage, config.model, config.ddp) for stage in stages)
     optimizer = get_megatron_optimizer(config.optimizer, [model, *later_stages])
     scheduler = build_scheduler(config, optimizer)
     state = TrainingState(
@@ -139,7 +140,6 @@ def build_model(config: PretrainConfig, vocab_size: int, vp_stage: int | None = 
             post_process=stage.is_last,
             vp_stage=vp_stage,
         )
-    freeze_parameters(model, config.gpt.freeze)
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     if is_cut:
         return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func
+from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 from tests.functional._runs import ddp_config
@@ -42,16 +43,20 @@ class Case:
     per_token: bool = False
     micro_batches: int = 4
     schedule: str | None = None
+    first: int | None = None
+    """Layers of the first stage, where these are not as many as others."""
     fields: tuple[tuple[str, Any], ...] = ()
     """More of the model's config."""
+    freeze: tuple[str, ...] = ()
+    lora: int | None = None
+    packed: bool = False
+    """Each sequence holds two documents, which do not see each other."""
 
     def __str__(self) -> str:
-        shown = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrapper", "fields")
-        }
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "wrapper"}
         changed = [
-            name if value is True else f"{name}{value}"
-            for name, value in shown.items()
+            name if value is True or isinstance(value, tuple) else f"{name}{value}"
+            for name, value in values.items()
             if value != getattr(Case, name)
         ]
         return "-".join([self.wrapper.replace(", ", "_").replace(" ", "_"), *changed])
@@ -72,6 +77,7 @@ class Case:
             "virtual_pipeline_model_parallel_size": self.vpp,
             "tensor_model_parallel_size": self.tp,
             "pipeline_parallel_schedule": self.schedule,
+            "num_layers_in_first_pipeline_stage": self.first,
         }
         return TransformerConfig(
             num_layers=LAYERS,
@@ -99,7 +105,7 @@ class Curve:
 def build(case: Case, *, is_serial: bool = False, vp_stage: int | None = None) -> GPTModel:
     config = case.config(is_serial=is_serial)
     stage = pipeline_stage(config, vp_stage)
-    return GPTModel(
+    model = GPTModel(
         config,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
@@ -109,6 +115,8 @@ def build(case: Case, *, is_serial: bool = False, vp_stage: int | None = None) -
         post_process=stage.is_last,
         vp_stage=vp_stage,
     )
+    add_lora(model, case.lora, None, None)
+    return model
 
 
 def micro_batches(step: int, replica: int, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -129,9 +137,13 @@ def loss_of(labels: torch.Tensor, per_token: bool, losses: torch.Tensor) -> tupl
     return (total, number, report) if per_token else (total / number, report)
 
 
-def forward_step(per_token: bool, data: Iterator[Any], model: nn.Module) -> tuple[torch.Tensor, Any]:
+def forward_step(case: Case, data: Iterator[Any], model: nn.Module) -> tuple[torch.Tensor, Any]:
     tokens, labels = next(data)
-    return model(tokens, labels=labels), partial(loss_of, labels, per_token)
+    positions: dict[str, torch.Tensor] = {}
+    if case.packed:
+        begins = torch.where(torch.arange(LENGTH) < LENGTH // 3, 0, LENGTH // 3).expand(BATCH, LENGTH)
+        positions = {"position_ids": torch.arange(LENGTH) - begins, "document_starts": begins}
+    return model(tokens, labels=labels, **positions), partial(loss_of, labels, case.per_token)
 
 
 def train_on_stages(case: Case) -> Curve:
@@ -140,7 +152,9 @@ def train_on_stages(case: Case) -> Curve:
     parallel_state.initialize_model_parallel(case.tp, case.pp, case.vpp, num_distributed_optimizer_instances=instances)
     torch.manual_seed(7)
     turns = [None] if case.vpp is None else range(case.vpp)
-    chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
+    models = [build(case, vp_stage=turn) for turn in turns]
+    freeze_parameters(models, case.freeze)
+    chunks = wrapped(models, case.wrapper)
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), chunks)
     curve = Curve([], [], {})
     for step in range(STEPS):
@@ -149,6 +163,37 @@ def train_on_stages(case: Case) -> Curve:
         curve.grad_norms.append(norm)
     curve.weights = whole_weights(chunks, optimizer)
     return curve
+
+
+def train_at_other_times(case: Case, silent: int | None, failing: int | None) -> str:
+    """Makes a step, and then one that the pipeline rank `silent` does not join, or in which `failing` raises.
+
+    Returns:
+        What this rank's second step raised.
+    """
+    parallel_state.initialize_model_parallel(1, case.pp, distributed_timeout_minutes=0.05)
+    chunks = wrapped([build(case)], case.wrapper)
+    curve = Curve([], [], {})
+    train_step(case, chunks, 0, curve)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    if rank == silent:
+        return ""
+    data = micro_batches(1, 0, case.micro_batches)
+    if rank == failing:
+        data = iter([next(data)])  # there is no second micro-batch
+    chunks[0].zero_grad_buffer()
+    try:
+        get_forward_backward_func()(
+            forward_step_func=partial(forward_step, case),
+            data_iterator=data,
+            model=chunks,
+            num_microbatches=case.micro_batches,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+        )
+    except Exception as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return "nothing"
 
 
 def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:
@@ -162,7 +207,7 @@ def train_step(case: Case, chunks: list[_BaseDataParallel], step: int, curve: Cu
         chunk.config.finalize_model_grads_func = finalize_model_grads
     replica = parallel_state.get_data_parallel_rank()
     reports = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, case.per_token),
+        forward_step_func=partial(forward_step, case),
         data_iterator=[micro_batches(step, replica, case.micro_batches) for _ in chunks],
         model=chunks,
         num_microbatches=case.micro_batches,
@@ -212,18 +257,21 @@ def train_in_one_process(case: Case) -> Curve:
     """Trains on the micro-batches of all replicas; `case` with one stage, as `serial` makes it."""
     torch.manual_seed(7)
     model = build(case, is_serial=True)
+    freeze_parameters(model, case.freeze)
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
     curve = Curve([], [], {})
     for step in range(STEPS):
         optimizer.zero_grad()
         reports = []
         for replica in range(case.dp):
-            for tokens, labels in micro_batches(step, replica, case.micro_batches):
-                loss, *_, report = loss_of(labels, case.per_token, model(tokens, labels=labels))
+            data = micro_batches(step, replica, case.micro_batches)
+            for _ in range(case.micro_batches):
+                output, loss_function = forward_step(case, data, model)
+                loss, *_, report = loss_function(output)
                 reports.append(report)
                 (loss if case.per_token else loss / case.micro_batches / case.dp).backward()
         for parameter in model.parameters():
-            if case.per_token:
+            if case.per_token and parameter.grad is not None:
                 parameter.grad *= 1 / sum(number for _, number in reports)
         curve.losses.append(mean_loss(case, reports))
         _, norm, _ = optimizer.step()
@@ -234,7 +282,4 @@ def train_in_one_process(case: Case) -> Curve:
 
 def serial(case: Case) -> Curve:
     """Returns the training in one process that a case has to equal."""
-    same = Case(
-        tied=case.tied, per_token=case.per_token, micro_batches=case.micro_batches, dp=case.dp, fields=case.fields
-    )
-    return train_in_one_process(same)
+    return train_in_one_process(replace(case, wrapper="ddp", pp=2, vpp=None, tp=1, schedule=None, first=None))

@@ -17,6 +17,14 @@ from tests.functional._pipelines import Case, serial, train_on_stages
 from tests.unit._spawn import run_distributed
 
 WRAPPERS = ("ddp", "ddp, overlapped", "zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2")
+EXPERTS = (
+    *(("num_moe_experts", 4), ("moe_layer_freq", (0, 1, 0, 1))),
+    *(("moe_aux_loss_coeff", 0.02), ("moe_z_loss_coeff", 0.01)),
+)
+"""Losses that balance experts are computed on both stages, and weigh what the last one alone knows."""
+
+RECOMPUTED = (("recompute_granularity", "full"), ("recompute_method", "block"), ("recompute_num_layers", 2))
+
 SHORT = [
     Case("ddp", micro_batches=1),
     Case("zero2", micro_batches=3, per_token=True),
@@ -28,6 +36,10 @@ SHORT = [
     Case("ddp, overlapped", schedule="GPipe", tied=True, per_token=True, micro_batches=2),
     Case("zero3", dp=2, tied=True, per_token=True),
     Case("ddp", tp=2, tied=True),
+    Case("fsdp2", freeze=("embedding.*", "decoder.layers.[01].*")),  # all of the first stage
+    Case("zero3", vpp=2, schedule="ZBVZeroBubble", fields=EXPERTS),
+    Case("ddp, overlapped", dp=2, fields=EXPERTS, per_token=True),
+    Case("fsdp2", first=1, lora=2, packed=True, fields=RECOMPUTED),
 ]
 LAYOUTS = ({}, {"vpp": 2}, {"pp": 4}, {"tp": 2}, {"dp": 2})
 LONG = [

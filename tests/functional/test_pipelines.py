@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.functional._pipelines import Case, train_at_other_times
 from tests.functional._program import run_program
+from tests.unit._spawn import run_distributed
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--ffn-hidden-size", "48"),
@@ -41,7 +43,8 @@ COMPARED = ("loss", "grad_norm", "weights_hash", "validation_loss")
 
 def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus: Path):
     """Stages of different wrappers continue a run of one process, and one process continues theirs."""
-    untied = ("--untie-embeddings-and-output-weights", "--train-iters", "6")
+    packed = ("--reset-position-ids", "--reset-attention-mask")
+    untied = ("--untie-embeddings-and-output-weights", "--train-iters", "6", *packed)
     alone = _run(tmp_path / "alone", corpus, *untied, ranks=1)
     virtual = (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1", "--use-torch-fsdp2")
     staged = _run(tmp_path / "staged", corpus, *untied, *virtual, ranks=2)
@@ -51,6 +54,20 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
     resumed = _run(tmp_path / "resumed", corpus, *untied, "--load", str(tmp_path / "staged" / "iter_0000002"), ranks=1)
     assert [resumed[step]["loss"] for step in (3, 4, 5, 6)] == [alone[step]["loss"] for step in (3, 4, 5, 6)]
     assert resumed[6]["weights_hash"] == alone[6]["weights_hash"]
+
+
+def test_a_silent_neighbour_is_named_with_its_micro_batch():
+    silent = Case(micro_batches=2)
+    _, said = run_distributed(train_at_other_times, 2, silent, 0, None)
+    assert "OutOfStepError: rank 1, pipeline stage 1 of 2 (layers 2 to 3)" in said
+    assert "waits for the activations of micro-batch 0 from stage 0 (rank 0), and nothing came" in said
+
+
+def test_a_crash_is_named_on_its_stage_and_at_its_neighbour():
+    crashed, waiting = run_distributed(train_at_other_times, 2, Case(micro_batches=2), None, 0)
+    assert crashed.startswith("StopIteration") or "pipeline stage 0 of 2" in crashed
+    assert "rank 0, pipeline stage 0 of 2 (layers 0 to 1): forward of micro-batch 1" in crashed
+    assert "waits for the activations of micro-batch 1 from stage 0 (rank 0), and nothing came" in waiting
 
 
 @pytest.mark.parametrize(
