@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from ..base.errors import CheckpointError
 from ..comm.collectives import exchange
 from .agreement import Ranks
-from .flat_range import Box, held_boxes, in_buckets, overlap
+from .flat_range import Box, held_boxes, in_buckets, is_copy, overlap
 from .format.writer import is_of_first_rank
 
 BUCKET_BYTES = 64 * 2**20
@@ -31,8 +31,10 @@ def held_parts(tensor: Tensor) -> dict[Box, Tensor]:
     """Returns the boxes of a whole-model tensor that this rank holds, and a view of the storage of each.
 
     Args:
-        tensor: as `held_boxes` takes it.
+        tensor: as `held_boxes` takes it. A copy of another pipeline stage's weight counts as none.
     """
+    if is_copy(tensor):
+        return {}
     return {(offsets, tuple(part.shape)): part.detach() for offsets, part in held_boxes(tensor) if part.numel()}
 
 

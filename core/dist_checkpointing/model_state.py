@@ -11,12 +11,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from .. import parallel_state
+from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.local_parts import kept_range
 from .agreement import Ranks
 from .flat_range import FlatRange, whole_view
-from .format.writer import of_first_rank
+from .format.writer import is_of_first_rank, of_first_rank
 from .global_view import global_shape, global_view, local_slices, local_tensor
 
 
@@ -34,6 +36,25 @@ def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, nn.Parameter):
             views[names[0]] = of_first_rank(views[names[0]])
     return views
+
+
+def stages_state_dict(modules: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns `model_state_dict` of this rank's pipeline stages, and a place for each tensor of other ranks' stages.
+
+    Names and their order are the same on every rank: a tensor that this rank has no part of is a `FlatRange` without
+    elements. With one stage it is `model_state_dict`. Collective over the pipeline if there are several.
+    """
+    stages = [modules] if isinstance(modules, nn.Module) else modules
+    own = {name: view for stage in stages for name, view in model_state_dict(stage).items()}
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return own
+    found: dict[str, torch.Tensor] = {}
+    described = [(name, view.dtype, tuple(view.shape), is_of_first_rank(view)) for name, view in own.items()]
+    for of_rank in Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(described):
+        for name, dtype, shape, is_buffer in of_rank:
+            absent = FlatRange(torch.empty(0, dtype=dtype, device=current_device()), shape, [])
+            found.setdefault(name, own.get(name, of_first_rank(absent) if is_buffer else absent))
+    return found
 
 
 MODEL, OPTIMIZER, _MASTER = "model.", "optimizer.", "master."

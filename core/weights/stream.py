@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from ..base.errors import ConfigError, ShardstackError
 from ..base.text import choices, listed
-from ..dist_checkpointing import model_state_dict
 from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream
+from ..dist_checkpointing.model_state import stages_state_dict
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
@@ -59,7 +59,7 @@ class WeightStream(TensorStream):
 
     def __init__(
         self,
-        wrapper: nn.Module,
+        wrapper: nn.Module | Sequence[nn.Module],
         names: Names = "hugging_face",
         *,
         dtype: torch.dtype | None = None,
@@ -73,10 +73,11 @@ class WeightStream(TensorStream):
         for what, value, known in (("names", names, get_args(Names)), ("adapters", adapters, get_args(Adapters))):
             if value not in known:
                 raise ConfigError(f"{what} is {value!r}; {choices(str(value), known)}")
-        self.wrapper = wrapper  # whose parameters it reads
-        model = unwrap_model(wrapper)
-        views = model_state_dict(model)
-        sent = _selected(outgoing(model, views, names, vocab_size=vocab_size, adapters=adapters), only)
+        # Whose parameters it reads: the model, or this rank's pipeline stages.
+        self.wrappers = [wrapper] if isinstance(wrapper, nn.Module) else list(wrapper)
+        models = [unwrap_model(stage) for stage in self.wrappers]
+        views = stages_state_dict(models)
+        sent = _selected(outgoing(models[0], views, names, vocab_size=vocab_size, adapters=adapters), only)
         super().__init__(views, sent, process_group, dtype=dtype, receivers=receivers, bucket_bytes=bucket_bytes)
         unknown = [rank for rank in self.receivers if not 0 <= rank < self.ranks.size]
         if unknown:
@@ -98,13 +99,13 @@ class WeightStream(TensorStream):
         Raises:
             ShardstackError: a step has begun.
         """
-        if isinstance(self.wrapper, _BaseDataParallel):
-            if self.wrapper.gradient_state.phase is Phase.ACCUMULATING:
+        for wrapper in (stage for stage in self.wrappers if isinstance(stage, _BaseDataParallel)):
+            if wrapper.gradient_state.phase is Phase.ACCUMULATING:
                 raise ShardstackError(
                     "a stream of weights was started in mid-step, after a backward; finish the step first "
                     "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
                 )
-            self.wrapper.settle_parameters()
+            wrapper.settle_parameters()
 
 
 def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing]:

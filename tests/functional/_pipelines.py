@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +17,17 @@ from torch import nn
 from core import parallel_state
 from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.flat_range import held_boxes
+from core.dist_checkpointing.model_state import stages_state_dict
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
+from core.models.gpt.hugging_face import load_hugging_face, save_hugging_face
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
+from core.weights import WeightStream
 from tests.functional._runs import ddp_config
 
 VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
@@ -83,7 +87,7 @@ class Case:
             num_layers=LAYERS,
             hidden_size=16,
             num_attention_heads=2,
-            ffn_hidden_size=24,
+            ffn_hidden_size=64,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             init_method_std=0.2,
@@ -194,6 +198,26 @@ def train_at_other_times(case: Case, silent: int | None, failing: int | None) ->
     except Exception as error:
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return "nothing"
+
+
+def export_from_stages(case: Case, folder: Path) -> tuple[list[tuple[str, torch.Tensor]], bool]:
+    """Writes the model of this rank's stages for Hugging Face, reads it back into others, and streams its weights.
+
+    Returns:
+        The stream's names and tensors, on the first rank; and whether what was read is what was written.
+    """
+    parallel_state.initialize_model_parallel(case.tp, case.pp, case.vpp)
+    torch.manual_seed(7)
+    turns = [None] if case.vpp is None else range(case.vpp)
+    chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
+    save_hugging_face(chunks, folder)
+    stream = [(name, tensor.clone()) for name, tensor in WeightStream(chunks, "module", receivers=[0])]
+    before = whole(stages_state_dict([unwrap_model(chunk) for chunk in chunks]))
+    torch.manual_seed(8)
+    others = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
+    load_hugging_face(others, folder)
+    after = whole(stages_state_dict([unwrap_model(chunk) for chunk in others]))
+    return stream, all(torch.equal(after[name], before[name]) for name in before)
 
 
 def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:

@@ -32,6 +32,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "moe_against_dense": ("--minutes", "0.01", "--calibration", "2"),
     "muon": (*ONCE, "--only", "time"),
     "parallel_layers": ("--width", "512", "--sequence", "64", *ONCE),
+    "pipelines": (*ONCE, "--only", "memory"),
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
     "trainers": ("adapters",),
     "two_checkouts": (str(REPOSITORY), "ZeRO-3, 128 tokens", *ONCE),

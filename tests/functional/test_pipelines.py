@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.functional._pipelines import Case, train_at_other_times
+from tests.functional._pipelines import Case, build, export_from_stages, train_at_other_times
 from tests.functional._program import run_program
 from tests.unit._spawn import run_distributed
 
@@ -38,6 +40,7 @@ def _run(folder: Path, corpus: Path, *flags: str, ranks: int) -> dict[int, dict[
     return _steps(folder)
 
 
+LIKE_GPT2 = (("activation_func", "gelu_tanh"),)
 COMPARED = ("loss", "grad_norm", "weights_hash", "validation_loss")
 
 
@@ -54,6 +57,18 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
     resumed = _run(tmp_path / "resumed", corpus, *untied, "--load", str(tmp_path / "staged" / "iter_0000002"), ranks=1)
     assert [resumed[step]["loss"] for step in (3, 4, 5, 6)] == [alone[step]["loss"] for step in (3, 4, 5, 6)]
     assert resumed[6]["weights_hash"] == alone[6]["weights_hash"]
+
+
+@pytest.mark.parametrize("case", [Case("zero3", dp=2, tied=True), Case("fsdp2", vpp=2, tied=True)], ids=str)
+def test_weights_of_all_stages_go_out_and_come_in(tmp_path: Path, case: Case):
+    pytest.importorskip("safetensors")
+    of_ranks = run_distributed(export_from_stages, case.ranks, replace(case, fields=LIKE_GPT2), tmp_path / "model")
+    torch.manual_seed(7)
+    expected = build(replace(case, fields=LIKE_GPT2), is_serial=True).state_dict()
+    assert all(is_equal for _, is_equal in of_ranks)
+    stream = dict(of_ranks[0][0])
+    assert stream.keys() == expected.keys()
+    assert [name for name in stream if not torch.equal(stream[name], expected[name])] == []
 
 
 def test_a_silent_neighbour_is_named_with_its_micro_batch():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...base.errors import CheckpointError
-from ...dist_checkpointing import model_state_dict
+from ...dist_checkpointing.model_state import stages_state_dict
 from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
 from ...transformer.mlp import MLP
@@ -87,12 +87,13 @@ class Architecture:
         return differing
 
 
-def gpt_of(model: nn.Module) -> GPTModel:
-    """Returns the `GPTModel` in `model`, through wrappers of any kind.
+def gpt_of(model: nn.Module | Sequence[nn.Module]) -> GPTModel:
+    """Returns the `GPTModel` in `model`, through wrappers of any kind, or of several pipeline stages the first.
 
     Raises:
         CheckpointError: there is none.
     """
+    model = model if isinstance(model, nn.Module) else model[0]
     gpt = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
     if gpt is None:
         raise CheckpointError(f"{type(model).__name__} holds no GPTModel, and only GPTs are translated; give one")
@@ -148,7 +149,7 @@ def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
 def _check_layers(model: GPTModel) -> None:
     config = model.config
     norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    for number, layer in enumerate(model.decoder.layers):
+    for number, layer in enumerate(model.decoder.layers, start=model.stage.layers.start):
         attention = getattr(layer, "self_attention", None)
         as_described = (
             isinstance(layer, TransformerLayer)
@@ -168,6 +169,6 @@ def _check_layers(model: GPTModel) -> None:
             )
 
 
-def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns `model_state_dict` of a model without the tensors of LoRA adapters."""
-    return {name: tensor for name, tensor in model_state_dict(model).items() if not is_adapter(name)}
+def base_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns `stages_state_dict` of a model, or of its pipeline stages, without the tensors of LoRA adapters."""
+    return {name: tensor for name, tensor in stages_state_dict(model).items() if not is_adapter(name)}

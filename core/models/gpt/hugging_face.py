@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from torch.distributed import ProcessGroup
 from ...base.dtypes import dtype_name
 from ...base.errors import CheckpointError
 from ...base.files import BoundsError, read_json, write_durably
-from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors, load_foreign
 from ...dist_checkpointing.gathering import TensorStream
+from ...dist_checkpointing.model_state import stages_state_dict
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
     read_safetensors_index,
@@ -159,7 +159,7 @@ CONFIG_FILE = "config.json"
 
 
 def save_hugging_face(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     folder: str | os.PathLike[str],
     *,
     layout: Layout | None = None,
@@ -175,7 +175,7 @@ def save_hugging_face(
     other ranks hold no whole parameter.
 
     Args:
-        model: a `GPTModel`, or a wrapper of one.
+        model: a `GPTModel`, or a wrapper of one, or all of this rank's pipeline stages.
         folder: a new or empty folder.
         layout: None chooses the kind with the model's architecture.
         dtype: None keeps each tensor's dtype.
@@ -195,7 +195,8 @@ def save_hugging_face(
         raise CheckpointError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
     architecture = replace(architecture, vocab_size=vocab_size or architecture.vocab_size)
     recipes = hf_recipes(layout, architecture)
-    ours, base = model_state_dict(gpt), base_state_dict(gpt)
+    stages = [gpt] if isinstance(model, nn.Module) else [gpt_of(stage) for stage in model]
+    ours, base = stages_state_dict(stages), base_state_dict(stages)
     if len(base) < len(ours):
         raise CheckpointError(
             f"the model has LoRA adapters, which a {layout} has no place for; merge them first "
@@ -214,7 +215,7 @@ def save_hugging_face(
 
 
 def load_hugging_face(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     folder: str | os.PathLike[str],
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
@@ -227,7 +228,7 @@ def load_hugging_face(
     optimizer built before has fp32 masters of low-precision weights: call its `reload_model_params`.
 
     Args:
-        model: a `GPTModel`, or a wrapper of one.
+        model: a `GPTModel`, or a wrapper of one, or all of this rank's pipeline stages.
         targets: tensors of the whole model to fill instead of the model's own, by name: an optimizer's masters.
         process_group: the ranks that call together; each reads by itself.
         upcycle: the folder is of a dense model; fill each expert with a copy of the layer's MLP (1, or True), or of
@@ -256,7 +257,7 @@ def load_hugging_face(
     prefix = "transformer." if layout == "gpt2" else "model."
     if not any(name.startswith(prefix) for name in index.tensors):
         prefix = ""  # saved without its head
-    recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or base_state_dict(gpt)
+    recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or _base_state_dict(model)
     everything = targets
     if upcycle:
         recipes, targets = upcycled(whole, recipes, targets, upcycle)
@@ -269,6 +270,11 @@ def load_hugging_face(
         process_group=process_group,
     )
     group_routers(everything, upcycle, process_group)
+
+
+def _base_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns `base_state_dict` of the GPT in a model, or in each of its pipeline stages."""
+    return base_state_dict(gpt_of(model) if isinstance(model, nn.Module) else [gpt_of(stage) for stage in model])
 
 
 def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
