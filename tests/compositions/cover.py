@@ -24,6 +24,8 @@ SAMPLE = Path(__file__).with_name("sample.json")
 
 LEFT_OUT = {
     ("compiled", "units"),
+    ("layout", "dp4"),  # three ranks, and four in two groups, are in it
+    ("layout", "tp4-sp"),
     ("layout", "hybrid-cp2"),
     ("layout", "dp2-tp2"),
     ("layout", "tp2-cp2-sp"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.dist_checkpointing import FlatRange, local_tensor
+from core.dist_checkpointing.flat_range import held_boxes
 from core.distributed import wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
@@ -175,9 +176,10 @@ def _read(
             if fault is not None:
                 FAULTS[fault](run.state)
             expected, expected_at_end = torch.load(root / f"{writer}.pt", weights_only=True)
-            outcome = Outcome(place=run.place(), differing=_differing(run.contents(), expected))
+            outcome = Outcome(place=run.place(), differing=run.differing(expected))
             run.train(AFTER, outcome)
-            outcome.distance = _distance(run.contents(), expected_at_end)
+            if run.differing(expected_at_end, anywhere=True):
+                outcome.distance = _distance(run.contents(), expected_at_end)
             found[writer, site] = outcome
     return found
 
@@ -243,6 +245,22 @@ class _Run:
         """Returns every tensor of model and optimizer, whole, on every rank."""
         return (whole if self.site.pp else _whole)(state_tensors(self.state))
 
+    def differing(self, expected: Mapping[str, torch.Tensor], *, anywhere: bool = False) -> list[str]:
+        """Returns the tensors whose elements on this rank, or with `anywhere` on some rank, are not the expected ones,
+        or are fewer on all ranks together than there are."""
+        held = {name: held_boxes(tensor) for name, tensor in state_tensors(self.state).items()}
+        differing = held.keys() - expected.keys()
+        for name in held.keys() & expected.keys():
+            for offsets, values in held[name]:
+                part = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
+                differing |= set() if torch.equal(values, expected[name][part]) else {name}
+        counts = [sum(values.numel() for _, values in held.get(name, ())) for name in expected]
+        on_all = torch.tensor([*counts, len(differing)])
+        dist.all_reduce(on_all)
+        *counts, somewhere = on_all.tolist()
+        differing |= {name for name, count in zip(expected, counts, strict=True) if count < expected[name].numel()}
+        return sorted(differing) or (["on another rank"] if anywhere and somewhere else [])
+
 
 def _build(config: PretrainConfig, tied: bool, vp_stage: int | None) -> GPTModel:
     stage = pipeline_stage(config.model, vp_stage)
@@ -300,19 +318,8 @@ def _samples(step: int, rank: int, replicas: int) -> Iterator[dict[str, torch.Te
     }
 
 
-def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    names = found.keys() | expected.keys()
-    return sorted(
-        name
-        for name in names
-        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
-    )
-
-
 def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Returns the largest distance relative to the norm, among the weights and each kind of moment."""
-    if not _differing(found, expected):
-        return 0.0
+    """Returns the largest distance relative to the norm, among the weights and each kind of moment; not 0."""
     kinds: dict[str, list[float]] = {}
     for name, value in expected.items():
         sums = kinds.setdefault(".".join(name.split(".")[:2]) if name.startswith("optimizer") else "model", [0.0, 0.0])
