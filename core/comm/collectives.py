@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ..base._torch_compat import all_gather_single, reduce_scatter_single
-from ..base.dtypes import LOW_PRECISION
 from ..base.errors import warn_once
 from ..base.host_memory import transient_memory
 from . import gloo
 from .call import message_tag
-from .gloo import EXCHANGE_TAG, SumOrder, add_in_fp32, add_in_tree, store
+from .gloo import EXCHANGE_TAG, Sum, add_in_fp32, add_in_tree, store
 from .record import recorded
 
 
@@ -144,37 +143,22 @@ SKIPS_GROUPS_OF_ONE = True
 on one GPU. Read at each call, on any thread."""
 
 
-def reduce_scatter(
-    output: Tensor,
-    input_: Tensor,
-    group: ProcessGroup,
-    *,
-    what: str,
-    op: ReduceOp.RedOpType = ReduceOp.SUM,
-    scale: float = 1.0,
-    fp32_accumulation: bool = False,
-    accumulate: bool = False,
-    order: SumOrder | None = None,
-) -> None:
+def reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum | None = None, *, what: str) -> None:
     """Sums `input_` over ranks. Rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
 
-    Under gloo, and with an `order`, ranks are added in a tree (`add_in_tree`).
+    Under gloo, and with an order, ranks are added in a tree (`add_in_tree`).
 
     Args:
         output: `[len(input_) / n]`; may be this rank's part of `input_`.
         input_: this rank's addend, `[n * len(output)]`. Only this rank's part of it may be overwritten.
+        how: None means the plain sum.
         what: the payload as messages name it, for example ``"the gradients of bucket a to b"``.
-        op: SUM, or AVG for the mean. gloo has no AVG, so the sum is divided there.
-        scale: factor of the result.
-        fp32_accumulation: add fp16 and bf16 in fp32 and round once.
-        accumulate: add the result to `output`, which then must not be a part of `input_`.
-        order: order of additions on any backend; must be None with `fp32_accumulation`.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
     with recorded("reduce-scatter", what, input_, group):
-        _reduce_scatter(output, input_, group, op, scale, fp32_accumulation, accumulate, order)
+        _reduce_scatter(output, input_, group, how or Sum())
 
 
 def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str) -> None:
@@ -192,45 +176,35 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str
         _all_gather(output, input_, group)
 
 
-def all_reduce(
-    tensor: Tensor,
-    group: ProcessGroup,
-    *,
-    what: str,
-    op: ReduceOp.RedOpType = ReduceOp.SUM,
-    scale: float = 1.0,
-    fp32_accumulation: bool = False,
-    order: SumOrder | None = None,
-) -> None:
+def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, what: str) -> None:
     """Replaces `tensor` with its sum (or mean, see `reduce_scatter`) over ranks, bitwise equal on all of them.
 
-    Under gloo, with `fp32_accumulation` and with an `order`, each element is added as in `reduce_scatter`, at any
-    length: every rank adds the remainder that does not divide by the number of ranks.
+    Under gloo, with addition in fp32 and with an order, each element is added as in `reduce_scatter`, at any length:
+    every rank adds the remainder that does not divide by the number of ranks.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
-    size = group.size()
-    in_two_steps = (
-        _exchanges_directly(group, tensor)
-        or order is not None
-        or (fp32_accumulation and tensor.dtype in LOW_PRECISION)
-    )
+    size, how = group.size(), how or Sum()
+    adds_itself = _exchanges_directly(group, tensor) or how.order is not None or how.in_fp32(tensor.dtype)
     with recorded("all-reduce", what, tensor, group):
-        if is_alone(group) or not in_two_steps:
+        if is_alone(group) or not adds_itself:
             if not is_alone(group):
-                op, scale = _for_backend(op, scale, group, tensor)
-                dist.all_reduce(tensor, op, group=group)
-            store(tensor, tensor, scale, accumulate=False)
+                how = _for_backend(how, group, tensor)
+                dist.all_reduce(tensor, how.op, group=group)
+            store(tensor, tensor, how.scale, accumulate=False)
             return
         num_shared = len(tensor) - len(tensor) % size
         if num_shared:
             shared = tensor[:num_shared]
             own = shared.chunk(size)[group.rank()]
-            _reduce_scatter(own, shared, group, op, scale, fp32_accumulation, accumulate=False, order=order)
+            _reduce_scatter(own, shared, group, how)
             _all_gather(shared, own, group)
-        if num_shared < len(tensor):
-            _add_on_every_rank(tensor[num_shared:], group, op, scale, fp32_accumulation, order)
+        if num_shared < len(tensor):  # gathers a few elements and adds them on every rank
+            rest, how = tensor[num_shared:], how.without_mean(size)
+            addends = rest.new_empty(size * len(rest))
+            _all_gather(addends, rest, group)
+            store(rest, _added(addends, size, how), how.scale, accumulate=False)
 
 
 def is_alone(group: ProcessGroup) -> bool:
@@ -242,66 +216,34 @@ def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:
     return group.size() > 1 and gloo.exchanges_directly(group, tensor.device)
 
 
-def _for_backend(
-    op: ReduceOp.RedOpType, scale: float, group: ProcessGroup, tensor: Tensor
-) -> tuple[ReduceOp.RedOpType, float]:
-    """Returns the operation and the factor of its result. Gloo has no AVG."""
-    if op == ReduceOp.AVG and gloo.is_gloo(group, tensor.device):
-        return ReduceOp.SUM, scale / group.size()
-    return op, scale
+def _for_backend(how: Sum, group: ProcessGroup, tensor: Tensor) -> Sum:
+    """Returns the sum as the backend can add it. Gloo has no AVG."""
+    return how.without_mean(group.size()) if gloo.is_gloo(group, tensor.device) else how
 
 
-def _added(addends: Sequence[Tensor], fp32_accumulation: bool, order: SumOrder | None) -> Tensor:
-    """Adds one tensor of each rank, all of them scratch: in fp32 one after the other, or in a tree."""
-    if fp32_accumulation and addends[0].dtype in LOW_PRECISION:
-        return add_in_fp32(addends, torch.empty_like(addends[0], dtype=torch.float32))
-    return add_in_tree(addends, None, order)
+def _added(addends: Tensor, num_ranks: int, how: Sum) -> Tensor:
+    """Adds one part of `addends` of each rank, all of them scratch: in fp32 one after the other, or in a tree."""
+    parts = addends.chunk(num_ranks)
+    if how.in_fp32(addends.dtype):
+        return add_in_fp32(parts, torch.empty_like(parts[0], dtype=torch.float32))
+    return add_in_tree(parts, None, how.order)
 
 
-def _add_on_every_rank(
-    tensor: Tensor,
-    group: ProcessGroup,
-    op: ReduceOp.RedOpType,
-    scale: float,
-    fp32_accumulation: bool,
-    order: SumOrder | None,
-) -> None:
-    """All-reduces a few elements: gathers them and adds them on every rank."""
-    addends = tensor.new_empty(group.size() * len(tensor))
-    _all_gather(addends, tensor, group)
-    total = _added(addends.chunk(group.size()), fp32_accumulation, order)
-    store(tensor, total, scale / group.size() if op == ReduceOp.AVG else scale, accumulate=False)
-
-
-def _reduce_scatter(
-    output: Tensor,
-    input_: Tensor,
-    group: ProcessGroup,
-    op: ReduceOp.RedOpType,
-    scale: float,
-    fp32_accumulation: bool,
-    accumulate: bool,
-    order: SumOrder | None,
-) -> None:
-    size = group.size()
-    in_fp32 = fp32_accumulation and input_.dtype in LOW_PRECISION
+def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum) -> None:
     if not len(input_):
         return
     if is_alone(group):
-        store(output, input_, scale, accumulate)
+        store(output, input_, how.scale, how.accumulate)
     elif _exchanges_directly(group, input_):
-        scale = scale / size if op == ReduceOp.AVG else scale
-        gloo.exchange_and_add(output, input_, group, scale=scale, accumulate=accumulate, in_fp32=in_fp32, order=order)
-    elif in_fp32 or order is not None:
-        received = torch.empty_like(input_)
+        gloo.exchange_and_add(output, input_, group, how)
+    elif how.in_fp32(input_.dtype) or how.order is not None:
+        how, received = how.without_mean(group.size()), torch.empty_like(input_)
         dist.all_to_all_single(received, input_, group=group)
-        total = _added(received.chunk(size), fp32_accumulation, order)
-        store(output, total, scale / size if op == ReduceOp.AVG else scale, accumulate)
+        store(output, _added(received, group.size(), how), how.scale, how.accumulate)
     else:
-        target = torch.empty_like(output) if accumulate else output
-        op, scale = _for_backend(op, scale, group, input_)
-        reduce_scatter_single(target, input_, group, op=op)
-        store(output, target, scale, accumulate)
+        how, target = _for_backend(how, group, input_), torch.empty_like(output) if how.accumulate else output
+        reduce_scatter_single(target, input_, group, op=how.op)
+        store(output, target, how.scale, how.accumulate)
 
 
 def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:

@@ -12,17 +12,44 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
+from ..base.dtypes import LOW_PRECISION
 from .call import message_tag
 
 SumOrder = Sequence[Sequence[int]]
 """Ranks of a group in groups of neighbours: each is added up in a tree, then the sums are. See `add_in_tree`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """How the addends of ranks are added, and the result is written."""
+
+    op: ReduceOp.RedOpType = ReduceOp.SUM
+    """SUM, or AVG for the mean. Where the backend does not add, and under gloo, the sum is divided."""
+    scale: float = 1.0
+    """Factor of the result."""
+    fp32_accumulation: bool = False
+    """Add fp16 and bf16 in fp32 and round once."""
+    accumulate: bool = False
+    """Add the result to the output, which then must not be a part of the input."""
+    order: SumOrder | None = None
+    """Order of additions on any backend. It must be None with `fp32_accumulation`."""
+
+    def without_mean(self, num_ranks: int) -> Sum:
+        """Returns the sum with a factor in the place of AVG."""
+        is_mean = self.op == ReduceOp.AVG
+        return replace(self, op=ReduceOp.SUM, scale=self.scale / num_ranks) if is_mean else self
+
+    def in_fp32(self, dtype: torch.dtype) -> bool:
+        """Returns whether addends of this dtype are added in fp32."""
+        return self.fp32_accumulation and dtype in LOW_PRECISION
 
 
 def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> None:
@@ -109,21 +136,13 @@ class _Messages(dist.Work):
         return True
 
 
-def exchange_and_add(
-    output: Tensor,
-    input_: Tensor,
-    group: ProcessGroup,
-    *,
-    scale: float,
-    accumulate: bool,
-    in_fp32: bool,
-    order: SumOrder | None = None,
-) -> None:
-    """Implements `collectives.reduce_scatter`. With `in_fp32` sums are kept in fp32 and rounded once, at the end."""
+def exchange_and_add(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum) -> None:
+    """Implements `collectives.reduce_scatter`. In fp32 sums are kept so, and rounded once, at the end."""
+    how = how.without_mean(group.size())
     own, parts, peers = group.rank(), input_.chunk(group.size()), _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())
-    totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
+    totals = input_.new_empty(chunk, dtype=torch.float32) if how.in_fp32(input_.dtype) else None
     sends: list[dist.Work] = []  # all sends of this exchange, waited for at the end; `input_` must live until then
 
     def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
@@ -148,8 +167,8 @@ def exchange_and_add(
             if totals is not None:
                 total = add_in_fp32(addends, totals[:length])
             else:
-                total = add_in_tree(addends, None if accumulate else target, order)
-            store(target, total, scale, accumulate)
+                total = add_in_tree(addends, None if how.accumulate else target, how.order)
+            store(target, total, how.scale, how.accumulate)
         _wait_for(sends)
 
 

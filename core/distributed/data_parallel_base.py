@@ -24,7 +24,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig, Eng
 from .gradient_state import GradientChecks, GradientState
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups, managed_parameters
-from .model.initial_values import broadcast_buffers, broadcast_tensors, has_running_statistics
+from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.left_out import leave_out
 from .model.offloaded_activations import offload_activations
 from .model.packed_weights import hold_packed_weights
@@ -100,8 +100,6 @@ class _BaseDataParallel(EngineVerbs):
         self._syncs_gradients = True
         # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
         self._gradient_checks = GradientChecks(plan.check_for_nan_in_grad, plan.check_for_large_grads)
-        asked = plan.broadcast_buffers
-        self._broadcasts_buffers = has_running_statistics(module) if asked is None else asked  # fixed
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0
         # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
@@ -239,7 +237,7 @@ class _BaseDataParallel(EngineVerbs):
         """Makes buffers equal on all ranks. Here and not before a forward, as torch's DDP: an evaluation, on all ranks
         or one, and a checkpoint then see the same, and a forward between others' backwards writes nothing they saved.
         """
-        if self._broadcasts_buffers:
+        if self.plan.broadcast_buffers:
             broadcast_buffers(self.module, self.process_group)
 
     sharded_state_dict = sharded_state_dict

@@ -51,12 +51,12 @@ class DistributedDataParallelConfig:
     """Accumulate and reduce gradients of parameters in lower precision in fp32."""
 
     overlap_grad_reduce: bool | None = None
-    """Reduce a bucket of gradients while the backward of earlier layers still runs. None: on a GPU, and not on CPU,
-    where computation would have to share its cores."""
+    """Reduce a bucket of gradients while the backward of earlier layers still runs. None: where the model is on a
+    GPU, and not on CPU, where computation would have to share its cores."""
 
     overlap_param_gather: bool | None = None
-    """Gather parameters while the forward of earlier layers still runs. None: on a GPU. Ignored if they are
-    replicated."""
+    """Gather parameters while the forward of earlier layers still runs. None: where the model is on a GPU.
+    Ignored if they are replicated."""
 
     use_distributed_optimizer: bool = False
     """Shard the optimizer state. By itself it means the strategy ``optim``."""

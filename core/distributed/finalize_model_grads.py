@@ -13,6 +13,7 @@ from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
 from ..base.local_parts import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
+from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.moe.step import finish_step
 from .data_parallel_base import _BaseDataParallel, unwrap_model
@@ -151,7 +152,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if is_reproducible and group is not None:  # the backend's order may depend on an element's place in a shard
             order = (range(group.size()),)
-            all_reduce(flat, group, what="gradients under sequence parallelism", order=order)
+            all_reduce(flat, group, Sum(order=order), what="gradients under sequence parallelism")
         else:
             all_reduce_by_backend(flat, group, what="gradients under sequence parallelism")
         totals = flat.split([gradient.numel() for gradient in gradients])

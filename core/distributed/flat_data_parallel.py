@@ -18,11 +18,9 @@ from ..comm.collectives import Allocate
 from ..comm.lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine.between_steps import ParamPlacement, ShownGradients, shows_main_grad
 from .engine.bucket import Bucket
-from .engine.buffer import FlatBuffer
-from .engine.reduction import BucketReduction
-from .engine.schedule import ReductionSchedule
+from .engine.buffer import BucketReduction, FlatBuffer
+from .engine.steps import ParamPlacement, ReductionSchedule, ShownGradients, shows_main_grad
 from .engine.unit import build_units
 from .gradient_state import Phase
 from .groups import ParameterKind, managed_parameters, twin_group

@@ -21,13 +21,12 @@ from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel import VocabParallelEmbedding
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from .engine.reduction import BucketReduction
-from .fsdp2.collectives import set_collectives
+from .engine.buffer import BucketReduction
 from .fsdp2.gathered_weights import FreedWeights, prefetch_units, reject_graph_of_gradients
 from .fsdp2.gradient_sums import GradientSums
-from .fsdp2.shard_model import fsdp_modules, shard_model
+from .fsdp2.shard_model import fsdp_modules, set_collectives, shard_model
 from .fsdp2.torch_private import TorchState, as_fsdp
-from .gathered_values import WriteCounts, lost_write
+from .gathered_units import WriteCounts, lost_write
 from .gradient_state import Phase
 from .groups import Ranks, managed_parameters
 from .model.initial_values import InitialValues, cast_buffers, parameter_attributes_kept

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import core.optimizer.optimizer
 from core.comm.lane import CommLane
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.engine.reduction import BucketReduction
+from core.distributed.engine.buffer import BucketReduction
 from core.distributed.engine.unit import Unit
-from core.distributed.fsdp2.collectives import UnitAllGather, UnitReduceScatter
+from core.distributed.fsdp2.shard_model import UnitAllGather, UnitReduceScatter
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam

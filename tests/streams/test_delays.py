@@ -16,7 +16,7 @@ from torch import nn
 from core.base.local_parts import local_part
 from core.comm import collectives
 from core.comm.lane import CommLane, Handle, comm_lane
-from core.distributed.engine.reduction import BucketReduction
+from core.distributed.engine.buffer import BucketReduction
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed

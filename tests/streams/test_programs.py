@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.comm import streams
 from core.dist_checkpointing.async_save import HostStaging
-from core.distributed.engine.reduction import BucketReduction
+from core.distributed.engine.buffer import BucketReduction
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
 from tests.streams.steps import Case, groups_of, inputs, make_step, train, wrapped

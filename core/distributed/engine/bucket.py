@@ -15,9 +15,8 @@ from ...comm import collectives, streams
 from ...comm.lane import Handle
 from ..gradient_tree import PartialSums
 from ..plan import PiecePlan
-from .buffer import FlatBuffer, PlacedParams
+from .buffer import BucketReduction, FlatBuffer, PlacedParams
 from .grad_slot import GradSlot
-from .reduction import BucketReduction
 
 
 class BucketPhase(Enum):
@@ -72,7 +71,7 @@ class Bucket(PlacedParams):
         ]
         super().__init__(buffer, plan, slots)
         # ``[start, end)`` in `local_grad_shard` of what this rank keeps of each gradient; fixed.
-        self._place_in_shard = dict(zip(self._slot_of, plan.places_in_shard(buffer.grad_shard_index), strict=True))
+        self._place_in_shard = dict(zip(self._slot_of, plan.places_in_shard(buffer.plan.updated_part), strict=True))
         # Without `releases_grads` a view of the buffer's ``grad_data``; fixed. With it memory of the bucket, on the
         # thread that runs backward: allocated for the first gradient of a step or to send the bucket, dropped by
         # `release_grads`. A reduction in the lane keeps it alive until it ends.
@@ -117,11 +116,11 @@ class Bucket(PlacedParams):
 
         A part of `grad_data`. With `releases_grads` it is `separate_shard`, allocated at the first access in a step.
         """
-        buffer = self.buffer
+        buffer, plan = self.buffer, self.buffer.plan
         if self.grad_data is not None and not self.releases_grads:
-            return self.grad_data.chunk(buffer.num_grad_shards)[buffer.grad_shard_index]
+            return self.grad_data.chunk(plan.num_updated_parts)[plan.updated_part]
         if self.separate_shard is None:
-            length = self.numel // buffer.num_grad_shards
+            length = self.numel // plan.num_updated_parts
             self.separate_shard = buffer.zeros_for_shards(length, buffer.kind.shard_grad_dtype)
         return self.separate_shard
 

@@ -1,17 +1,26 @@
-"""Contiguous memory for gradients, and where something is sharded for parameters: collectives work in place on it."""
+"""Contiguous memory for gradients, and where something is sharded for parameters, and the collectives that reduce it.
+
+Collectives work in place on it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from ...base.host_memory import ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
-from ..plan import PieceKind, PiecePlan, Plan
+from ...comm.gloo import Sum
+from ...comm.lane import CommLane
+from ..gradient_tree import GradientTree
+from ..plan import GradientReduction, PieceKind, PiecePlan, Plan
 from .grad_slot import GradSlot
 
 _KEPT_GRADS = 2
@@ -36,9 +45,7 @@ class FlatBuffer:
         numel: elements of all buckets, padding included.
         device: as given; has `param_data` and whole gradients.
         shard_device: the device of `shards` and separate shards of gradients; the CPU if they are offloaded.
-        shard_group: the ranks that cut it.
-        num_grad_shards, grad_shard_index: equal parts that each bucket is cut into, and the one whose reduced gradient
-            this rank keeps.
+        plan: as given, over the ranks that have its parameters.
         param_data: `[numel]`, whole parameters, which are views of it (ZeRO-1 and ZeRO-2); else None.
         shards: `[numel / num_shards]`, this rank's shards of the parameters of all buckets, one after the other
             (ZeRO-3); else None. A single tensor, so that its version counts every write to a shard.
@@ -51,13 +58,10 @@ class FlatBuffer:
         self, plan: Plan, buckets: Sequence[PiecePlan], device: torch.device, allocate: Allocate = transient_memory
     ) -> None:
         kind: PieceKind = buckets[0]
-        # What all parameters have in common, and below the ranks that share them; fixed.
-        self.kind = kind
-        plan = plan.over_ranks_of(kind.kind)
-        self.shard_group, self._num_param_shards = plan.groups.shard, plan.num_shards
-        self.numel, self.device, self.shard_device = buckets[-1].layout.end, device, device
-        self._pins_memory = False  # pinned, so that copies between host and device overlap with computation
-        self.num_grad_shards, self.grad_shard_index = plan.num_updated_parts, plan.updated_part
+        # All fixed.
+        self.kind, self.plan = kind, plan.over_ranks_of(kind.kind)
+        self.numel, self.device = buckets[-1].layout.end, device
+        self.shard_device = torch.device("cpu") if plan.cpu_offload else device
         # The memory of whole parameters, of this rank's shards, and of gradients that are kept whole. The constructor
         # allocates what the plan holds; it lives as long as the buffer.
         self.param_data: Tensor | None = None
@@ -69,9 +73,7 @@ class FlatBuffer:
             self.grad_data = torch.zeros(self.numel, dtype=kind.grad_dtype, device=device)
         reused = Counter[int]()
         if plan.shards_parameters:
-            self.shard_device = torch.device("cpu") if plan.cpu_offload else device
-            self._pins_memory = plan.pins_memory
-            self.shards = self.zeros_for_shards(self.numel // plan.num_shards, kind.param_dtype)
+            self.shards = self.zeros_for_shards(self.numel // self.plan.num_shards, kind.param_dtype)
             reused.update(bucket.elements for bucket in buckets)
         # Memory of gradients that buckets release. Buckets take and return it on the threads that run backward.
         self.grad_memory = ReusedMemory(
@@ -83,7 +85,7 @@ class FlatBuffer:
 
     def zeros_for_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates `[numel]` on the device of shards."""
-        if self._pins_memory:
+        if self.plan.pins_memory:  # so that copies between host and device overlap with computation
             return streams.pinned([numel], dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.shard_device)
 
@@ -94,12 +96,12 @@ class FlatBuffer:
         """
         start, end = bucket.layout.start, bucket.layout.end
         if self.shards is not None:
-            shard = self.shards[start // self._num_param_shards : end // self._num_param_shards]
+            shard = self.shards[start // self.plan.num_shards : end // self.plan.num_shards]
             return shard, shard
         if self.param_data is None:
             return torch.empty(0), torch.empty(0)
         whole = self.param_data[start:end]
-        return whole, whole.chunk(self.num_grad_shards)[self.grad_shard_index]
+        return whole, whole.chunk(self.plan.num_updated_parts)[self.plan.updated_part]
 
 
 class PlacedParams:
@@ -172,7 +174,7 @@ class PlacedParams:
 
     def gather_params(self, into: Tensor, what: str) -> None:
         """All-gathers the shards into `into` `[numel]`, cast to the dtype of `into`."""
-        group = self.buffer.shard_group
+        group = self.buffer.plan.groups.shard
         own, is_alone = self.local_param_shard, collectives.is_alone(group)
         if (own.dtype, own.device) != (into.dtype, into.device) or is_alone:
             own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
@@ -182,10 +184,85 @@ class PlacedParams:
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields for each parameter: the parameter, this rank's elements of it (flat), and the first one's index."""
         length = self.local_param_shard.numel()
-        begin = length * self.buffer.shard_group.rank()
+        begin = length * self.buffer.plan.groups.shard.rank()
         for slot in self.slots:
             first, last = max(slot.start, begin), min(slot.end, begin + length)
             if first < last:
                 yield slot.param, self.local_param_shard[first - begin : last - begin], first - slot.start
             else:
                 yield slot.param, self.local_param_shard[:0], 0
+
+
+Inspect = Callable[[Iterable[tuple[str, Tensor]]], None]
+
+
+class BucketReduction:
+    """Reduces gradients over ranks, with what all buckets of one kind of parameters share.
+
+    Divides by the number of replicas of dense parameters once: in the collective (``average_in_collective``); else
+    after it, on the shard, which is smaller; else, in fp16, before it, because a sum could overflow. With an order of
+    sums it does not divide: the wrapper's `finish_grad_sync` does.
+
+    Args:
+        plan: of the model, over the ranks of these buckets.
+        lane: runs the collectives: a thread on CPU, a stream on CUDA.
+        inspect: called with names and gradients of a bucket before it is sent, to raise on invalid ones.
+        tree: the order of additions over micro-batches, where there is one.
+
+    Attributes:
+        plan, lane, inspect, tree: as given.
+        group: all ranks that hold replicas.
+        shard_group: the ranks of this optimizer instance, which shard gradients; None if each keeps whole ones.
+        replica_group: the ranks with the same shard, one in each optimizer instance; None with a single instance.
+        order: the order in which ranks of `shard_group`, or else of `group`, are added; None leaves it to the backend.
+    """
+
+    def __init__(self, plan: Plan, lane: CommLane, inspect: Inspect, tree: GradientTree | None) -> None:
+        # All fixed. `reduce` runs in the lane, on its thread or stream.
+        self.plan, self.lane, self.inspect, self.tree = plan, lane, inspect, tree
+        self.group, self.order = plan.groups.whole, plan.sum_order
+        self.shard_group = None if plan.is_replicated else plan.groups.shard
+        self.replica_group = None if plan.is_replicated else plan.groups.replicate
+
+    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
+        """Reduces `whole` `[n]` into `kept`, this rank's shard. Without shards both are the same tensor.
+
+        The collective runs in the dtype of `whole`. `kept` may have a wider dtype, so that additions to it are not
+        rounded, and may be in host memory, into which the copy then runs in the lane.
+
+        Args:
+            accumulate: add to the values of `kept`, which must then not be a part of `whole`.
+            what: name of the gradients, for messages.
+        """
+        averages = self.plan.reduction is GradientReduction.MEAN and self.order is None
+        op, scale, divisor = ReduceOp.SUM, 1.0, self.plan.groups.divisor
+        if averages and self.plan.average_in_collective:
+            op, scale = ReduceOp.AVG, self.group.size() / divisor
+        elif averages and whole.dtype == torch.float16:
+            whole.mul_(1.0 / divisor)
+        elif averages:
+            scale = 1.0 / divisor
+        in_fp32 = self.plan.reduce_scatter_with_fp32_accumulation
+        how = Sum(op=op, scale=scale, fp32_accumulation=in_fp32, order=self.order)
+        scatter, reduce = partial(collectives.reduce_scatter, what=what), partial(collectives.all_reduce, what=what)
+        if self.shard_group is None:
+            reduce(whole, self.group, how)
+        elif self.replica_group is None and (kept.dtype, kept.device) == (whole.dtype, whole.device):
+            scatter(kept, whole, self.shard_group, replace(how, accumulate=accumulate))
+        else:
+            length = len(whole) // self.shard_group.size()
+            is_final = (kept.dtype, kept.device, len(kept)) == (whole.dtype, whole.device, length) and not accumulate
+            part = kept if is_final else whole.new_empty(length)
+            scatter(part, whole, self.shard_group, how if self.replica_group is None else replace(how, scale=1.0))
+            if self.replica_group is not None:
+                how = replace(how, order=None if self.order is None else (range(self.replica_group.size()),))
+                if self.plan.num_updated_parts > self.plan.num_shards:
+                    own = part.chunk(self.replica_group.size())[self.replica_group.rank()]
+                    scatter(own, part, self.replica_group, how)
+                    part = own
+                else:
+                    reduce(part, self.replica_group, how)
+            if accumulate:  # on the device, where the lane does not wait for a copy
+                part = kept.to(part.device, non_blocking=True).add_(part)
+            if part is not kept:
+                kept.copy_(part, non_blocking=True)

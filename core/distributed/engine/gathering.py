@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
-from ..gathered_values import WriteCounts
+from ..gathered_units import UnitOrder, WriteCounts
 from ..plan import Plan
 from ..plan.units import find_forward_methods
 from ..saved_weights import SavedWeights, in_use_message
-from ..unit_order import UnitOrder
 from .unit import Unit
 
 

@@ -19,7 +19,7 @@ from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
 from ...transformer.module import has_no_memory
-from ..gathered_values import KeptPart, WriteCounts, lost_write
+from ..gathered_units import KeptPart, WriteCounts, lost_write
 from ..groups import neighbour_groups
 from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights

@@ -10,9 +10,9 @@ from torch import nn
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import ShardstackError, warn_once
+from ..gathered_units import UnitOrder
 from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
-from ..unit_order import UnitOrder
 from .torch_private import as_fsdp, gathered_tensors_of
 
 

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import ShardstackError, UnitError
 from ...comm import collectives, streams
+from ...comm.gloo import Sum
 from ..gradient_tree import GradientTree, PartialSums
 from ..plan import Plan, UnitPlan
-from .collectives import UnitReduceScatter
+from .shard_model import UnitReduceScatter
 from .torch_private import TorchState, as_fsdp, has_all_reduce_hook
 
 _NOTHING = -0.0
@@ -114,7 +115,7 @@ class _TreeReduceScatter(UnitReduceScatter):
             reduce(shard, total)
             if self._replicas is not None:
                 order = (range(self._replicas.size()),)
-                collectives.all_reduce(shard, self._replicas, what=f"the gradients of {self.unit}", order=order)
+                collectives.all_reduce(shard, self._replicas, Sum(order=order), what=f"the gradients of {self.unit}")
             if self._of_shards and not is_late and (total := self._add(shard.clone())) is not None:
                 shard.copy_(total)
         if total is None:

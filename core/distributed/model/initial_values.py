@@ -51,11 +51,6 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
                 local.copy_(sent)
 
 
-def has_running_statistics(module: nn.Module) -> bool:
-    """Returns whether a training forward changes buffers by its own batch, as that of BatchNorm does."""
-    return any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
-
-
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Overwrites persistent buffers with those of the group's first rank, by one collective for each dtype."""

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...base import device
 from ...base.errors import ParallelConfigError
+from ...comm import streams
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
@@ -91,8 +92,13 @@ def plan_whole(
     settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
     strategy, is_sharded = settings.sharding_strategy, settings.sharding_strategy != "no_shard"
     num_parts = groups.shard.size() if is_sharded else 1
-    overlaps_grads = _overlaps(settings.overlap_grad_reduce)
-    overlaps_params = _overlaps(settings.overlap_param_gather, by_default=is_sharded)
+    # None: behind computation, where the model's device has streams. A model on meta will be on that of this process.
+    on = next((p.device for p in module.parameters() if p.requires_grad and not p.is_meta), device.current_device())
+    overlaps_grads, overlaps_params = settings.overlap_grad_reduce, settings.overlap_param_gather
+    if overlaps_grads is None:
+        overlaps_grads = streams.is_asynchronous(on)
+    if overlaps_params is None:
+        overlaps_params = is_sharded and streams.is_asynchronous(on)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
     if reduces_during_backward and groups.experts is not None:
         overlaps_grads = True  # a rank that waited inside of a backward would keep others from exchanging tokens
@@ -120,7 +126,7 @@ def plan_whole(
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(settings) else []
     given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
     return Plan(
-        **common_plan(config, settings, caller, given),
+        **common_plan(module, config, settings, caller, given),
         engine=Engine.FLAT_BUFFERS,
         groups=groups,
         transforms=plan_transforms(units, settings),
@@ -198,7 +204,7 @@ def plan_gathered(
         _reject_units_in_selective_ones(transforms, units)
     given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
     return Plan(
-        **common_plan(config, settings, caller, given),
+        **common_plan(module, config, settings, caller, given),
         engine=engine,
         groups=groups,
         transforms=transforms,
@@ -207,10 +213,6 @@ def plan_gathered(
         overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
         shards_update_over_replicas=shares_update,
     )
-
-
-def _overlaps(asked: bool | None, by_default: bool = True) -> bool:
-    return by_default and device.device_type() == "cuda" if asked is None else asked
 
 
 def _reshards(

@@ -123,9 +123,9 @@ def _settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig
 
 
 def common_plan(
-    config: Any, settings: DistributedDataParallelConfig, caller: str, options: Mapping[str, Any]
+    module: nn.Module, config: Any, settings: DistributedDataParallelConfig, caller: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the fields of a plan that follow from settings alone.
+    """Returns the fields of a plan that follow from settings alone, with None resolved for this model.
 
     Args:
         config: the model's config, any object; absent fields take their defaults.
@@ -134,6 +134,7 @@ def common_plan(
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
     shown = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
+    asked = settings.broadcast_buffers
     of_model = {name: bool(getattr(config, name, False)) for name in _FIELDS_OF_MODEL_CONFIG}
     # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
     # a config of another library True says that layers add to ``main_grad`` themselves.
@@ -142,6 +143,7 @@ def common_plan(
     return {
         # Fields of a plan with the name of a setting have its value.
         **{f.name: values[f.name] for f in fields(Plan) if f.name in values},
+        "broadcast_buffers": _has_running_statistics(module) if asked is None else asked,
         "buffer_dtype": as_dtype(values.get("buffer_dtype")),
         "pins_memory": _pins_memory(values),
         "caller": caller,
@@ -159,6 +161,11 @@ def common_plan(
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
     }
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    """Returns whether a training forward changes buffers by its own batch, as that of BatchNorm does."""
+    return any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
 
 
 def _pins_memory(settings: Mapping[str, Any]) -> bool:

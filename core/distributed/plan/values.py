@@ -51,8 +51,8 @@ class Plan:
     """Children before parents. The last one is the model, with the parameters that are in no other unit."""
     transforms: tuple[UnitTransform, ...] = ()
     """Recomputation and compilation of units, applied before parameters are sharded."""
-    broadcast_buffers: bool | None = None
-    """Buffers are rank 0's after each reduction. None: where the model has running statistics."""
+    broadcast_buffers: bool = False
+    """Buffers are rank 0's after each reduction."""
     sync_module_states: bool = False
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None = None

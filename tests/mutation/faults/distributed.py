@@ -206,7 +206,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are summed and not averaged",
-        "core.distributed.engine.reduction.BucketReduction.reduce",
+        "core.distributed.engine.buffer.BucketReduction.reduce",
         r"scale = 1\.0 / divisor",
         "scale = 1.0",
         (DDP,),
@@ -227,7 +227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
-        "core.distributed.engine.reduction.BucketReduction.reduce",
+        "core.distributed.engine.buffer.BucketReduction.reduce",
         r"reduce\(part, self\.replica_group",
         "reduce(part, self.shard_group",
         (DDP, CONTRACT, _EQUALITY),
@@ -377,7 +377,7 @@ MUTATIONS = (
     ),
     Mutation(
         "streams: offloaded gradients block the host",
-        "core.distributed.engine.reduction.BucketReduction.reduce",
+        "core.distributed.engine.buffer.BucketReduction.reduce",
         r"kept\.copy_\(part, non_blocking=True\)",
         "kept.copy_(part)",
         (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),

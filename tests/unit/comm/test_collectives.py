@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives, gloo
+from core.comm.gloo import Sum
 from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import GradientTraffic, batches, build, gradients, loss_of, toy
@@ -50,7 +51,9 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
     own = whole.chunk(size)[rank]
     output = own if in_place else torch.full_like(own, float("nan"))
     with mock.patch.multiple(gloo, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
-        collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, fp32_accumulation=fp32_accumulation)
+        collectives.reduce_scatter(
+            output, whole, dist.group.WORLD, Sum(fp32_accumulation=fp32_accumulation), what=WHAT
+        )
     expected = _sum(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
     assert torch.equal(output, expected)
     for part in range(size):
@@ -111,11 +114,11 @@ def _means_and_accumulates() -> None:
     output = torch.ones(SHARD)
     for op, scale, factor in ((dist.ReduceOp.AVG, 1.0, 1 / size), (dist.ReduceOp.SUM, 0.5, 0.5)):
         whole = _addend(rank, size, torch.float32)
-        collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, op=op, scale=scale)
+        collectives.reduce_scatter(output, whole, dist.group.WORLD, Sum(op=op, scale=scale), what=WHAT)
         assert torch.equal(output, expected * factor)
     saved = output.clone()
     whole = _addend(rank, size, torch.float32)
-    collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, scale=0.25, accumulate=True)
+    collectives.reduce_scatter(output, whole, dist.group.WORLD, Sum(scale=0.25, accumulate=True), what=WHAT)
     assert torch.equal(output, saved + expected * 0.25)
 
 
@@ -142,8 +145,8 @@ def test_all_gather_puts_parts_in_rank_order(in_place, world_size):
 def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     addend = _addend(dist.get_rank(), dist.get_world_size(), dtype)[:length]
     by_sum, by_mean = addend.clone(), addend.clone()
-    collectives.all_reduce(by_sum, dist.group.WORLD, what=WHAT, scale=0.25, fp32_accumulation=True)
-    collectives.all_reduce(by_mean, dist.group.WORLD, what=WHAT, op=dist.ReduceOp.AVG, fp32_accumulation=True)
+    collectives.all_reduce(by_sum, dist.group.WORLD, Sum(scale=0.25, fp32_accumulation=True), what=WHAT)
+    collectives.all_reduce(by_mean, dist.group.WORLD, Sum(op=dist.ReduceOp.AVG, fp32_accumulation=True), what=WHAT)
     return [by_sum, by_mean]
 
 
@@ -184,9 +187,9 @@ def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
     assert not torch.equal(expected, _added_in_pairs(addends))
     whole, output = addends[rank].clone(), torch.empty(SHARD)
     with mock.patch.object(gloo, "exchanges_directly", lambda *unused: directly):
-        collectives.reduce_scatter(output, whole.clone(), dist.group.WORLD, what=WHAT, order=order)
+        collectives.reduce_scatter(output, whole.clone(), dist.group.WORLD, Sum(order=order), what=WHAT)
         uneven = whole[:-1].clone()  # every rank adds the rest
-        collectives.all_reduce(uneven, dist.group.WORLD, what=WHAT, order=order)
+        collectives.all_reduce(uneven, dist.group.WORLD, Sum(order=order), what=WHAT)
     assert torch.equal(output, expected.chunk(size)[rank])
     assert torch.equal(uneven, expected[:-1])
 

@@ -20,7 +20,7 @@ def _plan(device: str, **fields: Any) -> Plan:
     with (
         fake_world(rank=0, world_size=2),
         mock.patch.object(make_plan, "default_bucket_size", lambda ranks: 50),
-        mock.patch.object(make_plan.device, "device_type", lambda: device),
+        mock.patch.object(make_plan.streams, "is_asynchronous", lambda on: device == "cuda"),
     ):
         groups = find_groups("test", 1, dist.group.WORLD, None)
         return make_plan.plan_model(toy(), SimpleNamespace(), DistributedDataParallelConfig(**fields), groups)
