@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from .model.initial_values import start_equal
 from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
+from .saved_weights import WrapperHook
 
 
 class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
@@ -168,22 +170,12 @@ def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[A
         params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
         awaited = {unit_of[param]: None for param in params if param in unit_of}
         if awaited:  # before all other hooks, which may read parameters
-            yield submodule.register_forward_pre_hook(_Waiter(list(awaited)), prepend=True)
+            yield submodule.register_forward_pre_hook(WrapperHook(partial(_wait_for, list(awaited))), prepend=True)
 
 
-class _Waiter:
-    """Waits for the parameters of some units. In a pickled module it does nothing."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        # Those that the module's forward waits for; fixed.
-        self._units = units
-
-    def __call__(self, *unused: Any) -> None:
-        for unit in self._units:
-            unit.wait_until_readable()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Waiter, ([],)
+def _wait_for(units: Sequence[Unit], *unused: Any) -> None:
+    for unit in units:
+        unit.wait_until_readable()
 
 
 def _reads_weights_of_children(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ their reduction, shards after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -20,25 +20,22 @@ Begin = Callable[[int | None, bool], None]
 """Called when a backward begins, before its first gradient is stored. Arguments: `MicroBatchTree.additions` of its
 micro-batch, and `MicroBatchTree.reduces`, whether ranks add up gradients at its end."""
 
-Sum = Sequence[Tensor | None]
-"""The gradients of some parameters, or one flat tensor of all. None for a parameter without a gradient."""
-
 
 class PartialSums:
-    """Sums of earlier micro-batches, newest last, until they are added to a later sum."""
+    """Flat sums of earlier micro-batches, newest last, until they are added to a later sum."""
 
     def __init__(self) -> None:
-        # Owns its tensors. `set_aside` adds a sum when a backward begins, on autograd's thread; `added_to` empties it
-        # at the end of a step, and `clear` when gradients are zeroed.
-        self._waiting: list[Sum] = []
+        # Owns its tensors; None is a sum without gradients. `set_aside` adds a sum when a backward begins, on
+        # autograd's thread; `added_to` empties it at the end of a step, and `clear` when gradients are zeroed.
+        self._waiting: list[Tensor | None] = []
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are set aside."""
-        return [tensor for values in self._waiting for tensor in values if tensor is not None]
+        """All sums that are set aside."""
+        return [tensor for tensor in self._waiting if tensor is not None]
 
-    def set_aside(self, values: Sum, additions: int) -> list[Tensor]:
-        """Adds `values` to the newest `additions` sums, and keeps the result. Takes ownership of the memory.
+    def set_aside(self, total: Tensor | None, additions: int) -> list[Tensor]:
+        """Adds `total` to the newest `additions` sums, and keeps the result. Takes ownership of the memory.
 
         Returns:
             Tensors that are no longer needed.
@@ -46,25 +43,24 @@ class PartialSums:
         free: list[Tensor] = []
         for _ in range(additions):
             older = self._waiting.pop()
-            free += [new for old, new in zip(older, values, strict=True) if old is not None and new is not None]
-            values = _added(older, values)
-        self._waiting.append(values)
+            free += [total] if older is not None and total is not None else []
+            total = _added(older, total)
+        self._waiting.append(total)
         return free
 
-    def added_to(self, values: Sum) -> Sum:
-        """Adds all partial sums to `values`, in place, the newest first. Returns the result."""
+    def added_to(self, total: Tensor) -> Tensor:
+        """Adds all partial sums to `total`, in place, the newest first. Returns it."""
         while self._waiting:
-            values = _added(values, self._waiting.pop())
-        return values
+            _added(total, self._waiting.pop())
+        return total
 
     def clear(self) -> None:
         """Drops all sums."""
         self._waiting.clear()
 
 
-def _added(into: Sum, values: Sum) -> Sum:
-    pairs = zip(into, values, strict=True)
-    return [other if one is None else one if other is None else one.add_(other) for one, other in pairs]
+def _added(into: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if into is None else into if other is None else into.add_(other)
 
 
 class GradientTree:

@@ -360,7 +360,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         }
 
     def gradient_receivers(self) -> list[nn.Parameter]:
-        return list(self.torch_state.gathered_parameters())
+        return self.torch_state.gathered_parameters()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):

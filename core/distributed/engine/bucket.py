@@ -336,7 +336,7 @@ class Bucket(PlacedParams):
             return
         if self._reduces_each:
             self.wait_for_shard()
-            self._sums.set_aside([self.local_grad_shard], additions)
+            self._sums.set_aside(self.local_grad_shard, additions)
             self.separate_shard = None
             return
         whole, memory, kept = self.complete_grads(), self.buffer.grad_memory, None
@@ -348,7 +348,7 @@ class Bucket(PlacedParams):
             kept = whole
             if not additions:
                 whole = memory.take(self.numel).copy_(whole)
-        for free in self._sums.set_aside([whole], additions):
+        for free in self._sums.set_aside(whole, additions):
             if free is not kept:
                 memory.give_back(free)
 
@@ -356,7 +356,7 @@ class Bucket(PlacedParams):
     def _add_sums(self, last: Tensor) -> None:
         """Adds the earlier sums to the last one of a step, in place: to whole gradients, or to the shard."""
         set_aside = self._sums.tensors
-        self._sums.added_to([last])
+        self._sums.added_to(last)
         if not self._reduces_each:
             for free in set_aside:
                 self.buffer.grad_memory.give_back(free)

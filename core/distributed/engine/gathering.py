@@ -20,7 +20,7 @@ from ...comm.lane import CommLane
 from ..gathered_units import UnitOrder, WriteCounts
 from ..plan import Plan
 from ..plan.units import find_forward_methods
-from ..saved_weights import SavedWeights, in_use_message
+from ..saved_weights import SavedWeights, WrapperHook, in_use_message
 from .unit import Unit
 
 
@@ -194,44 +194,40 @@ def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGa
     (root,) = plan.units[-1].modules
     members = [module for planned in plan.units[:-1] for module in planned.modules]
     methods = find_forward_methods(root, members, plan.forward_methods)
-    shows_ranges = _CallHooks(units[-1], gathering).before_state_dict
+    shows_ranges = WrapperHook(_CallHooks(units[-1], gathering).before_state_dict)
     for module in root.modules():
         module.register_state_dict_pre_hook(shows_ranges)
     for unit in units:
         around = _CallHooks(unit, gathering)
         for module in unit.plan.modules:
-            module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(around.after, always_call=True)
+            module.register_forward_pre_hook(WrapperHook(around.before), prepend=True, with_kwargs=True)
+            module.register_forward_hook(WrapperHook(around.after), always_call=True)
             for name in methods.get(module, ()):
                 setattr(module, name, around.enclose(getattr(module, name)))
 
 
 class _CallHooks:
-    """Hooks of one unit's modules. They do nothing in a pickled or copied module, where `_gathering` is None."""
+    """Hooks of one unit's modules."""
 
-    def __init__(self, unit: Unit, gathering: ParameterGathering | None) -> None:
+    def __init__(self, unit: Unit, gathering: ParameterGathering) -> None:
         precision = unit.plan.precision
         # Dtypes that arguments and results are cast to, None for no cast; fixed.
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
         self._outputs = precision.output_dtype
-        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.
+        # Both fixed.
         self._unit, self._gathering = unit, gathering
 
     def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._gathering is None:
-            return None
         self._gathering.before_call(self._unit)
         return None if self._inputs is None else (_cast(args, self._inputs), _cast(kwargs, self._inputs))
 
     def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
-        if self._gathering is None:
-            return None
         self._gathering.after_call(self._unit, output)
         return None if self._outputs is None else _cast(output, self._outputs)
 
     def before_state_dict(self, *unused: Any) -> None:
         """Hides gathered parameters, so that a state dict has this rank's shards."""
-        if self._gathering is not None and not self._unit.running:
+        if not self._unit.running:
             self._gathering.settle()
 
     def enclose(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,16 +244,6 @@ class _CallHooks:
             return output if changed is None else changed
 
         return called
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _do_nothing, ()
-
-
-def _do_nothing() -> Any:
-    """Returns an `_CallHooks` without a unit, for a copied module."""
-    made = object.__new__(_CallHooks)
-    made._gathering = None
-    return made
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

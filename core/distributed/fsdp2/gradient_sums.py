@@ -123,7 +123,7 @@ class _TreeReduceScatter(UnitReduceScatter):
 
     def set_aside(self, additions: int) -> None:
         """Ends the sum that is added in place, and adds it to the newest `additions` sums before it."""
-        freed = self._sums.set_aside([self._current], additions)
+        freed = self._sums.set_aside(self._current, additions)
         self._current = None
         for tensor in (*freed, *self._sums.tensors):
             _keep_for_this_stream(tensor)
@@ -152,7 +152,7 @@ class _TreeReduceScatter(UnitReduceScatter):
         self._current = gradients if self._current is None else self._current.add_(gradients)
         if not self._tree.is_last:
             return None
-        total = self._sums.added_to([self._current])[0]
+        total = self._sums.added_to(self._current)
         self._current = None
         return total
 

@@ -252,8 +252,8 @@ class TorchState:
 
     def mark_gathered(self) -> None:
         """Marks parameters gathered for the first time, so that the step of an optimizer built from them raises."""
-        for parameter in self._parameters:
-            if hasattr(parameter, "_unsharded_param") and mark_of(parameter._unsharded_param) is None:
+        for parameter in self._gathered:
+            if mark_of(parameter._unsharded_param) is None:
                 mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
 
     def name_of(self, index: int) -> str:
@@ -262,12 +262,14 @@ class TorchState:
 
     # ---- memory: under other names a table of memory counts these as activations, or asking for it raises
 
-    def gathered_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that modules compute with, and autograd gives gradients to. None before the first
+    def gathered_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that modules compute with, and autograd gives gradients to. None before the first
         all-gather."""
-        for parameter in self._parameters:
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter._unsharded_param
+        return [parameter._unsharded_param for parameter in self._gathered]
+
+    @property
+    def _gathered(self) -> list[Any]:
+        return [parameter for parameter in self._parameters if hasattr(parameter, "_unsharded_param")]
 
     def gathered_tensors(self) -> Iterator[Tensor]:
         """Yields what holds gathered parameters now: whole ones, and running gathers."""
@@ -291,10 +293,9 @@ class TorchState:
                 yield group._partial_reduce_output
         yield from self.whole_gradients()
 
-    def shard_tensors(self) -> Iterator[Tensor]:
-        """Yields this rank's shards, with their padding."""
-        for parameter in self._parameters:
-            yield parameter._sharded_param_data
+    def shard_tensors(self) -> list[Tensor]:
+        """Returns this rank's shards, with their padding."""
+        return [parameter._sharded_param_data for parameter in self._parameters]
 
 
 def _reject_assigned(parameter: Any, takes_shards: bool = False) -> None:

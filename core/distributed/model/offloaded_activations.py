@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...comm import streams
 from ..plan.parts import UnitTransform
-from ..saved_weights import keep, read_kept
+from ..saved_weights import WrapperHook, keep, read_kept
 
 LEAST_BYTES = 1024
 """Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""
@@ -55,8 +55,8 @@ class _Offload:
         self._running: list[_Forward | None] = []
 
     def install(self) -> None:
-        self._module.register_forward_pre_hook(self._begin, prepend=True)
-        self._module.register_forward_hook(self._end, always_call=True)
+        self._module.register_forward_pre_hook(WrapperHook(self._begin), prepend=True)
+        self._module.register_forward_hook(WrapperHook(self._end), always_call=True)
 
     def _begin(self, *unused: Any) -> None:
         forward = _Forward(self._module, self._order) if torch.is_grad_enabled() else None
@@ -67,9 +67,6 @@ class _Offload:
     def _end(self, *unused: Any) -> None:
         if self._running and self._running.pop() is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _do_nothing, ()
 
 
 class _Forward:
@@ -193,11 +190,3 @@ def _fills_its_memory(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _do_nothing() -> Any:
-    """Returns what takes the place of a hook in a pickled or copied module."""
-    return _nothing
-
-
-def _nothing(*unused: Any) -> None: ...

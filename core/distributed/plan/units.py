@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -54,8 +52,8 @@ def find_units(
     """
     choices = list(classes)
     singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
-    is_module = [isinstance(choice, nn.Module) and choice in singled_out for choice in choices]
-    outermost = _as_classes(itertools.compress(choices, map(operator.not_, is_module)), "sub_modules_to_wrap")
+    others = (choice for choice in choices if not isinstance(choice, nn.Module) or choice not in singled_out)
+    outermost = _as_classes(others, "sub_modules_to_wrap")
     chosen = list(_matching_modules(root, outermost, _declared_by_modules(root), singled_out))
     owners = _owners_of_parameters(root, chosen)
     while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again

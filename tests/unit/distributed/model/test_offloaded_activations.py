@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -71,6 +73,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.up.t().t() + x @ self.other.t()) * x.sum()
+
+
+def test_a_copied_model_computes_without_offloading(copies):
+    layer, x = Layer(), torch.ones(4, 6)
+    _offloaded(layer)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        copied(x).sum().backward()
+    assert not copies.to_host
 
 
 def test_each_activation_is_copied_once_and_no_weight(copies):
