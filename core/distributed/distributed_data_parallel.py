@@ -12,6 +12,7 @@ from ..base.errors import ParallelConfigError, ShardstackError
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..process_groups_config import ProcessGroupCollection
+from .call_hooks import WrapperHook
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.unit import Unit
@@ -21,7 +22,6 @@ from .model.initial_values import start_equal
 from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
-from .saved_weights import WrapperHook
 
 
 class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):

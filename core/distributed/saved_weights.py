@@ -151,24 +151,3 @@ def _chained(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack:
 def _local_part(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return local_part(tensor)
-
-
-class WrapperHook:
-    """A hook that a wrapper puts on modules. In a copied or pickled module, which no wrapper trains, it does nothing.
-
-    Args:
-        call: the hook itself.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        # Fixed: it leads to the wrapper, whose process groups can neither be copied nor pickled.
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WrapperHook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None: ...

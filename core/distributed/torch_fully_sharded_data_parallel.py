@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.utils._pytree import tree_leaves
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
@@ -19,6 +17,7 @@ from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel import VocabParallelEmbedding
+from .call_hooks import enclose, watch_outputs
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import BucketReduction
@@ -115,7 +114,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for member, names in find_forward_methods(module, members, plan.forward_methods).items():
             for name in names:
                 register_fsdp_forward_method(member, name)
-                setattr(member, name, self._freeing(getattr(member, name)))
+                setattr(member, name, enclose(getattr(member, name), self._before_method, self._after_method))
         if start is not None:
             start.allocate("cpu" if plan.cpu_offload else None)
             start.fill()
@@ -182,29 +181,19 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _keep_changes(self, module: nn.Module, *unused: Any) -> None:
         self.torch_state.keep_changes(as_fsdp(module))
 
-    def _freeing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes a method that gathers parameters free them if no backward follows. Every rank calls it, as `forward`.
+    def _before_method(self, *unused: Any) -> None:
+        self.prepare_forward()
 
-        The next forward would read stale weights otherwise.
-        """
-
-        @functools.wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.prepare_forward()
-            output = method(*args, **kwargs)
-            if not torch.is_grad_enabled() and not self.torch_state.is_in_forward():
-                self.settle_parameters()
-            return output
-
-        return called
+    def _after_method(self, *unused: Any) -> None:
+        """Frees gathered parameters if no backward follows. Otherwise the next forward would read stale weights."""
+        if not torch.is_grad_enabled() and not self.torch_state.is_in_forward():
+            self.settle_parameters()
 
     def _note_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Frees gathered parameters if no backward follows. Else records the backward when it begins."""
         if not torch.is_grad_enabled() or self._shows_gradients:
             self.settle_parameters()
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._enter_backward)
+        watch_outputs(output, self._enter_backward)
 
     def let_module_be_called(self) -> nn.Module:
         """Lets the module be called in place of the wrapper, which then lives as long as it. Returns the module.

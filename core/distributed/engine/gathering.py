@@ -5,22 +5,22 @@ Hooks around calls of modules gather parameters and cast inputs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torch.utils._pytree import tree_any, tree_map
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
+from ..call_hooks import WrapperHook, enclose, watch_outputs
 from ..gathered_units import UnitOrder, WriteCounts
 from ..plan import Plan
 from ..plan.units import find_forward_methods
-from ..saved_weights import SavedWeights, WrapperHook, in_use_message
+from ..saved_weights import SavedWeights, in_use_message
 from .unit import Unit
 
 
@@ -83,7 +83,7 @@ class ParameterGathering:
                     unit.hide()
         if torch.is_grad_enabled():
             if unit.plan.is_needed_in_backward:
-                self._watch(unit, output)
+                watch_outputs(output, partial(self.ensure_gathered, unit))
         elif has_ended and not self._root.running:
             self.settle()  # nothing else would free it before the next forward
 
@@ -149,12 +149,6 @@ class ParameterGathering:
                 f"keep one of them apart, with reshard_overrides=({owner.name + '=False'!r},)"
             )
 
-    def _watch(self, unit: Unit, output: Any) -> None:
-        """Makes a backward gather the unit when it reaches one of the unit's outputs."""
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self.ensure_gathered, unit))
-
     def _on_use(self, unit: Unit) -> None:
         """Gathers a hidden unit when one of its parameters is used, or raises."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
@@ -203,7 +197,7 @@ def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGa
             module.register_forward_pre_hook(WrapperHook(around.before), prepend=True, with_kwargs=True)
             module.register_forward_hook(WrapperHook(around.after), always_call=True)
             for name in methods.get(module, ()):
-                setattr(module, name, around.enclose(getattr(module, name)))
+                setattr(module, name, enclose(getattr(module, name), around.before, around.after))
 
 
 class _CallHooks:
@@ -229,21 +223,6 @@ class _CallHooks:
         """Hides gathered parameters, so that a state dict has this rank's shards."""
         if not self._unit.running:
             self._gathering.settle()
-
-    def enclose(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the method with the work of the forward hooks around it."""
-
-        @functools.wraps(method)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.before(None, args, kwargs) or (args, kwargs)
-            output = None
-            try:
-                output = method(*args, **kwargs)
-            finally:
-                changed = self.after(None, args, output)
-            return output if changed is None else changed
-
-        return called
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

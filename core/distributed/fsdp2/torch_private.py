@@ -252,8 +252,8 @@ class TorchState:
 
     def mark_gathered(self) -> None:
         """Marks parameters gathered for the first time, so that the step of an optimizer built from them raises."""
-        for parameter in self._gathered:
-            if mark_of(parameter._unsharded_param) is None:
+        for parameter in self._parameters:
+            if hasattr(parameter, "_unsharded_param") and mark_of(parameter._unsharded_param) is None:
                 mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))
 
     def name_of(self, index: int) -> str:
@@ -265,11 +265,7 @@ class TorchState:
     def gathered_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that modules compute with, and autograd gives gradients to. None before the first
         all-gather."""
-        return [parameter._unsharded_param for parameter in self._gathered]
-
-    @property
-    def _gathered(self) -> list[Any]:
-        return [parameter for parameter in self._parameters if hasattr(parameter, "_unsharded_param")]
+        return [p._unsharded_param for p in self._parameters if hasattr(p, "_unsharded_param")]
 
     def gathered_tensors(self) -> Iterator[Tensor]:
         """Yields what holds gathered parameters now: whole ones, and running gathers."""

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...comm import streams
+from ..call_hooks import WrapperHook
 from ..plan.parts import UnitTransform
-from ..saved_weights import WrapperHook, keep, read_kept
+from ..saved_weights import keep, read_kept
 
 LEAST_BYTES = 1024
 """Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""

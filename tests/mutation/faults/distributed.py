@@ -256,8 +256,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a backward reads the parameters that another unit was gathered into the slot",
-        "core.distributed.engine.gathering.ParameterGathering._watch",
-        r"tensor\.register_hook\(.*\)",
+        "core.distributed.engine.gathering.ParameterGathering.after_call",
+        r"watch_outputs\(.*\)",
         "pass",
         _SAVED,
     ),
@@ -307,7 +307,7 @@ MUTATIONS = (
     Mutation(
         "FSDP2 forgets what was set aside of a global batch",
         "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
-        r"self\._sums\.added_to\(\[self\._current\]\)\[0\]",
+        r"self\._sums\.added_to\(self\._current\)",
         "self._current",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
