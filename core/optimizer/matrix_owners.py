@@ -52,6 +52,8 @@ class _Part:
     first: int
     end: int
     """The matrix's rows ``[first, end)`` are in the box."""
+    rows: slice | Tensor
+    """Where they are in the box."""
     starts: dict[int, int]
     """By rank that holds the box: its first element in the rank's memory of the parameter."""
 
@@ -146,11 +148,8 @@ class MatrixOwners:
 
     def start_returning(self, bucket: int, matrices: dict[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to send a bucket's matrices, in `dtype`, from their owners to all ranks that hold parts."""
-
-        def read(part: _Part) -> Tensor:
-            return matrices[part.matrix][part.window]
-
-        return self._start(self._routes[bucket][1], read, dtype, "matrices from their owners")
+        route = self._routes[bucket][1]
+        return self._start(route, lambda part: matrices[part.matrix][part.window], dtype, "matrices from their owners")
 
     def put(self, arrival: Arrival, memory: Mapping[int, Tensor], factors: Sequence[float]) -> None:
         """Writes what has arrived into this rank's elements of the parameters.
@@ -163,17 +162,14 @@ class MatrixOwners:
             elements, rows = self._at(part, memory)
             if factors[part.matrix] != 1.0:
                 values = values.to(elements.dtype) * factors[part.matrix]
-            elements[rows] = values.to(elements.device, elements.dtype)
+            elements[rows] = values if isinstance(rows, slice) else values.to(elements.device, elements.dtype)
 
     def _at(self, part: _Part, memory: Mapping[int, Tensor]) -> tuple[Tensor, slice | Tensor]:
         """Returns the box in this rank's memory, `[rows, columns]`, and which of its rows are the part's."""
-        matrix = self._matrices[part.matrix]
         top, bottom, left, right = part.box
         shape, start = (bottom - top, right - left), part.starts[self.rank]
-        elements = memory[matrix.param][start : start + math.prod(shape)].view(shape)
-        rows = matrix.rows[part.first : part.end] - top
-        first, last = int(rows[0]), int(rows[-1])
-        return elements, slice(first, last + 1) if last - first == len(rows) - 1 else rows.to(elements.device)
+        elements = memory[self._matrices[part.matrix].param][start : start + math.prod(shape)].view(shape)
+        return elements, part.rows if isinstance(part.rows, slice) else part.rows.to(elements.device)
 
     def _start(self, route: _Route, read: Callable[[_Part], Tensor], dtype: torch.dtype, what: str) -> Arrival:
         sends, receives, crosses_ranks = route
@@ -253,4 +249,14 @@ def _parts_of(index: int, matrix: Matrix, starts: dict[Box, dict[int, int]]) -> 
     rows = [torch.tensor([box[end] for box in starts], dtype=torch.int64) for end in (0, 1)]
     firsts, ends = (torch.searchsorted(matrix.rows.contiguous(), bounds).tolist() for bounds in rows)
     spans = zip(starts.items(), firsts, ends, strict=True)
-    return [_Part(index, box, first, end, ranks) for (box, ranks), first, end in spans if first < end]
+    return [
+        _Part(index, box, first, end, _as_slice(matrix.rows[first:end] - box[0]), ranks)
+        for (box, ranks), first, end in spans
+        if first < end
+    ]
+
+
+def _as_slice(rows: Tensor) -> slice | Tensor:
+    """Returns ascending rows as a slice if they are equally far apart, which copies faster."""
+    first, last, step = int(rows[0]), int(rows[-1]), int(rows[1] - rows[0]) if len(rows) > 1 else 1
+    return slice(first, last + 1, step) if torch.equal(rows, torch.arange(first, last + 1, step)) else rows

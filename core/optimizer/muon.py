@@ -23,30 +23,19 @@ from ..base.errors import ParallelConfigError, warn_once
 from ..comm.host_read import known_on_host
 from ..distributed.groups import whole_group
 from ..distributed.parameter_owner import owner_of
+from . import update_rules as rules
 from .main_params import MainParam
 from .matrices import describe_matrices, matrices_of
 from .matrix_owners import Arrival, MatrixOwners
 from .newton_schulz import MuonRecipe, orthogonalize, recipe_of
 from .optimizer_config import OptimizerConfig
-from .update_rules import (
-    ADAM_STATE,
-    LION_STATE,
-    Columns,
-    Kernel,
-    SkippableRule,
-    count_steps,
-    ensure_state,
-    in_whole_vectors,
-    lion,
-    update_by_adamw,
-)
 
 _MOMENTUM = "momentum_buffer"
 _OWNED = "owned."
 """Prefix of the momentum of a matrix that this rank owns, in the state of its parameter. Its index follows."""
 
 
-class Muon(SkippableRule):
+class Muon(rules.SkippableRule):
     """Muon for groups whose ``optimizer`` is ``"muon"``, AdamW or Lion for the others.
 
     The protocol of a step; every rank that shares the matrices takes part::
@@ -96,7 +85,7 @@ class Muon(SkippableRule):
         num_ranks, num_matrices = self._owners.num_ranks, len(self._matrices)
         if num_ranks > num_matrices:
             warn_once(f"{num_ranks} ranks share Muon's update of {num_matrices} matrices, so that some own none")
-        self.state_names = LION_STATE if is_lion else ADAM_STATE
+        self.state_names = rules.LION_STATE if is_lion else rules.ADAM_STATE
         self.table = describe_matrices(reasons, config.muon_scalar_optimizer, self._matrices, self._owners.owners)
         self._owner_holds_momentum = config.muon_momentum_holder == "owners"
         # Whether momentum that owners hold is with the ranks that hold the elements instead. `share_state` sets it,
@@ -119,13 +108,13 @@ class Muon(SkippableRule):
         self._may_skip = skips is None
         for group in self.param_groups:
             if group["optimizer"] == "adam":
-                update_by_adamw(self, group)
+                rules.update_by_adamw(self, group)
                 continue
-            counted = count_steps(self, group["params"])
+            counted = rules.count_steps(self, group["params"])
             if group["optimizer"] == "lion" and skips != 1.0:
                 params = [p for batch in counted.values() for p in batch]
-                rows = [[p, p.grad, ensure_state(self, p, LION_STATE)["exp_avg"]] for p in params]
-                self._run(partial(lion, group), rows, written=(0, 2))
+                rows = [[p, p.grad, rules.ensure_state(self, p, rules.LION_STATE)["exp_avg"]] for p in params]
+                self._run(partial(rules.lion, group), rows, written=(0, 2))
         if skips == 1.0:
             return
         self._take_momenta()
@@ -150,7 +139,7 @@ class Muon(SkippableRule):
             return self._owners.start_bringing(bucket, flat, self._dtype)
         updates = {param: torch.zeros_like(p, memory_format=torch.contiguous_format) for param, p in mains.items()}
         rows = [
-            [grads[param], ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM], updates[param]]
+            [grads[param], rules.ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM], updates[param]]
             for param, p in mains.items()
             if p.grad is not None and p.numel()
         ]
@@ -187,7 +176,7 @@ class Muon(SkippableRule):
         for factors, same in rows.items():
             self._run(partial(_descend, *factors), same, written=(0,))
 
-    def _run(self, kernel: Kernel, rows: list[list[Tensor]], written: tuple[int, ...]) -> None:
+    def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], written: tuple[int, ...]) -> None:
         """Runs `kernel` over columns of tensors, and restores those that it has written if the device skips the step.
 
         Args:
@@ -197,7 +186,7 @@ class Muon(SkippableRule):
             return
         targets = [row[column] for row in rows for column in written]
         before = [target.clone() for target in targets] if self._may_skip else []
-        in_whole_vectors(kernel, rows)
+        rules.in_whole_vectors(kernel, rows)
         for target, old in zip(targets, before, strict=False):
             torch.where(self.found_inf.to(target.device).bool(), old, target, out=target)  # type: ignore[union-attr]
 
@@ -230,10 +219,10 @@ class Muon(SkippableRule):
     def _momenta(self, bucket: int) -> dict[int, Tensor]:
         """Returns this rank's elements of the momentum of a bucket's parameters, which is made where it is absent."""
         mains = {param: self._mains[param] for param in self._owners.buckets[bucket]}
-        return {param: ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM].view(-1) for param, p in mains.items()}
+        return {param: rules.ensure_state(self, p, (_MOMENTUM,))[_MOMENTUM].view(-1) for param, p in mains.items()}
 
 
-def _advance(recipe: MuonRecipe, columns: Columns) -> None:
+def _advance(recipe: MuonRecipe, columns: rules.Columns) -> None:
     grads, momenta, updates = columns
     torch._foreach_lerp_(momenta, grads, 1 - recipe.momentum)
     if not recipe.nesterov:
@@ -243,7 +232,7 @@ def _advance(recipe: MuonRecipe, columns: Columns) -> None:
         torch.lerp(grad, momentum, recipe.momentum, out=update)  # without a copy first
 
 
-def _descend(keep: float, step: float, columns: Columns) -> None:
+def _descend(keep: float, step: float, columns: rules.Columns) -> None:
     params, updates = columns
     torch._foreach_mul_(params, keep)
     torch._foreach_add_(params, updates, alpha=-step)

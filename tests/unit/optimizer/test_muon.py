@@ -409,6 +409,7 @@ def test_settings_without_a_preset_replace_moonlights():
     recipe = newton_schulz.recipe_of(_config(muon_scale_mode="shape_scaling", muon_momentum=0.9))
     assert (recipe.scale_mode, recipe.momentum, recipe.extra_scale_factor) == ("shape_scaling", 0.9, 0.2)
     assert recipe.adds_eps and recipe.nesterov
+    assert newton_schulz.recipe_of(_config(muon_momentum=0.0)).momentum == 0.0  # not the preset's
 
 
 def test_state_of_torch_is_that_of_every_preset():
