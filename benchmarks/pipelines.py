@@ -132,7 +132,7 @@ def report_bubble(rounds: int) -> None:
 def step_of(
     wrapper: str, virtual: int | None, micro_batches: int, pp: int = 2
 ) -> tuple[Callable[[], None], list[Any]]:
-    """Returns a step without an update, and the wrappers of this rank's stages."""
+    """Returns a step, and the wrappers of this rank's stages."""
     from core import parallel_state
     from core.distributed import (
         DistributedDataParallelConfig,
@@ -141,6 +141,7 @@ def step_of(
         wrap_model,
     )
     from core.models.gpt import GPTModel
+    from core.optimizer import OptimizerConfig, get_megatron_optimizer
     from core.pipeline_parallel import get_forward_backward_func
     from core.transformer.pipeline_stages import pipeline_stage
 
@@ -164,6 +165,7 @@ def step_of(
             vp_stage=turn,
         )
         chunks.append(wrap_model(model, config, ddp_config))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1e-3, clip_grad=0.0), chunks)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
 
     def forward_step(data: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -180,6 +182,7 @@ def step_of(
             seq_length=LENGTH,
             micro_batch_size=BATCH,
         )
+        optimizer.step()
 
     return step, chunks
 
@@ -246,10 +249,10 @@ def collectives_counted() -> Iterator[Counter[str]]:
     replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
     collective = record.CollectiveRecord.collective
 
-    def counted(self: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
-        if list(self.ranks) == replicas:
+    def counted(self: Any, kind: str, what: str, *args: Any, **kwargs: Any) -> Any:
+        if list(self.ranks) == replicas and what != "the gradient norm":
             counts[kind] += 1
-        return collective(self, kind, *args, **kwargs)
+        return collective(self, kind, what, *args, **kwargs)
 
     record.CollectiveRecord.collective = counted  # type: ignore[method-assign]
     try:

@@ -28,7 +28,7 @@ from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
-from tests.functional._runs import ddp_config
+from tests.functional._runs import ddp_config, in_precision
 
 VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
 SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
@@ -53,6 +53,8 @@ class Case:
     """More of the model's config."""
     freeze: tuple[str, ...] = ()
     lora: int | None = None
+    precision: str = "fp32"
+    """``fp16`` has a dynamic loss scale that starts too high, so that steps are skipped."""
     packed: bool = False
     """Each sequence holds two documents, which do not see each other."""
 
@@ -92,6 +94,7 @@ class Case:
             attention_dropout=0.0,
             init_method_std=0.2,
             calculate_per_token_loss=self.per_token,
+            **({} if self.precision == "fp32" else {self.precision: True}),
             **dict(self.fields),
             **({} if is_serial else cut | {"sequence_parallel": self.tp > 1}),
         )
@@ -159,9 +162,12 @@ def train_on_stages(case: Case) -> Curve:
     models = [build(case, vp_stage=turn) for turn in turns]
     freeze_parameters(models, case.freeze)
     chunks = wrapped(models, case.wrapper)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), chunks)
+    fields = {"fp16": {"fp16": True, "initial_loss_scale": 2.0**18, "hysteresis": 1}, "bf16": {"bf16": True}}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD, **fields.get(case.precision, {})), chunks)
     curve = Curve([], [], {})
     for step in range(STEPS):
+        for chunk in chunks:
+            chunk.config.grad_scale_func = optimizer.scale_loss
         train_step(case, chunks, step, curve)
         _, norm, _ = optimizer.step()
         curve.grad_norms.append(norm)
@@ -221,7 +227,7 @@ def export_from_stages(case: Case, folder: Path) -> tuple[list[tuple[str, torch.
 
 
 def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:
-    return [wrap_model(model, model.config, ddp_config(wrapper)) for model in models]
+    return [wrap_model(in_precision(model, wrapper), model.config, ddp_config(wrapper)) for model in models]
 
 
 def train_step(case: Case, chunks: list[_BaseDataParallel], step: int, curve: Curve) -> None:

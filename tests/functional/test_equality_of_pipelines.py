@@ -54,6 +54,25 @@ LONG = [  # torch's interleaved stages take no 5 or 7 micro-batches over two ran
 ]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fsdp2", precision="bf16"),
+        Case("zero2", vpp=2, precision="fp16", fields=EXPERTS),
+        pytest.param(Case("zero3", precision="fp16"), marks=pytest.mark.long),
+        pytest.param(Case("ddp", precision="bf16", vpp=2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_low_precision_equals_one_stage(case: Case):
+    """Hidden states travel in the compute dtype, and all stages skip the same steps."""
+    alone = replace(case, pp=1, vpp=None, schedule=None)
+    (expected,), found = run_distributed(train_on_stages, 1, alone), run_distributed(train_on_stages, 2, case)[0]
+    assert (None in expected.grad_norms[:-1]) == (case.precision == "fp16") and expected.grad_norms[-1] is not None
+    assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
+    assert [name for name in found.weights if not torch.equal(found.weights[name], expected.weights[name])] == []
+
+
 @pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
 def test_pipeline_stages_equal_one_process(case: Case):
     expected, found = serial(case), run_distributed(train_on_stages, case.ranks, case)[0]
