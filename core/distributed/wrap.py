@@ -38,13 +38,15 @@ def wrap_model(
         sub_modules_to_wrap: classes of units.
         disable_bucketing: as in the wrappers.
     """
-    common: dict[str, Any] = {
-        "process_group": process_group,
-        "pg_collection": pg_collection,
-        "disable_bucketing": disable_bucketing,
-    }
-    wrapper = _WRAPPERS[ddp_config.engine]
-    return wrapper(config, ddp_config, module, sub_modules_to_wrap=sub_modules_to_wrap, **common)
+    return _WRAPPERS[ddp_config.engine](
+        config,
+        ddp_config,
+        module,
+        sub_modules_to_wrap=sub_modules_to_wrap,
+        process_group=process_group,
+        pg_collection=pg_collection,
+        disable_bucketing=disable_bucketing,
+    )
 
 
 _WRAPPERS: dict[Engine, Callable[..., _BaseDataParallel]] = {

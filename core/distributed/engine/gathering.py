@@ -60,17 +60,23 @@ class ParameterGathering:
 
     # ---- calls of modules
 
-    def before_call(self, unit: Unit) -> None:
-        """Gathers a unit before a module of it runs its forward or another method."""
+    def before_call(self, unit: Unit, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Gathers a unit before a module of it runs its forward or another method. Returns inputs that are cast."""
         if unit is self._root and not unit.running and current_backward() == NO_BACKWARD:
             self._order.begin()
         unit.running += 1
         self.ensure_gathered(unit)
         if unit.saved is not None:
             unit.saved.begin()
+        precision = unit.plan.precision
+        dtype = precision.param_dtype if precision.cast_forward_inputs else None
+        return None if dtype is None else (_cast(args, dtype), _cast(kwargs, dtype))
 
-    def after_call(self, unit: Unit, output: Any) -> None:
-        """Ends a call, which returned `output` or raised (None). Makes backward through `output` gather the unit."""
+    def after_call(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> Any:
+        """Ends a call, which returned `output` or raised (None). Makes backward through `output` gather the unit.
+
+        Returns outputs that are cast.
+        """
         unit.running = max(unit.running - 1, 0)
         has_ended = not unit.running and current_backward() == NO_BACKWARD
         self._order.leave(unit, output)
@@ -86,6 +92,13 @@ class ParameterGathering:
                 watch_outputs(output, partial(self.ensure_gathered, unit))
         elif has_ended and not self._root.running:
             self.settle()  # nothing else would free it before the next forward
+        dtype = unit.plan.precision.output_dtype
+        return None if dtype is None else _cast(output, dtype)
+
+    def before_state_dict(self, *unused: Any) -> None:
+        """Hides gathered parameters, so that a state dict has this rank's shards."""
+        if not self._root.running:
+            self.settle()
 
     # ---- the whole model
 
@@ -188,41 +201,15 @@ def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGa
     (root,) = plan.units[-1].modules
     members = [module for planned in plan.units[:-1] for module in planned.modules]
     methods = find_forward_methods(root, members, plan.forward_methods)
-    shows_ranges = WrapperHook(_CallHooks(units[-1], gathering).before_state_dict)
     for module in root.modules():
-        module.register_state_dict_pre_hook(shows_ranges)
+        module.register_state_dict_pre_hook(WrapperHook(gathering.before_state_dict))
     for unit in units:
-        around = _CallHooks(unit, gathering)
+        before, after = partial(gathering.before_call, unit), partial(gathering.after_call, unit)
         for module in unit.plan.modules:
-            module.register_forward_pre_hook(WrapperHook(around.before), prepend=True, with_kwargs=True)
-            module.register_forward_hook(WrapperHook(around.after), always_call=True)
+            module.register_forward_pre_hook(WrapperHook(before), prepend=True, with_kwargs=True)
+            module.register_forward_hook(WrapperHook(after), always_call=True)
             for name in methods.get(module, ()):
-                setattr(module, name, enclose(getattr(module, name), around.before, around.after))
-
-
-class _CallHooks:
-    """Hooks of one unit's modules."""
-
-    def __init__(self, unit: Unit, gathering: ParameterGathering) -> None:
-        precision = unit.plan.precision
-        # Dtypes that arguments and results are cast to, None for no cast; fixed.
-        self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
-        self._outputs = precision.output_dtype
-        # Both fixed.
-        self._unit, self._gathering = unit, gathering
-
-    def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._gathering.before_call(self._unit)
-        return None if self._inputs is None else (_cast(args, self._inputs), _cast(kwargs, self._inputs))
-
-    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
-        self._gathering.after_call(self._unit, output)
-        return None if self._outputs is None else _cast(output, self._outputs)
-
-    def before_state_dict(self, *unused: Any) -> None:
-        """Hides gathered parameters, so that a state dict has this rank's shards."""
-        if not self._unit.running:
-            self._gathering.settle()
+                setattr(module, name, enclose(getattr(module, name), before, after))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
