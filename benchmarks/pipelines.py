@@ -64,7 +64,7 @@ class Sleeping(torch.nn.Module):
 
     def __init__(self, config: Any, share: float) -> None:
         super().__init__()
-        self.config, self.share, self.hidden = config, share, torch.zeros(1, 1, 1)
+        self.config, self.share, self.hidden = config, share, torch.zeros(1, 1, 4)
         self.weight = torch.nn.Parameter(torch.ones(1))
 
     def set_input_tensor(self, hidden: list[torch.Tensor]) -> None:

@@ -163,7 +163,8 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
     widths += model.num_expert_layers * of_experts
     mlps = model.hidden_size * widths * (3 if model.gated_linear_unit else 2)
     parameters = vocab_size * model.hidden_size + model.num_layers * attention + mlps
-    pieces = dist.get_world_size() if config.ddp.shards_parameters else model.tensor_model_parallel_size
+    of_model = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    pieces = dist.get_world_size() if config.ddp.shards_parameters else of_model
     needed, there = 4 * parameters // pieces, device.memory_bytes()
     if needed > there:
         raise ConfigError(

@@ -60,9 +60,10 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True, 
     """
     optimizer = state.optimizer.state_tensors()
     masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
-    model = unwrap_model(state.model)
+    models = [unwrap_model(stage) for stage in state.chunks]
+    model = models[0]
     # Load fp32 masters instead of the parameters that are rounded from them, as in a checkpoint.
-    targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(model).items()}
+    targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(models).items()}
     line = NO_HASHES.format(folder)
     if is_hugging_face(folder):
         load_hugging_face(model, folder, targets=targets, upcycle=upcycle)

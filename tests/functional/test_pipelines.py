@@ -57,6 +57,12 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
     resumed = _run(tmp_path / "resumed", corpus, *untied, "--load", str(tmp_path / "staged" / "iter_0000002"), ranks=1)
     assert [resumed[step]["loss"] for step in (3, 4, 5, 6)] == [alone[step]["loss"] for step in (3, 4, 5, 6)]
     assert resumed[6]["weights_hash"] == alone[6]["weights_hash"]
+    again = ("--pretrained-checkpoint", str(tmp_path / "alone"), "--train-iters", "2")
+    started, staged = (
+        _run(tmp_path / f"again{ranks}", corpus, *untied, *again, *flags, ranks=ranks)
+        for ranks, flags in ((1, ()), (2, virtual))
+    )
+    assert {name: staged[2].get(name) for name in COMPARED} == {name: started[2].get(name) for name in COMPARED}
 
 
 @pytest.mark.parametrize("case", [Case("zero3", dp=2, tied=True), Case("fsdp2", vpp=2, tied=True)], ids=str)
