@@ -127,12 +127,15 @@ class _Messages(dist.Work):
 
     def __init__(self, messages: Sequence[dist.Work], output: Tensor) -> None:
         super().__init__()
-        # The memory of a running gather, owned here until `wait`, which drops both; waiting again does nothing.
-        self._messages, self._output = messages, [output]
+        # The memory of a running gather, owned here until `wait`, which drops both; waiting again does nothing. After
+        # an error it raises again: gloo would wait for ever for a message that has been waited for.
+        self._messages, self._output = list(messages), [output]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        _wait_for(self._messages)
-        self._messages, self._output = (), []
+        while self._messages:
+            self._messages[0].wait()
+            del self._messages[0]
+        self._output = []
         return True
 
 

@@ -45,6 +45,16 @@ def comm_lane(device: torch.device, number: int = 0) -> CommLane:
     return _lane(device, number)
 
 
+def wait_for_lanes() -> None:
+    """Waits until the threads of this process's lanes are idle, whether their tasks failed or not."""
+    for lane in _threads:
+        lane.wait_until_idle()
+
+
+_threads: list[_ThreadLane] = []
+"""The lanes that are threads, in the order of their creation. `_ThreadLane` adds itself."""
+
+
 # Never cleared: there is one lane for each device and number, and its thread or stream lives as long as the process.
 @functools.cache
 def _lane(device: torch.device, number: int) -> CommLane:
@@ -64,7 +74,7 @@ class _Task(Handle):
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
-    def has_ended_within(self, seconds: float) -> bool:
+    def has_ended_within(self, seconds: float | None) -> bool:
         return self._ended.wait(seconds)
 
     def execute(self) -> None:
@@ -91,6 +101,11 @@ class _ThreadLane(CommLane):
         self._thread: threading.Thread | None = None
         # The last task submitted, or None. `submit` sets it. The lane is idle once this task has ended.
         self._last: _Task | None = None
+        _threads.append(self)
+
+    def wait_until_idle(self) -> None:
+        if self._last is not None:
+            self._last.has_ended_within(None)
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:

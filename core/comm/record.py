@@ -131,6 +131,11 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
     return record
 
 
+def call_counts() -> dict[str, tuple[int, bool]]:
+    """Returns, for each group by name, the number of this rank's calls, and whether one has not ended."""
+    return {record.group_name: (record.num_calls, record.first_unfinished() is not None) for record in _live_records()}
+
+
 def is_recording() -> bool:
     """Returns whether collectives are recorded. Reads ``SHARDSTACK_RECORD_COLLECTIVES`` at each call."""
     return os.environ.get("SHARDSTACK_RECORD_COLLECTIVES", "1") != "0"

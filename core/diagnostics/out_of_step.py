@@ -55,6 +55,16 @@ def is_failure_of_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _BACKEND_FAILED.search(str(error)) is not None
 
 
+_deferred: list[bool] = []
+"""Holds an entry while failures of collectives are not explained. `defer_explanations` sets and clears it."""
+
+
+def defer_explanations(deferred: bool) -> None:
+    """Sets whether failures of collectives are raised as they are: where a lost rank is their likely cause, which
+    a launcher names, nobody waits for the answers of others."""
+    _deferred[:] = [True] if deferred else []
+
+
 def raise_out_of_step(error: BaseException, call: Collective | None = None) -> None:
     """Explains the failure of a collective. Returns if `error` is something else.
 
@@ -64,7 +74,7 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
     Raises:
         OutOfStepError: from `error`.
     """
-    if not is_failure_of_backend(error):
+    if _deferred or not is_failure_of_backend(error):
         return
     if call is None:
         raise OutOfStepError(_message_without_record(error)) from error

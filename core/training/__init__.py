@@ -6,10 +6,11 @@
     train_step          one optimizer step, and one validation
     state               everything that changes with a step; checks what a checkpoint says about its run
     checkpointing       saves and loads the state of a run
+    recovery            copies a run's state to memory after each step, and continues from it after a lost rank
     loop                the steps of a run, with StopRequest (launch.signals)
     run_log, log_file   write the log of a run
     memory_profile      measures memory over one step by category, and draws it
-    launch/             starts ranks on one machine, and reports failures of several ranks
+    launch/             starts ranks on one machine, keeps the survivors of a lost rank, and reports failures
 
 ``examples/gpt/pretrain_gpt.py`` shows the order in which a run uses them.
 """

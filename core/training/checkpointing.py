@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,8 +62,17 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if it failed on one.
     """
-    rng, tensors = packed_rng_state(), state_tensors(state)
+    tensors, metadata = run_state(state, config)
     folder = checkpoint_directory(root, state.iteration)
+    metadata[FINITE] = _all_finite(tensors)
+    write = save if saver is None else saver.save
+    write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
+    return folder
+
+
+def run_state(state: TrainingState, config: PretrainConfig) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns all that a checkpoint holds of a run: the tensors of this rank, and the metadata."""
+    rng, tensors = packed_rng_state(), state_tensors(state)
     metadata = {
         "iteration": state.iteration,
         "consumed_samples": state.consumed_samples,
@@ -74,13 +84,9 @@ def save_checkpoint(
         "rng_bytes": rng.numel(),
         "layout": rank_layout(),
         "sample_order": dict(state.sample_order),
-        FINITE: _all_finite(tensors),
         SKIPPED: state.skipped_steps,
     }
-    write = save if saver is None else saver.save
-    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": rng}
-    write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
-    return folder
+    return tensors | {f"{_RNG_NAMES}rank{dist.get_rank()}": rng}, metadata
 
 
 def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:

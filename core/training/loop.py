@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +18,11 @@ from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
 from .config import PretrainConfig
 from .data import Batch, RunData, open_batches
+from .launch.generations import current_generation, report_step
 from .launch.signals import StopRequest
 from .log_file import Stopwatch
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
+from .recovery import StepCopies
 from .run_log import RunLog
 from .state import TrainingState
 from .train_step import RunningStep, evaluate, train_step
@@ -81,16 +84,21 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         RunLog(config, folder, state.iteration, enabled=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
         _batches(state, config, data) as batches,
+        StepCopies(state, config) as copies,
     ):
         skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
-        log.model(state.model, num_microbatches)
-        if table := state.optimizer.describe():
-            log.message(table)
+        generation = current_generation()
+        if generation is None or not generation.lost:
+            log.model(state.model, num_microbatches)
+            if table := state.optimizer.describe():
+                log.message(table)
+        begun_at = state.iteration
         profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
         reporter = _Reporter(state, log, writer, skipped)
         while state.iteration < last and not stop:
+            step_begun = time.monotonic()
             step = partial(
                 train_step,
                 state.chunks,
@@ -100,6 +108,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 num_microbatches,
                 stop_requested=request.requested or writer.failed,
                 seeds=None if state.model.plan.tree is None else _seeds(state, config),
+                before_update=copies.wait,
             )
             if state.iteration + 1 == profiled and folder is not None:
                 running = _profiled(step, state, folder, log)
@@ -113,8 +122,11 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             is_last = state.iteration == last
             validates = data.valid is not None and (is_last or _is_due(state.iteration, config.run.eval_interval))
             saves = folder is not None and (is_last or _is_due(state.iteration, config.checkpoint.save_interval))
-            if stop or validates or saves or is_last:
+            if stop or validates or saves or is_last or copies.are_kept:
                 stop = reporter.finish() or stop
+            copies.start()
+            if generation is not None and generation.lost and state.iteration == begun_at + 1:
+                log.lost_rank(state.iteration, generation, time.time() - generation.lost_at)
             stop &= not is_last
             if data.valid is not None and validates and not stop:
                 with open_batches(data.valid, config) as validation:
@@ -123,6 +135,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 log.validation(state.iteration, validation_loss)
             if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
+            report_step(state.iteration, time.monotonic() - step_begun)
             reporter.restart_watch()  # exclude the time of validation and saving
     return Outcome(
         iteration=state.iteration,

@@ -17,6 +17,7 @@ from ..base.errors import CheckpointError, import_extra
 from ..base.files import make_folders, write_durably
 from ..distributed import _BaseDataParallel
 from .config import PretrainConfig
+from .launch.generations import Generation
 from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
 from .train_step import StepResult
 
@@ -132,6 +133,13 @@ class RunLog:
         if self.enabled:
             self._write({"step": iteration, "validation_loss": loss})
             self.message(f"iteration {iteration}: validation loss {loss:.4f}")
+
+    def lost_rank(self, iteration: int, generation: Generation, seconds: float) -> None:
+        """Writes which rank was lost before the step that ends here, and the seconds from its loss to now."""
+        if self.enabled:
+            ranks = generation.world_size
+            self._write({"step": iteration, "lost": generation.lost, "recovery_s": seconds, "ranks": ranks})
+            self.message(f"iteration {iteration}: {generation.lost}; {seconds:.1f} s later on {ranks} ranks")
 
     def message(self, text: str) -> None:
         """Shows a line above the progress bar."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -124,6 +124,7 @@ def train_step(
     *,
     stop_requested: bool = False,
     seeds: MicroBatchSeeds | None = None,
+    before_update: Callable[[], None] | None = None,
 ) -> RunningStep:
     """Queues one optimizer step in Megatron-LM's order. All ranks call it together.
 
@@ -145,6 +146,7 @@ def train_step(
             not there (`DeviceBatches`).
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.
+        before_update: called before the step's last collective of all ranks and its update.
     """
     chunks = _chunks(model)
     model = chunks[0]
@@ -185,6 +187,8 @@ def train_step(
                 with model.no_sync() if i < num_microbatches - 1 else nullcontext():
                     run(model, 0).backward()
         finalize_model_grads(chunks, num_tokens if per_token else None)
+        if before_update is not None:
+            before_update()
 
         # Queued before the update: behind it, it would wait for the parameters that ranks exchange after it.
         weight = num_tokens if per_token else torch.ones_like(loss_sum)

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,12 +34,14 @@ from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint
-from core.training.config import PretrainConfig, sequence_multiple
+from core.training.config import PretrainConfig, sequence_multiple, validate
 from core.training.config.arguments import parse_arguments
 from core.training.data import RunData, load_data
 from core.training.initialize import initialize
 from core.training.launch.entry import environment_restart_count, run_command
+from core.training.launch.generations import generations
 from core.training.loop import Outcome, train
+from core.training.recovery import load_newest_copy
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
@@ -79,6 +82,12 @@ PROMPT = "def "
 
 def main(arguments: Sequence[str]) -> None:
     config = parse_arguments(arguments, DEFAULTS, description=__doc__, name="pretrain_gpt.py")
+    for generation in generations(partial(validate, config)):  # one, unless the launcher keeps survivors of lost ranks
+        with generation:
+            run(config)
+
+
+def run(config: PretrainConfig) -> None:
     initialize(config)
     config = name_run_folder(config)
     check_output_folders(config)
@@ -107,7 +116,9 @@ def pretrain(config: PretrainConfig) -> None:
         sample_order=data.sample_order,
     )
     verify = config.checkpoint.verify_checkpoint
-    if config.checkpoint.load is not None:
+    if load_newest_copy(state, config) is not None:
+        say(f"continuing from iteration {state.iteration} in memory")
+    elif config.checkpoint.load is not None:
         say(load_checkpoint(state, config, config.checkpoint.load, fall_back=environment_restart_count() > 0))
     elif config.checkpoint.pretrained_checkpoint is not None:
         folder, given = config.checkpoint.pretrained_checkpoint, config.checkpoint

@@ -262,13 +262,13 @@ def _decode_tensor(name: str, value: Any) -> TensorEntry:
     return TensorEntry(DTYPES[dtype], as_sizes(value["shape"]), tuple(pieces))
 
 
-def _hash_text(value: int | None) -> str:
-    if value is None:
-        raise CheckpointError("a piece without a hash cannot be described")
-    return f"{value:016x}"
+def _hash_text(value: int | None) -> str | None:
+    return None if value is None else f"{value:016x}"
 
 
-def _hash_value(name: str, text: Any) -> int:
+def _hash_value(name: str, text: Any) -> int | None:
+    if text is None:  # of a copy in memory (`host_copies`)
+        return None
     valid = isinstance(text, str) and _HASH.fullmatch(text) is not None
     expect(valid, f"tensor {brief(name)} has {brief(text)} where a hash of 16 hexadecimal digits should be")
     return int(text, 16)

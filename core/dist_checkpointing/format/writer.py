@@ -103,7 +103,20 @@ def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
     return planned
 
 
-_ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = 64
+"""Each piece begins at a multiple of it in its file."""
+
+
+def joined(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
+    """Returns each tensor with the pieces of all ranks, and the bytes of each file."""
+    tensors: dict[str, TensorEntry] = {}
+    file_bytes: dict[str, int] = {}
+    for name, entry in (named for of_rank in of_ranks for named in of_rank.items()):
+        earlier = tensors[name].pieces if name in tensors else ()
+        tensors[name] = dataclasses.replace(entry, pieces=earlier + entry.pieces)
+        for piece in entry.pieces:
+            file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+    return tensors, file_bytes
 
 
 class RawWriter:
@@ -159,13 +172,7 @@ class RawWriter:
 
     def finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[Path]:
         """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
-        tensors: dict[str, TensorEntry] = {}
-        file_bytes: dict[str, int] = {}
-        for name, entry in (named for of_rank in of_ranks for named in of_rank.items()):
-            earlier = tensors[name].pieces if name in tensors else ()
-            tensors[name] = dataclasses.replace(entry, pieces=earlier + entry.pieces)
-            for piece in entry.pieces:
-                file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+        tensors, file_bytes = joined(of_ranks)
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
         write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
@@ -199,7 +206,7 @@ def _check_written(path: Path, pieces: Sequence[Piece], tensors: Sequence[Tensor
 
 def _append(stream: io.BufferedWriter, tensor: Tensor) -> tuple[int, int]:
     """Appends the tensor's bytes. Returns their start in the file and their number."""
-    start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    start = -(-stream.tell() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     stream.seek(start)
     data = _bytes_of(tensor)
     stream.write(data.data)

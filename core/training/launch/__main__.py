@@ -6,7 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ...base.errors import ConfigError
+from .entry import USER_ERROR_STATUS
+from .processes import say
 from .ranks import run_ranks
+from .supervisor import POLICIES, LostRankPolicy
 
 _DESCRIPTION = "Starts a program's ranks on this machine."
 
@@ -14,7 +18,17 @@ _DESCRIPTION = "Starts a program's ranks on this machine."
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
     options = _parse(arguments)
-    return run_ranks(options.nproc_per_node, [options.script, *options.arguments], max_restarts=options.max_restarts)
+    policy = None
+    if options.on_lost_rank != "restart":
+        policy = LostRankPolicy(
+            kind=options.on_lost_rank, limit_s=options.lost_rank_timeout, spares=options.spare_processes
+        )
+    command = [options.script, *options.arguments]
+    try:
+        return run_ranks(options.nproc_per_node, command, max_restarts=options.max_restarts, policy=policy)
+    except ConfigError as error:
+        say(f"error: {error}")
+        return USER_ERROR_STATUS
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -26,6 +40,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=0,
         help="how many times to start all ranks again after a failure; 0 by default",
     )
+    parser.add_argument(
+        "--on-lost-rank",
+        choices=POLICIES,
+        default="restart",
+        help="when a rank dies or hangs: end all ranks, and start them again if --max-restarts allows; or keep the "
+        "others, and replace it; or keep the others, and go on with fewer. The last two need a program of generations",
+    )
+    parser.add_argument(
+        "--lost-rank-timeout",
+        type=float,
+        default=600.0,
+        help="seconds without a step after which a rank that holds up the others is killed; 600 by default",
+    )
+    parser.add_argument(
+        "--spare-processes",
+        type=int,
+        default=0,
+        help="processes that wait to take the place of a lost rank; 0 by default",
+    )
     parser.add_argument("script", help="the program that each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
@@ -33,6 +66,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")
     if options.max_restarts < 0:
         parser.error(f"--max-restarts is {options.max_restarts}; it takes zero or a positive number")
+    if options.spare_processes < 0:
+        parser.error(f"--spare-processes is {options.spare_processes}; it takes zero or a positive number")
+    if not options.lost_rank_timeout > 0:
+        parser.error(f"--lost-rank-timeout is {options.lost_rank_timeout}; it takes a positive number of seconds")
+    if options.on_lost_rank == "restart" and options.spare_processes:
+        parser.error("--spare-processes is given without --on-lost-rank replace or shrink, which use them")
     return options
 
 

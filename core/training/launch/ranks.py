@@ -10,19 +10,19 @@ only. Several machines need ``torchrun`` or Slurm.
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from . import signals as signal_handling
 from .entry import RUN_STARTED, USER_ERROR_STATUS
+from .generations import LAUNCHER_FD
+from .processes import Process, how_it_ended, kill, say, start_rank
 from .signals import SignalCount
+from .supervisor import LostRankPolicy, Supervisor, memory_for_copies
 
 GRACE_S = 5.0
 """Time for the other ranks to end by themselves after one has failed."""
@@ -31,40 +31,41 @@ SECOND_SIGNAL_GRACE_S = 1.0
 """Time for ranks to end after a second signal: a rank that waits for another one cannot react."""
 
 _POLL_S = 0.05
-_HINTS = {
-    signal.SIGKILL: " (by the system, where memory ran out, or by a person)",
-    signal.SIGBUS: " (a file that it had mapped became shorter, or the disk of shared memory is full)",
-}
 
 
-def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> int:
+def run_ranks(
+    num_ranks: int, command: list[str], *, max_restarts: int = 0, policy: LostRankPolicy | None = None
+) -> int:
     """Runs ranks of this Python with a command line that begins with a script or ``-m module``.
 
     Args:
         max_restarts: how many times to start all ranks again after a failure, except for a user's mistake (status 2)
             and a signal to the launcher. Ranks see TORCHELASTIC_RESTART_COUNT, as under ``torchrun``.
+        policy: how survivors of a lost rank go on in their processes. None: all ranks end.
 
     Returns:
         the exit status: 0, or that of the first rank to fail.
     """
     started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
-    with SignalCount() as signals:
+    supervisor = Supervisor(policy) if policy is not None else None
+    with SignalCount() as signals, memory_for_copies(needed=policy is not None) as copies:
         for restarts in range(max_restarts + 1):
             environment = {
                 "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
                 "TORCHELASTIC_RESTART_COUNT": str(restarts),
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
                 RUN_STARTED: started,
+                **copies,
             }
-            status, reason = _run_once(num_ranks, command, environment, signals)
+            status, reason = _run_once(num_ranks, command, environment, signals, supervisor)
             if status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
                 break
-            _say(
+            say(
                 f"{reason or 'the ranks failed'}; starting them again, to continue from the last good "
                 f"checkpoint (restart {restarts + 1} of {max_restarts})"
             )
     if reason:
-        _say(reason)
+        say(reason)
     return status
 
 
@@ -72,26 +73,37 @@ _Ended = tuple[int, str]
 """Exit status, and why the ranks ended, if they could not print it themselves, or empty."""
 
 
-def _run_once(num_ranks: int, command: list[str], environment: dict[str, str], signals: SignalCount) -> _Ended:
+def _run_once(
+    num_ranks: int,
+    command: list[str],
+    environment: dict[str, str],
+    signals: SignalCount,
+    supervisor: Supervisor | None = None,
+) -> _Ended:
     """Starts all ranks and waits until the last one has ended."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         common = _common_environment(num_ranks, port) | environment
         # Serve the store on a socket that is open before any rank starts, so that no other program can take the port.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    guard = [sys.executable, "-I", signal_handling.__file__, str(os.getpid())]
-    ranks = [
-        subprocess.Popen(
-            [*guard, sys.executable, *command],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on
-        )
-        for rank in range(num_ranks)
-    ]
+
+    def start(rank: int, fd: int | None = None) -> Process:
+        place = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if fd is None:
+            return start_rank(command, place)
+        return start_rank(command, place | {LAUNCHER_FD: str(fd)}, (fd,))
+
+    ranks: Sequence[Process] = []
     try:
-        return _wait(ranks, signals)
+        if supervisor is None:
+            ranks = [start(rank) for rank in range(num_ranks)]
+        else:
+            ranks = supervisor.watch(num_ranks, start, signals)
+        return wait_for_all(ranks, signals)
     finally:
-        _kill(ranks)
+        kill(ranks)
+        if supervisor is not None:
+            supervisor.close()
         del store
 
 
@@ -111,7 +123,7 @@ def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
     return common | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], signals: SignalCount) -> _Ended:
+def wait_for_all(ranks: Sequence[Process], signals: SignalCount) -> _Ended:
     """Waits for all ranks. After one has failed, ends the others after a grace period."""
     deadline = float("inf")
     first: tuple[int, int] | None = None
@@ -126,7 +138,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], signals: SignalCount) -> _Ended:
             for process in ranks:
                 process.send_signal(signals.sent)
         if time.monotonic() > deadline or signals.count > 2:
-            _kill(ranks)
+            kill(ranks)
             break
         time.sleep(_POLL_S)
     first = first or _first_failure(ranks)
@@ -138,25 +150,11 @@ def _wait(ranks: list[subprocess.Popen[bytes]], signals: SignalCount) -> _Ended:
     if signals.ended_by(code):
         return 128 + signals.number, f"ended by {signals.name} before there was anything to save"
     if code < 0:
-        ended_by = signal.Signals(-code)
-        return 128 - code, f"rank {rank} was ended by {ended_by.name}{_HINTS.get(ended_by, '')}"
+        return 128 - code, how_it_ended(rank, code)
     return code, ""
 
 
-def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Kills the ranks that have not ended, with the processes that they started."""
-    for process in ranks:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # of its own session, and not reaped: the group exists
-            process.wait()
-
-
-def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+def _first_failure(ranks: Sequence[Process]) -> tuple[int, int] | None:
     failed = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
     # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
     return min(failed, key=lambda item: item[1], default=None)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -1,0 +1,292 @@
+"""Keeps a rank's process when another rank is lost: its program runs again, in groups of the ranks that are left.
+
+    for generation in generations():
+        with generation:
+            main()                    # joins the process group, loads the newest state, trains
+
+Under a launcher that keeps survivors (``--on-lost-rank replace`` or ``shrink``) a rank that is lost ends the block on
+all others: the launcher announces the next generation, a thread closes this process's connections to other ranks, so
+that any collective that waits raises, the block's error is dropped with the process group, and the block begins again
+with the variables ``RANK`` and ``WORLD_SIZE`` of its new place. Under another launcher, or none, the block runs once.
+
+`shutdown` on a socket is what frees a collective of gloo that waits: `abort` and `shutdown` of a process group do not.
+It also reaches collectives inside torch (FSDP2, object collectives), and leaves no thread behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ... import parallel_state
+from ...base import device
+from ...base.errors import ConfigError, OutOfStepError
+from ...comm.lane import wait_for_lanes
+from ...comm.record import call_counts
+from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
+
+LAUNCHER_FD, COPIES_FOLDER = "SHARDSTACK_LAUNCHER_FD", "SHARDSTACK_COPIES_FOLDER"
+"""Environment variables: the open file of the socket to the launcher, and the folder for copies in memory."""
+
+LOST_STATUS = 75
+"""Exit status of a rank that could not leave its generation in time."""
+
+_ANNOUNCEMENT_S = 10.0
+"""How long a rank whose collective failed waits for the launcher to say which rank was lost."""
+_CLOSE_INTERVAL_S = 0.02
+_STORE_AFTER_S = 1.0
+"""When the connection to the store is closed too, for a rank that waits in the store. Torch then logs a trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A rank's place among the ranks that work together until one is lost."""
+
+    number: int
+    """Counts from 0 over all restarts of a launcher."""
+    rank: int
+    """-1: the process waits as a spare."""
+    local_rank: int
+    world_size: int
+    lost: str
+    """Which rank was lost before it, and how. Empty for the first."""
+    lost_at: float
+    """When the launcher saw that (`time.time`). 0 for the first."""
+    policy: str
+    """What survivors do: ``replace`` or ``shrink``."""
+    limit_s: float
+    """Seconds in which a rank has to leave the generation before."""
+
+
+_ALONE = Generation(number=0, rank=0, local_rank=0, world_size=1, lost="", lost_at=0.0, policy="restart", limit_s=0.0)
+
+
+def generations(can_run: Callable[[int], object] | None = None) -> Iterator[AbstractContextManager[Generation]]:
+    """Yields a context manager for each generation of ranks, until the block inside it ends on all ranks.
+
+    Args:
+        can_run: raises ConfigError for a number of ranks that the program cannot run on. None: it takes any number.
+    """
+    if LAUNCHER_FD not in os.environ:
+        yield nullcontext(_ALONE)
+        return
+    if not _launcher:
+        _launcher.append(_Launcher(int(os.environ[LAUNCHER_FD])))
+    while not _launcher[0].is_over:
+        yield _Block(_launcher[0], can_run)
+
+
+def current_generation() -> Generation | None:
+    """Returns this process's generation, or None if its launcher does not keep survivors."""
+    return _launcher[0].current if _launcher else None
+
+
+def copies_root() -> Path | None:
+    """Returns the folder in memory for copies of the run's state, or None if its launcher keeps no survivors."""
+    folder = os.environ.get(COPIES_FOLDER)
+    return Path(folder) if folder and _launcher else None
+
+
+def report_step(iteration: int, seconds: float) -> None:
+    """Tells the launcher that this rank goes on. Without such news for its limit it looks for a rank that hangs."""
+    if _launcher:
+        _launcher[0].tell({"step": iteration, "seconds": seconds})
+
+
+class _Launcher:
+    """This process's end of the socket to the launcher, and the thread that listens to it."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        # Guards what follows. The thread notifies when a place in a generation has come, or the end.
+        self._news = threading.Condition()
+        # The place that the launcher has announced last; the thread sets it. None before the first.
+        self._announced: Generation | None = None
+        # The generation whose block runs, or ran last. `enter` sets it, on the main thread.
+        self.current: Generation | None = None
+        # Whether the main thread is in a block, whose connections the thread may close. `enter` and `leave` set it.
+        self._is_inside = False
+        # Sockets that were there before the block (device and inode), which stay open. `enter` sets it.
+        self._kept: set[tuple[int, int]] = set()
+        # Whether the program has ended on all ranks; never cleared.
+        self.is_over = False
+        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        number = self.current.number if self.current is not None else -1
+        with suppress(OSError):  # the launcher is gone, and this process ends with it
+            self._socket.sendall(json.dumps({"generation": number, **message}).encode() + b"\n")
+
+    def enter(self) -> Generation:
+        """Waits for a place in a generation, and takes it."""
+        with self._news:
+            self._news.wait_for(self._has_place)
+            assigned = self.current = self._announced
+            self._kept = {identity for identity, _ in _connections()}
+            self._is_inside = True
+        if assigned is None:
+            raise RuntimeError("no generation was announced")
+        names = {"RANK": assigned.rank, "LOCAL_RANK": assigned.local_rank, "WORLD_SIZE": assigned.world_size}
+        names |= {"LOCAL_WORLD_SIZE": assigned.world_size, "TORCHELASTIC_RESTART_COUNT": assigned.number}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        return assigned
+
+    def has_ended(self, limit_s: float) -> bool:
+        """Returns whether the launcher has ended the current generation, or does in `limit_s` seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: self.is_over or self._is_outdated(), limit_s)
+
+    def leave(self) -> None:
+        """Says that the block has ended. From here on the thread closes nothing."""
+        with self._news:
+            self._is_inside = False
+
+    def _has_place(self) -> bool:
+        return self._announced is not None and self._announced is not self.current and self._announced.rank >= 0
+
+    def _is_outdated(self) -> bool:
+        return self._announced is not self.current
+
+    def _listen(self) -> None:
+        with self._socket.makefile("r") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if "where" in message:
+                    self.tell({"where": call_counts()})
+                    continue
+                with self._news:
+                    if "over" in message:
+                        self.is_over = True
+                    else:
+                        self._announced = Generation(**message)
+                    self._news.notify_all()
+                self._free_main_thread()
+
+    def _free_main_thread(self) -> None:
+        """Closes this process's connections to other ranks until the main thread has left the block."""
+        begun = time.monotonic()
+        while True:
+            with self._news:
+                if not self._is_inside or not (self.is_over or self._is_outdated()):
+                    return
+                _close_connections(self._kept, store_too=time.monotonic() - begun > _STORE_AFTER_S)
+            if self._announced is not None and time.monotonic() - begun > self._announced.limit_s:
+                sys.stderr.write(f"rank {os.environ['RANK']} did not leave the generation that has ended\n")
+                sys.stderr.flush()
+                os._exit(LOST_STATUS)
+            time.sleep(_CLOSE_INTERVAL_S)
+
+
+_launcher: list[_Launcher] = []
+"""The launcher of this process, at most one. `generations` adds it. Never cleared."""
+
+
+class _Block(AbstractContextManager[Generation]):
+    """Runs a block in one generation, and drops its error if that generation has ended."""
+
+    def __init__(self, launcher: _Launcher, can_run: Callable[[int], object] | None) -> None:
+        self._launcher, self._can_run = launcher, can_run
+
+    def __enter__(self) -> Generation:
+        generation = self._launcher.enter()
+        defer_explanations(True)
+        if generation.number == 0 and self._can_run is not None:
+            self._launcher.tell({"sizes": _sizes(generation, self._can_run)})
+        return generation
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            try:
+                if dist.is_initialized():
+                    device.barrier()  # a rank that is lost before it is replaced, and repeats the end with the others
+            except Exception as failure:
+                error = failure
+            else:
+                self._launcher.leave()
+                self._launcher.is_over = True
+                self._launcher.tell({"done": True})
+                defer_explanations(False)
+                return False
+        if not isinstance(error, Exception):
+            return False
+        came_from_a_rank = is_failure_of_backend(error) or isinstance(error, OutOfStepError)
+        if not self._launcher.has_ended(_ANNOUNCEMENT_S if came_from_a_rank else 0.0):
+            defer_explanations(False)
+            raise_out_of_step(error)
+            if kind is None:
+                raise error
+            return False
+        _drop(error)
+        wait_for_lanes()
+        self._launcher.leave()
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        return True
+
+
+def _sizes(generation: Generation, can_run: Callable[[int], object]) -> list[int]:
+    """Returns the numbers of ranks that a program can run on, up to those of the first generation.
+
+    Raises:
+        ConfigError: the ranks shall go on with fewer, and no smaller number will do.
+    """
+    sizes = []
+    for size in range(1, generation.world_size + 1):
+        with suppress(ConfigError):
+            can_run(size)
+            sizes.append(size)
+    if generation.policy == "shrink" and not any(size < generation.world_size for size in sizes):
+        raise ConfigError(
+            f"--on-lost-rank is shrink, and these settings run on no fewer than {generation.world_size} ranks; use "
+            "replace, or settings that divide among fewer"
+        )
+    return sizes
+
+
+def _drop(error: BaseException) -> None:
+    """Frees what the frames of a failed block hold."""
+    failure: BaseException | None = error
+    while failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+        failure.__traceback__, failure = None, failure.__cause__ or failure.__context__
+
+
+def _connections() -> Iterator[tuple[tuple[int, int], socket.socket]]:
+    """Yields this process's TCP connections: device and inode, and a duplicate of the socket. Linux only."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        try:
+            status = os.fstat(int(entry.name))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:  # closed since it was listed
+            continue
+        with duplicate, suppress(OSError):
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                duplicate.getpeername()  # raises for a socket that listens, whose end would end the process
+                yield (status.st_dev, status.st_ino), duplicate
+
+
+def _close_connections(kept: set[tuple[int, int]], *, store_too: bool) -> None:
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    for identity, connection in _connections():
+        if identity not in kept and (store_too or connection.getpeername()[1] != port):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

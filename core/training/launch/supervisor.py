@@ -1,0 +1,324 @@
+"""The launcher's part of keeping survivors: sees a lost rank, kills one that hangs, and forms the next generation.
+
+A generation is a set of ranks with one process group. Each process has a socket to the launcher; both write JSON, an
+object a line:
+
+    launcher -> rank   {"number": 2, "rank": 1, ...}       a place in a generation (`generations.Generation`)
+                       {"where": true}                     asks how many collectives the rank has called
+                       {"over": true}                      the program has ended on every rank
+    rank -> launcher   {"generation": 2, ...}              in each of the following
+                       {"step": 12, "seconds": 0.4}        the rank goes on
+                       {"sizes": [1, 2, 4]}                numbers of ranks that the program can run on
+                       {"where": {group: [calls, waits]}}
+                       {"done": true}                      the program has ended on every rank
+
+A rank counts as lost once its process has ended: one that hangs or is stopped is killed first, so that it cannot come
+back into a group that has gone on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import selectors
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import ConfigError
+from .entry import INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
+from .generations import COPIES_FOLDER, Generation
+from .processes import Process, how_it_ended, kill, kill_left_over, say
+from .signals import SignalCount
+
+POLICIES = ("restart", "replace", "shrink")
+
+_POLL_S = 0.01
+_TOGETHER_S = 0.05
+"""Ranks lost within this time count as lost together."""
+_ANSWER_S = 3.0
+"""Time for a rank to say where it is. One that is stopped does not."""
+_MOST_LOSSES = 10
+"""Losses without a step in between that end the ranks."""
+_START_LIMIT_S = 120.0
+"""The least limit before a generation's first step: processes start, and the first step may compile."""
+_FINAL = (USER_ERROR_STATUS, RUN_ERROR_STATUS, INTERRUPTED_STATUS)
+"""Exit statuses of errors that all ranks have: no replacement would fare better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostRankPolicy:
+    """What survivors of a lost rank do."""
+
+    kind: str
+    """``replace``: a new process takes its place. ``shrink``: they go on with fewer ranks, as many as the program can
+    run on. Processes beyond that wait as spares."""
+    limit_s: float
+    """Seconds without a step after which the ranks that hold up the others are killed. Must exceed the longest step,
+    validation and save."""
+    spares: int = 0
+    """Processes that start, and wait to take the place of a lost rank."""
+
+
+class _Worker:
+    """A process, and the launcher's end of its socket."""
+
+    def __init__(self, start: Callable[[int, int], Process], place: int) -> None:
+        ours, theirs = socket.socketpair()
+        # Its LOCAL_RANK, and so its GPU. A spare takes over the place of the rank that it replaces.
+        self.place = place
+        self.process = start(place, theirs.fileno())
+        theirs.close()
+        ours.setblocking(False)
+        self.socket = ours
+        # Its rank in the current generation; None while it waits as a spare.
+        self.rank: int | None = None
+        # Bytes of a line that is not complete yet.
+        self._partial = b""
+        # Its answer to the last question where it is; None until it comes.
+        self.where: dict[str, list[Any]] | None = None
+        # Why the launcher killed it; empty if it did not.
+        self.killed_for = ""
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # it has ended, which the loop sees next
+            self.socket.send(json.dumps(message).encode() + b"\n")
+
+    def messages(self) -> list[dict[str, Any]]:
+        try:
+            data = self.socket.recv(1 << 20)
+        except OSError:
+            return []
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    @property
+    def is_lost(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    def why(self) -> str:
+        return self.killed_for or how_it_ended(self.rank or 0, self.process.returncode)
+
+
+class Supervisor:
+    """Keeps the survivors of lost ranks in their processes, over restarts of all ranks too."""
+
+    def __init__(self, policy: LostRankPolicy) -> None:
+        self._policy = policy
+        # Number of the current generation, which never repeats, also after a restart of all ranks.
+        self.number = -1
+        # All living processes, spares too, and those of the current generation by rank. `watch` sets both.
+        self._workers: list[_Worker] = []
+        self._active: list[_Worker] = []
+        # Numbers of ranks that the program can run on, as it said; None before, and if it takes any.
+        self._sizes: list[int] | None = None
+        # Whether a rank said that the program has ended on all.
+        self._is_over = False
+        # Losses since the last step, and when a rank last went on (`time.monotonic`).
+        self._losses = 0
+        self._last_news = 0.0
+        # Whether the current generation has made a step, and the longest one, in seconds; warned about once.
+        self._has_stepped, self._has_warned = False, False
+
+    def watch(self, num_ranks: int, start: Callable[[int, int], Process], signals: SignalCount) -> Sequence[Process]:
+        """Starts the ranks, and returns their processes when none of them will be replaced any more: all have ended,
+        a signal came, or ranks were lost that the policy cannot make up for.
+
+        Args:
+            start: starts a process, given its place and the open file of its socket.
+        """
+        self._start, self._is_over, self._losses = start, False, 0
+        self._workers = [_Worker(start, place) for place in range(num_ranks + self._policy.spares)]
+        try:
+            self._announce(self._workers[:num_ranks], "", 0.0)
+            while not signals.count and any(worker.process.poll() is None for worker in self._active):
+                self._read(_POLL_S)
+                if any(worker.is_lost for worker in self._active):
+                    if not self._make_up_for_lost():
+                        break
+                elif self._is_overdue():
+                    self._kill_hanging()
+        finally:
+            kill(worker.process for worker in self._workers if worker not in self._active)
+        return [worker.process for worker in self._active]
+
+    def close(self) -> None:
+        """Kills every process that is left."""
+        kill(worker.process for worker in self._workers)
+
+    def _announce(self, members: list[_Worker], lost: str, lost_at: float) -> None:
+        """Gives every member its place in the next generation."""
+        self.number += 1
+        self._active, self._has_stepped, self._last_news = members, False, time.monotonic()
+        for worker in self._workers:
+            worker.rank = members.index(worker) if worker in members else None
+            place = Generation(
+                number=self.number,
+                rank=-1 if worker.rank is None else worker.rank,
+                local_rank=worker.place,
+                world_size=len(members),
+                lost=lost,
+                lost_at=lost_at,
+                policy=self._policy.kind,
+                limit_s=self._policy.limit_s,
+            )
+            worker.tell(vars(place))
+
+    def _read(self, seconds: float) -> None:
+        """Reads what the processes say, for `seconds` at most."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.socket, selectors.EVENT_READ, worker)
+            for key, _ in selector.select(seconds):
+                for message in key.data.messages():
+                    self._take(key.data, message)
+        if any(worker.process.poll() is not None for worker in self._workers):
+            time.sleep(seconds)  # its socket is readable for ever
+
+    def _take(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+        if "where" in message:
+            worker.where = message["where"]
+            return
+        if message.get("generation", self.number) != self.number:
+            return
+        self._last_news = time.monotonic()
+        self._is_over |= "done" in message
+        self._sizes = message.get("sizes", self._sizes)
+        if "step" in message:
+            self._has_stepped, self._losses = True, 0
+            if message["seconds"] > self._policy.limit_s / 2 and not self._has_warned:
+                self._has_warned = True
+                say(
+                    f"warning: a step took {message['seconds']:.1f} s, and --lost-rank-timeout is "
+                    f"{self._policy.limit_s:g} s, after which a rank counts as lost; raise it to several steps"
+                )
+
+    def _make_up_for_lost(self) -> bool:
+        """Forms the next generation without the ranks that were lost. Returns whether there is one."""
+        time.sleep(_TOGETHER_S)
+        self._read(0.0)
+        lost = [worker for worker in self._active if worker.is_lost]
+        for worker in lost:
+            kill_left_over(worker.process)
+        why = "; ".join(worker.why() for worker in lost)
+        if self._is_over:  # nothing is left to compute: the survivors only leave
+            say(f"{why}, after the program had ended on all ranks")
+            self._workers = [worker for worker in self._workers if worker not in lost]
+            self._active = [worker for worker in self._active if worker not in lost]
+            for worker in self._active:
+                worker.tell({"over": True})
+            return True
+        survivors = [worker for worker in self._active if worker not in lost]
+        self._losses += 1
+        if not survivors or any(worker.process.returncode in _FINAL for worker in lost):
+            return False
+        if self._losses > _MOST_LOSSES:
+            say(f"{why}; {_MOST_LOSSES} losses without a step in between: no rank is replaced any more")
+            return False
+        self._workers = [worker for worker in self._workers if not worker.is_lost]
+        spares = [worker for worker in self._workers if worker not in self._active]
+        if self._policy.kind == "replace":
+            members = [self._replacement(worker, spares) if worker in lost else worker for worker in self._active]
+            doing = "a spare process takes its place" if self._policy.spares else "a new process takes its place"
+        else:
+            able = survivors + spares
+            size = max((n for n in self._sizes or [len(able)] if n <= len(able)), default=0)
+            if size == 0:
+                say(f"{why}; the program cannot run on {len(able)} ranks or fewer")
+                return False
+            members, doing = able[:size], f"going on with {size} of {len(able)} ranks that are left"
+        say(f"{why}; {doing}")
+        self._announce(members, why, time.time())
+        return True
+
+    def _replacement(self, lost: _Worker, spares: list[_Worker]) -> _Worker:
+        if spares:
+            worker = spares.pop(0)
+            worker.place = lost.place
+        else:
+            worker = _Worker(self._start, lost.place)
+            self._workers.append(worker)
+        return worker
+
+    def _is_overdue(self) -> bool:
+        limit_s = self._policy.limit_s if self._has_stepped else max(self._policy.limit_s, _START_LIMIT_S)
+        return time.monotonic() - self._last_news > limit_s
+
+    def _kill_hanging(self) -> None:
+        """Kills the ranks that do not answer. Without any, those that others wait for, or else all."""
+        waited = time.monotonic() - self._last_news
+        for worker in self._active:
+            worker.where = None
+            worker.tell({"where": True})
+        deadline = time.monotonic() + _ANSWER_S
+        while any(worker.where is None for worker in self._active) and time.monotonic() < deadline:
+            self._read(_POLL_S)
+        hanging = [worker for worker in self._active if worker.where is None]
+        why = "did not answer"
+        if not hanging:
+            hanging, why = behind([worker.where or {} for worker in self._active], self._active), "held up the others"
+        if not hanging:
+            hanging, why = list(self._active), "made no step, as no other rank did"
+        for worker in hanging:
+            worker.killed_for = f"rank {worker.rank} {why} for {waited:.0f} s and was killed"
+        kill(worker.process for worker in hanging)
+        self._last_news = time.monotonic()
+
+
+def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any]) -> list[Any]:
+    """Returns the ranks that others wait for: they have called fewer collectives than others of a group, in no group
+    more, and wait in none.
+
+    Args:
+        positions: of each rank, by group: the number of its calls, and whether it waits in one.
+    """
+    most: dict[str, int] = {}
+    for position in positions:
+        for group, (calls, _) in position.items():
+            most[group] = max(most.get(group, 0), calls)
+    held_up = {group for position in positions for group, (_, waits) in position.items() if waits}
+    found = []
+    for position, rank in zip(positions, ranks, strict=True):
+        is_behind = any(calls < most[group] for group, (calls, _) in position.items() if group in held_up)
+        if is_behind and not any(waits for _, waits in position.values()):
+            found.append(rank)
+    return found
+
+
+@contextmanager
+def memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
+    """Makes a folder in memory for copies of the ranks' state, and removes it at the end.
+
+    Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
+
+    Returns:
+        the environment variable that names it to ranks; empty if it is not needed.
+
+    Raises:
+        ConfigError: there is no file system in memory.
+    """
+    if not needed:
+        yield {}
+        return
+    if not _MEMORY.is_dir():
+        raise ConfigError(f"--on-lost-rank keeps copies in {_MEMORY}, which this machine does not have; use restart")
+    for folder in _MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY))
+    try:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield {COPIES_FOLDER: str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_MEMORY, _PREFIX = Path("/dev/shm"), "shardstack-copies-"

@@ -1,0 +1,88 @@
+"""The GPT example on ranks that are lost: LOSE is a list of ``rank:iteration:moment:how``, in any order.
+
+A rank is the process's first one. Moments: between, forward, backward, reduction, update, copy, save, recovery. How:
+kill, hang, stop. A loss happens once over all generations and restarts: LOSE_ONCE is a folder of what has happened.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from core.dist_checkpointing import host_copies
+from core.training import checkpointing, loop, recovery, train_step
+from core.training.launch.entry import run_command
+from tests.functional._program import load_program
+
+_step = loop.train_step
+_place = os.environ["RANK"]
+_iteration = 0
+_losses = [entry.split(":") for entry in os.environ.get("LOSE", "").split(",") if entry]
+
+
+def _lose(moment: str) -> None:
+    for place, iteration, when, how in _losses:
+        once = Path(os.environ["LOSE_ONCE"], f"{place}-{iteration}-{when}-{how}")
+        if (place, when) != (_place, moment) or int(iteration) > _iteration or once.exists():
+            continue
+        once.touch()
+        if how == "hang":
+            time.sleep(1000)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+
+def _counted(state_step):
+    def step(model, *arguments, **settings):
+        global _iteration
+        _iteration += 1
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+        _lose("between")
+        return state_step(model, *arguments, **settings)
+
+    return step
+
+
+def _losing(moment: str, function, after: bool = False):
+    def run(*arguments, **settings):
+        if not after:
+            _lose(moment)
+        result = function(*arguments, **settings)
+        if after:
+            _lose(moment)
+        return result
+
+    return run
+
+
+class _LosingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, losses):
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _lose("backward")
+        return gradient
+
+
+def _masked_loss(output, batch):
+    total, tokens = _loss(output, batch)
+    return _LosingBackward.apply(total), tokens
+
+
+if __name__ == "__main__":
+    _loss = train_step._masked_loss
+    train_step._masked_loss = _masked_loss
+    train_step._forward = _losing("forward", train_step._forward)
+    train_step.finalize_model_grads = _losing("reduction", train_step.finalize_model_grads)
+    train_step.RunningStep = _losing("update", train_step.RunningStep)
+    host_copies.HostCopies._copy = _losing("copy", host_copies.HostCopies._copy)
+    checkpointing.CheckpointWriter.save = _losing("save", checkpointing.CheckpointWriter.save)
+    loop.train_step = _counted(_step)
+    program = load_program("pretrain_gpt")
+    program.load_newest_copy = _losing("recovery", recovery.load_newest_copy)
+    run_command(program.main)

@@ -1,0 +1,80 @@
+"""Ranks that are lost in the midst of a run: the others keep their processes, and no bit and no step is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment
+
+PROGRAM = REPOSITORY / "tests" / "functional" / "_lost_rank.py"
+ITERATIONS = 5
+FLAGS = (
+    *TINY[:-2],
+    *("--eval-iters", "0", "--train-iters", str(ITERATIONS), "--global-batch-size", "8", "--hidden-dropout", "0.1"),
+    *("--reproducible-across-ranks", "--log-weights-hash", "1"),
+)
+ZERO1, ZERO3 = ("--use-distributed-optimizer",), ("--data-parallel-sharding-strategy", "optim_grads_params")
+FSDP2 = ("--use-torch-fsdp2",)
+
+
+def _run(folder: Path, corpus: Path, ranks: int, policy: str, lose: str, *flags: str, limit_s: float = 600.0):
+    """Runs the example under the launcher. Returns its hashes of weights by iteration, and what it wrote."""
+    once = folder.with_suffix(".once")
+    once.mkdir()
+    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", str(ranks), "--on-lost-rank", policy]
+    command += ["--lost-rank-timeout", str(limit_s), str(PROGRAM), *FLAGS, *flags, "--data-path", str(corpus)]
+    ended = subprocess.run(
+        [*command, "--save", str(folder)],
+        env=program_environment(LOSE=lose, LOSE_ONCE=str(once)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert len(list(once.iterdir())) == len(lose.split(",")) if lose else True
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    hashes = {line["step"]: line["weights_hash"] for line in lines if "weights_hash" in line}
+    assert list(hashes) == list(range(1, ITERATIONS + 1))
+    return hashes, lines, ended.stderr
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    return _run(tmp_path_factory.mktemp("whole") / "run", corpus, 1, "restart", "")[0]
+
+
+CASES = {
+    "ZeRO-1, killed in backward, 4 to 2 ranks": (4, "shrink", "2:3:backward:kill", ZERO1, "rank 2 was ended by SIG"),
+    "FSDP2, rank 0 killed in forward, replaced": (2, "replace", "0:3:forward:kill", FSDP2, "rank 0 was ended by SIG"),
+}
+MORE_CASES = {
+    "DDP, killed in a reduction": (2, "replace", "1:2:reduction:kill", (), "rank 1 was ended by SIGKILL"),
+    "ZeRO-3, killed in the update": (4, "shrink", "3:4:update:kill", ZERO3, "going on with 2 of 3 ranks"),
+    "ZeRO-3, killed while it copies": (2, "replace", "1:3:copy:kill", ZERO3, "rank 1 was ended by SIGKILL"),
+    "FSDP2, 4 to 2 ranks": (4, "shrink", "0:3:forward:kill", FSDP2, "going on with 2 of 3 ranks"),
+    "two at once": (4, "replace", "1:4:backward:kill,3:4:backward:kill", ZERO1, "takes its place"),
+    "in a save": (2, "replace", "0:4:save:kill", (*ZERO1, "--save-interval", "2"), "rank 0 was ended by SIGKILL"),
+    "in a recovery": (2, "replace", "1:3:backward:kill,0:3:recovery:kill", ZERO1, "rank 0 was ended by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), CASES.values(), ids=CASES)
+def test_a_lost_rank_changes_no_bit(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said):
+    hashes, lines, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
+    assert hashes == undisturbed
+    assert said in written
+    recovered = [line for line in lines if "lost" in line]
+    assert recovered and all(line["recovery_s"] > 0 for line in recovered)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), MORE_CASES.values(), ids=MORE_CASES)
+def test_ranks_lost_at_any_moment_change_no_bit(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said):
+    hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
+    assert hashes == undisturbed
+    assert said in written
