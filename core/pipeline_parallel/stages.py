@@ -51,17 +51,12 @@ def run_stages(
             micro-batch; the same in each of them.
 
     Raises:
-        ConfigError: a number of chunks or micro-batches that the schedule does not have; a model that cannot be cut,
-            because it has no `set_input_tensor`; or `reproducible_across_ranks`.
+        ConfigError: a number of chunks or micro-batches that the schedule does not have; or a model that cannot be
+            cut, because it has no `set_input_tensor`.
         DataError: a stage's output has another shape than the arguments say.
         OutOfStepError: a neighbour sent nothing. Names stage, micro-batch and direction.
     """
     config = get_model_config(chunks[0])
-    if any(getattr(getattr(chunk, "plan", None), "tree", None) is not None for chunk in chunks):
-        raise ParallelConfigError(
-            "reproducible_across_ranks is set for a model of several pipeline stages, which do not add up losses in "
-            "its tree; drop it, or use pipeline_model_parallel_size 1"
-        )
     sequence_ranks = parallel_state.get_context_parallel_world_size()
     if config.sequence_parallel:
         sequence_ranks *= parallel_state.get_tensor_model_parallel_world_size()

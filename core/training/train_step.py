@@ -195,13 +195,13 @@ def train_step(
         totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         all_reduce_by_backend(totals, replicas, what="the loss")
-        sum_of_last_stage(totals[:2], chunks)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
         if tree is not None:
-            exact = exact_totals(rows, group)
+            exact = exact_totals(rows or [totals.new_zeros(2)] * num_microbatches, group)
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
+        sum_of_last_stage(totals[:2], chunks)
         names, statistics = logged_statistics(chunks) or ((), totals[:0])
         return RunningStep(optimizer, scheduler, torch.cat([totals, statistics]), names)
 

@@ -40,6 +40,20 @@ def _run(folder: Path, corpus: Path, *flags: str, ranks: int) -> dict[int, dict[
     return _steps(folder)
 
 
+def test_stages_have_the_same_bits_on_any_number_of_replicas(tmp_path: Path, corpus: Path):
+    same = (*STAGES, "--reproducible-across-ranks", "--train-iters", "4")
+    runs = [
+        _run(tmp_path / f"{number}", corpus, *same, *wrapper, ranks=ranks)
+        for number, (ranks, wrapper) in enumerate(
+            ((2, ()), (4, ("--use-torch-fsdp2",)), (4, ("--data-parallel-sharding-strategy", "optim")))
+        )
+    ]
+    for run in runs[1:]:
+        assert [{name: run[step].get(name) for name in COMPARED} for step in range(1, 5)] == [
+            {name: runs[0][step].get(name) for name in COMPARED} for step in range(1, 5)
+        ]
+
+
 LIKE_GPT2 = (("activation_func", "gelu_tanh"),)
 COMPARED = ("loss", "grad_norm", "weights_hash", "validation_loss")
 
@@ -104,7 +118,6 @@ def test_a_crash_is_named_on_its_stage_and_at_its_neighbour():
             ("--num-virtual-stages-per-pipeline-rank", "2", "--pipeline-parallel-schedule", "ZBVZeroBubble"),
             "'ZBVZeroBubble' puts the first and the last stage on one rank, where they cannot share the embedding",
         ),
-        (("--reproducible-across-ranks",), "reproducible_across_ranks is set with pipeline_model_parallel_size 2"),
         (
             ("--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "10"),
             "5 micro-batches do not divide into rounds of the 2 pipeline ranks",

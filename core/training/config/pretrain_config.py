@@ -230,12 +230,6 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
 
 
 def _dependence_on_ranks(config: PretrainConfig) -> Iterator[ConfigError]:
-    if config.model.pipeline_model_parallel_size > 1:
-        yield ConfigError(
-            "reproducible_across_ranks is set with pipeline_model_parallel_size "
-            f"{config.model.pipeline_model_parallel_size}, and pipeline stages do not add up losses in its tree; drop "
-            "one of them"
-        )
     if config.data.global_batch_size is None:
         yield ConfigError(
             "reproducible_across_ranks is set and global_batch_size is not, which is then one micro-batch a rank; set "
