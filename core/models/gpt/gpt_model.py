@@ -118,6 +118,11 @@ class GPTModel(LanguageModule):
                 "share_embeddings_and_output_weights is set for a model without "
                 f"{'post_process' if pre_process else 'pre_process'}; both ends of a shared weight are in one model"
             )
+        if share_embeddings_and_output_weights and stage.count > 1 and config.pipeline_schedule == "ZBVZeroBubble":
+            raise ParallelConfigError(
+                "share_embeddings_and_output_weights is set, and pipeline_parallel_schedule 'ZBVZeroBubble' has the "
+                "first and the last stage on one rank, where they cannot share a weight; leave one of them out"
+            )
         super().__init__(config, pg_collection)
         self.pre_process, self.post_process = pre_process, post_process
         # The seed of all initial values. `share_init_seeds` replaces it by the first rank's if a wrapper draws values.

@@ -9,6 +9,7 @@ from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from core.transformer.mlp import MLP
 from core.transformer.spec_utils import ModuleSpec
+from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.models._cases import BATCH, LENGTH, SMALL, VOCAB, batch, build, small_config
 
@@ -36,6 +37,25 @@ def test_unsupported_arguments_are_refused(arguments, message):
 def test_degrees_without_their_groups_are_refused(fields):
     with pytest.raises(ParallelConfigError, match=f"{next(iter(fields))} is 2"):
         GPTModel(small_config(**fields), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
+
+
+def test_stages_that_are_not_at_their_place_are_refused():
+    cut = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
+    config = small_config(**cut, pipeline_parallel_schedule="ZBVZeroBubble")
+    sizes = {"vocab_size": VOCAB, "max_sequence_length": LENGTH}
+    with fake_world(0, 2):
+        parallel_state.initialize_model_parallel(1, 2, 2)
+        for arguments, said in (
+            ({"vp_stage": 0}, "post_process is True on pipeline stage 0 of 4 .* post_process=stage.is_last"),
+            ({"vp_stage": 1, "post_process": True}, "pre_process is True on pipeline stage 3 of 4"),
+            ({"vp_stage": 2}, "vp_stage is 2 and virtual_pipeline_model_parallel_size 2"),
+            (
+                {"vp_stage": 0, "post_process": False, "share_embeddings_and_output_weights": True},
+                "'ZBVZeroBubble' has the first and the last stage on one rank",
+            ),
+        ):
+            with pytest.raises(ParallelConfigError, match=said):
+                GPTModel(config, **sizes, **arguments)
 
 
 def test_malformed_batches_are_refused():
