@@ -51,14 +51,14 @@ def _launch(command: list[str], folder: Path, outputs: Sequence[Path]) -> None:
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
-    with mock.patch.object(ranks.subprocess, "Popen", _ForkedRank):
+    with mock.patch.object(ranks, "start_rank", _ForkedRank):
         sys.exit(main(command))
 
 
 class _ForkedRank:
     """What the launcher uses of `subprocess.Popen`, of a rank that is forked from it and ends with it."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         from core.training.launch.signals import end_with_parent
 
         self.returncode: int | None = None  # set once, by `poll` or `wait`
@@ -71,18 +71,16 @@ class _ForkedRank:
                 os.setsid()
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)  # the launcher counts them
-                os._exit(self._run(env))
+                os._exit(self._run(environment))
             finally:
                 os._exit(1)
 
-    def _run(self, env: Mapping[str, str]) -> int:
-        os.environ.clear()
-        os.environ.update(env)
-        script = self._command[self._command.index(sys.executable, 1) + 1 :]  # after the guard
-        sys.argv = script
-        sys.path.insert(0, str(Path(script[0]).parent))
+    def _run(self, environment: Mapping[str, str]) -> int:
+        os.environ.update(environment)
+        sys.argv = self._command
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         try:
-            runpy.run_path(script[0], run_name="__main__")
+            runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             return int(end.code or 0)
         finally:
