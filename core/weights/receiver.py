@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from ..base.dtypes import dtype_name
 from ..base.errors import WeightsError
 from ..dist_checkpointing.gathering import ParamMeta
-from .link import Backend, Link, bytes_of, from_json, new_hash, update_hash, views_of
+from .link import Backend, Link, bytes_of, first_line, from_json, new_hash, update_hash, views_of
 from .patches import WeightPatch
 
 
@@ -75,9 +75,9 @@ class WeightReceiver:
             if sent != digest.hexdigest():
                 raise RuntimeError("the bytes that arrived are not those that were sent")
         except RuntimeError as error:
-            link.write(f"{key}/done/{link.rank}", str(error))
+            link.write(f"{key}/done/{link.rank}", first_line(error))
             raise WeightsError(
-                f"version {version} of the weights was not received ({error}); the last one stays"
+                f"version {version} of the weights was not received ({first_line(error)}); the last one stays"
             ) from error
         if header["kind"] == "patch":
             for (name, indices), (_, values) in zip(received[::2], received[1::2], strict=True):
