@@ -77,7 +77,7 @@ class Collective:
     """
 
     __slots__ = (
-        *("ended_at", "event", "has_failed", "kind", "num_bytes", "number", "occurrence"),
+        *("ended_at", "event", "has_failed", "is_waited_for", "kind", "num_bytes", "number", "occurrence"),
         *("on_device", "record", "started_at", "what"),
     )
 
@@ -100,6 +100,8 @@ class Collective:
         # Whether an error ended the call, so that nothing waits in it. `explain` sets it, on any thread,
         # or the deletion of its work (`_RecordedWork`) if nothing waited for that.
         self.has_failed = False
+        # Whether a thread waits for its end, which the call or its work sets; valid while the call is under way.
+        self.is_waited_for = True
         # Event at the end of the call on the accelerator; None before `ended` records it, and on other devices. Any
         # thread may query it.
         self.event: streams.Event | None = None
@@ -143,6 +145,7 @@ class Collective:
         finally:
             _thread.entered.pop()
         if work is not None:
+            self.is_waited_for = False
             return _RecordedWork(self, work)
         self.ended()
         return None
@@ -189,6 +192,7 @@ class _RecordedWork(dist.Work):
             self._call.has_failed = True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._call.is_waited_for = True
         try:
             self._work.wait()
         except BaseException as error:
@@ -203,6 +207,7 @@ class _Unrecorded(Collective):
 
     def __init__(self) -> None:
         self.ended_at, self.event, self.on_device, self.has_failed = None, None, False, False
+        self.is_waited_for = False
 
     def ended(self) -> None:
         pass

@@ -133,7 +133,7 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
 
 def call_counts() -> dict[str, tuple[int, bool]]:
     """Returns, for each group by name, the number of this rank's calls, and whether one has not ended."""
-    return {record.group_name: (record.num_calls, record.first_unfinished() is not None) for record in _live_records()}
+    return {record.group_name: (record.num_calls, record.first_unfinished() is not None) for record in live_records()}
 
 
 def is_recording() -> bool:
@@ -143,7 +143,7 @@ def is_recording() -> bool:
 
 def latest_collective() -> Collective | None:
     """Returns the last call of this rank in any group."""
-    latest = [record.calls[-1] for record in _live_records() if record.calls]
+    latest = [record.calls[-1] for record in live_records() if record.calls]
     return max(latest, key=lambda call: call.started_at, default=None)
 
 
@@ -154,7 +154,7 @@ def first_unfinished(at_least_s: Callable[[CollectiveRecord], float]) -> Collect
         at_least_s: returns the limit in seconds, given the record of a call's group.
     """
     now = time.time()
-    calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
+    calls = [call for record in live_records() if (call := record.first_unfinished()) is not None]
     late = [call for call in calls if call.on_device and now - call.started_at > at_least_s(call.record)]
     return min(late, key=lambda call: call.started_at, default=None)
 
@@ -182,8 +182,20 @@ def _too_late(call: Collective) -> dist.DistBackendError:
     )
 
 
-def _live_records() -> list[CollectiveRecord]:
+def live_records() -> list[CollectiveRecord]:
+    """Returns this rank's records of all groups."""
     return [record for reference in list(_every_record) if (record := reference()) is not None]
+
+
+def awaited_calls() -> list[Collective]:
+    """Returns the calls, in all groups, whose end on the host this rank waits for, the oldest of a group first."""
+    calls = (call for record in live_records() if record.num_ranks > 1 for call in list(record.calls))
+    return [call for call in calls if call.is_under_way and call.is_waited_for and not call.on_device]
+
+
+def group_of(record: CollectiveRecord) -> dist.ProcessGroup | None:
+    """Returns the group of a record, while it exists."""
+    return next((group for group, own in list(_records.items()) if own is record), None)
 
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
@@ -234,7 +246,7 @@ def ask_other_ranks() -> None:
 
 
 def _publish_all() -> None:
-    for record in _live_records():
+    for record in live_records():
         if record.num_ranks > 1:
             publish(record)
     if own := positions():
@@ -302,12 +314,17 @@ class _Listener:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        failures = 0
-        while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(_listening_interval_s()):
+        failures = looks = 0
+        while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(_listening_interval_s() / _LOOKS):
             if not dist.is_initialized():  # the process group was destroyed, and may be initialised again
                 self._answered_in = None
                 continue
+            looks += 1
             try:
+                for look in _WATCH:
+                    look()
+                if looks % _LOOKS:
+                    continue
                 self._explain_late()
                 self._answer(_store())
                 failures = 0
@@ -343,6 +360,27 @@ class _Listener:
 _listener = _Listener()
 _QUESTIONS = "shardstack/collectives/questions"
 _ASKING = "shardstack/collectives/asking"
+
+
+def tell(key: str, value: Any) -> None:
+    """Writes a value, as JSON, into the store for other ranks."""
+    _store().set(f"shardstack/{key}", json.dumps(value))
+
+
+def told(key: str) -> Any:
+    """Returns what a rank has told under a key, or None."""
+    return _read(f"shardstack/{key}")
+
+
+_WATCH: list[Callable[[], None]] = []
+"""At most one function, which the listener calls `_LOOKS` times in each interval. `core.diagnostics` sets it when it
+is imported, through `watch_with`. It is never cleared."""
+_LOOKS = 4
+
+
+def watch_with(look: Callable[[], None]) -> None:
+    """Sets a function that looks, on the listener's thread, whether this rank waits."""
+    _WATCH[:] = [look]
 
 
 def _answers(question: int) -> str:

@@ -33,6 +33,7 @@ from ..comm.record import (
     positions,
     read_published,
 )
+from .deadlock import is_deadlocked
 from .out_of_memory import is_out_of_memory
 
 _BACKEND_FAILED = re.compile(
@@ -113,7 +114,8 @@ def _message(error: BaseException, call: Collective) -> str:
             f"{_name(call)}, its call {call.number} in this group, which did not complete; {MOST_ASKING} ranks failed "
             f"before it, and their messages say where the others are. The backend said: {_first_line(error)}"
         )
-    ask_other_ranks()
+    if not is_deadlocked(call):
+        ask_other_ranks()
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
     states: dict[_State, list[int]] = defaultdict(list)
     for rank in others:
@@ -131,9 +133,15 @@ def _message(error: BaseException, call: Collective) -> str:
         f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for {_name(call)}, "
         f"its call {call.number} in this group, which did not complete{by_torch}: "
         f"{states_text}. Every rank must make the same sequence of forwards, backwards and steps; look at {look_at} "
-        f"for a skipped micro-batch, another branch, an endless wait for data or a crash. "
+        f"for a skipped micro-batch, another branch, an endless wait for data or a crash. {_advice(call)}"
         f"The backend said: {_first_line(error)}"
     )
+
+
+def _advice(call: Collective) -> str:
+    if not call.what.startswith(("the parameters of unit", "the gradients of unit")):
+        return ""
+    return "Where ranks skip this unit, name its parameters in replicated, or call it with a dummy input on all. "
 
 
 def _by_flight_recorder(at: Mapping[int, Position | None], own: Position) -> tuple[str, list[int]]:

@@ -319,7 +319,7 @@ def _forget_collectives() -> None:
     Their numbers go on, so that a message that no rank has received matches none of the next job.
     """
     record = sys.modules.get("core.comm.record")
-    for known in record._live_records() if record is not None else ():
+    for known in record.live_records() if record is not None else ():
         known.calls.clear()
         if known.published:  # a question of the next job would be answered by it
             record._store().delete_key(record._key(known.group_name, known.rank))

@@ -17,7 +17,7 @@ from ...distributed import (
     _BaseDataParallel,
 )
 from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.plan.units import UnitChoice
+from ...distributed.plan.units import UnitChoice, transforms_units
 from ..bridge.meshes import data_parallel_mesh
 from ..bridge.translation import config_class, config_of, reject_reproducible, wrap_for_trainer
 from ..bridge.units import units_by_class
@@ -94,6 +94,6 @@ class ShardstackPlugin:
 
     def _units(self, model: nn.Module) -> list[UnitChoice]:
         config = self.ddp_config
-        if not (config.shards_parameters or config.compile_units or config.activation_checkpointing != "none"):
+        if not (config.shards_parameters or transforms_units(config)):
             return []
         return list(units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap"))

@@ -1,0 +1,15 @@
+"""Faults of `core.diagnostics`."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "a rank that waits for a third one counts as waiting for this one",
+        "core.diagnostics.deadlock._has_begun_any",
+        r"wait\[0\] not in begun or",
+        "wait[0] in begun and",
+        ("tests/unit/diagnostics/test_deadlock.py::test_a_chain_of_waiting_ranks_is_waited_for",),
+    ),
+)
