@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.comm.call import CollectiveRecord
 from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.flat_range import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
@@ -224,6 +226,31 @@ def export_from_stages(case: Case, folder: Path) -> tuple[list[tuple[str, torch.
     load_hugging_face(others, folder)
     after = whole(stages_state_dict([unwrap_model(chunk) for chunk in others]))
     return stream, all(torch.equal(after[name], before[name]) for name in before)
+
+
+def reductions_of_steps(cases: list[Case]) -> list[int]:
+    """Returns how often this rank's replicas reduce gradients in a step of each case."""
+    return [_reductions(case) for case in cases]
+
+
+def _reductions(case: Case) -> int:
+    parallel_state.initialize_model_parallel(1, case.pp, case.vpp)
+    torch.manual_seed(7)
+    turns = [None] if case.vpp is None else range(case.vpp)
+    chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
+    replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    kinds: list[str] = []
+    collective = CollectiveRecord.collective
+
+    def counted(record: CollectiveRecord, kind: str, *args: Any, **kwargs: Any) -> Any:
+        if list(record.ranks) == replicas:
+            kinds.append(kind)
+        return collective(record, kind, *args, **kwargs)
+
+    with mock.patch.object(CollectiveRecord, "collective", counted):
+        train_step(case, chunks, 0, Curve([], [], {}))
+    parallel_state.destroy_model_parallel()
+    return sum("reduce" in kind for kind in kinds)
 
 
 def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional._pipelines import Case, build, export_from_stages, train_at_other_times
+from tests.functional._pipelines import Case, build, export_from_stages, reductions_of_steps, train_at_other_times
 from tests.functional._program import run_program
 from tests.unit._spawn import run_distributed
 
@@ -77,6 +77,16 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
         for ranks, flags in ((1, ()), (2, virtual))
     )
     assert {name: staged[2].get(name) for name in COMPARED} == {name: started[2].get(name) for name in COMPARED}
+
+
+def test_reductions_do_not_depend_on_the_number_of_micro_batches():
+    """Each unit of each stage reduces once a step, under any schedule."""
+    few = [
+        Case(wrapper, dp=2, vpp=vpp, micro_batches=2) for wrapper in ("zero2", "zero3", "fsdp2") for vpp in (None, 2)
+    ]
+    many = [replace(case, micro_batches=6) for case in few]
+    for found in run_distributed(reductions_of_steps, 4, [*few, *many]):
+        assert found[: len(few)] == found[len(few) :] and min(found) > 0
 
 
 @pytest.mark.parametrize("case", [Case("zero3", dp=2, tied=True), Case("fsdp2", vpp=2, tied=True)], ids=str)
