@@ -104,7 +104,7 @@ def parts_of(model: Any, ep: int) -> tuple[Callable[[], None], Callable[[], None
     rows = torch.zeros(SAMPLES * LENGTH * TOPK, WIDTH)
     arriving = torch.empty_like(rows)
     size = dist.get_world_size()
-    pieces = [(group, unit.gradient_bytes // FP32) for unit in model.plan.units for group in [unit.holds_experts]]
+    pieces = [(group, unit.gradient_bytes // FP32) for unit in model.plan.units for group in [unit.kind == "expert"]]
     dense = torch.zeros(sum(n for is_expert, n in pieces if not is_expert))
     experts = torch.zeros(sum(n for is_expert, n in pieces if is_expert))
 

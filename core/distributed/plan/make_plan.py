@@ -201,7 +201,7 @@ def plan_gathered(
         units = _keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)
     transforms = plan_transforms(units[:-1], settings)
     if is_fsdp2:
-        _reject_units_in_selective_ones(transforms, units)
+        _reject_experts_in_selective_units(transforms, units)
     given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
     return Plan(
         **common_plan(module, config, settings, caller, given),
@@ -244,18 +244,18 @@ def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:
             )
 
 
-def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: Iterable[UnitPlan]) -> None:
-    """Raises if FSDP2 would gather a unit inside of a selective recomputation.
+def _reject_experts_in_selective_units(transforms: Iterable[UnitTransform], units: Iterable[UnitPlan]) -> None:
+    """Raises if FSDP2 would enter a unit of experts inside of a selective recomputation.
 
-    Torch then finds operations of the gather in backward that the forward, where a prefetch gathers, did not have.
+    Torch counts operations of its hooks as those of the layer, and a backward has more of them, gathered or not.
     """
     selective = [module for t in transforms if t.recomputes == "selective" for module in t.modules]
     inside = {below for module in selective for below in module.modules() if below is not module}
     for unit in units:
-        if unit.is_freed and not inside.isdisjoint(unit.modules):
+        if unit.kind == "expert" and not inside.isdisjoint(unit.modules):
             raise ParallelConfigError(
-                f"activation_checkpointing is 'selective' for a unit around {unit.names[0]}, which FSDP2 gathers by "
-                "itself, as experts over ranks; take 'full', or FullyShardedDataParallel"
+                f"activation_checkpointing is 'selective' for a unit around {unit.names[0]}, experts over ranks, "
+                "which FSDP2 gathers by themselves; take 'full', or FullyShardedDataParallel"
             )
 
 

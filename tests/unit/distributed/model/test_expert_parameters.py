@@ -160,7 +160,9 @@ def _refuses_one_order_of_sums() -> None:
         wrap_model(_model(), SimpleNamespace(), FullyShardedDataParallelConfig(reshard_after_forward=2),
                    sub_modules_to_wrap=(nn.Linear,))  # fmt: skip
     selective = TorchFullyShardedDataParallelConfig(activation_checkpointing="selective")
-    with pytest.raises(ParallelConfigError, match=r"'selective' for a unit around 0.1, which FSDP2 gathers by itself"):
+    with pytest.raises(
+        ParallelConfigError, match=r"'selective' for a unit around 0.1, experts over ranks, which FSDP2 gathers"
+    ):
         wrap_model(nn.Sequential(_Block(*_model())), SimpleNamespace(), selective, sub_modules_to_wrap=(_Block,))
 
 
