@@ -78,3 +78,27 @@ def test_ranks_lost_at_any_moment_change_no_bit(undisturbed, corpus, tmp_path, r
     hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
     assert hashes == undisturbed
     assert said in written
+
+
+STILL = {
+    "hangs": (2, "replace", "1:3:forward:hang", ZERO1, "rank 1 held up the others"),
+    "is stopped": (4, "shrink", "2:3:backward:stop", ZERO3, "rank 2 did not answer"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), STILL.values(), ids=STILL)
+def test_a_rank_that_does_not_go_on_is_killed(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said):
+    hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags, limit_s=20.0)
+    assert hashes == undisturbed
+    assert said in written
+
+
+def test_shrinking_below_what_settings_allow_is_one_line(corpus, tmp_path):
+    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2", "--on-lost-rank", "shrink"]
+    command += [str(REPOSITORY / "examples" / "gpt" / "pretrain_gpt.py"), *FLAGS[:-3], "--data-path", str(corpus)]
+    command += ["--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2"]
+    ended = subprocess.run(command, env=program_environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: --on-lost-rank is shrink, and these settings run on no fewer than 2 ranks")
+    assert ended.stderr.count("\n") == 1
