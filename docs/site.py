@@ -24,6 +24,7 @@ PUBLIC = (
     "core.pipeline_parallel",
     "core.dist_checkpointing",
     "core.verify",
+    "core.planner",
     "core.diagnostics",
     "core.adapters.accelerate",
     "core.adapters.lightning",

@@ -33,6 +33,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "muon": (*ONCE, "--only", "time"),
     "parallel_layers": ("--width", "512", "--sequence", "64", *ONCE),
     "pipelines": (*ONCE, "--only", "memory"),
+    "planner": ("--only", "21"),
     "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
     "trainers": ("adapters",),
     "two_checkouts": (str(REPOSITORY), "ZeRO-3, 128 tokens", *ONCE),

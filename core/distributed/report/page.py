@@ -8,7 +8,7 @@ from html import escape
 from .facts import Held, ModelFacts, UnitFacts
 from .rows import TEXT_COLUMNS, Line, amount, dtype_names, headline, notes, table
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #667085; --line: #d6dbe3;
   --soft: #f4f6f9; --fp32: #3b76c9; --bf16: #d9822b; --fp16: #2c9a6b; --fp64: #8256c4; --mixed: #78828f; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181f; --ink: #e5e9f0; --faint: #97a1b1; --line: #343c4a;
@@ -47,7 +47,7 @@ def as_html(facts: ModelFacts) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <h1>{title}</h1>

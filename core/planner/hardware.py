@@ -1,0 +1,158 @@
+"""Speeds of accelerators and their links: presets with their sources, and measured ones.
+
+Rates of products are what torch reaches in the best shapes, and links what NCCL reaches with large messages. Shares of
+a datasheet that are not measured are marked as assumed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ..base.errors import ConfigError
+from .phantom import Collective, Ranks, Work
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator, its node and its network. Rates are a second, memory and bandwidths in bytes."""
+
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    """Dense 16-bit operations of the datasheet, the denominator of MFU."""
+    matmul_flops: float
+    """16-bit operations that large products reach."""
+    fp32_flops: float
+    """The same of fp32 products that are computed in fp32. In TF32 half of `matmul_flops` is taken."""
+    attention_flops: float
+    """16-bit operations of FlashAttention-2, forward and backward."""
+    memory_bandwidth: float
+    """What elementwise operations reach."""
+    launch_s: float
+    """Least seconds of an operation: what the host takes to queue it."""
+    node_size: int
+    """Accelerators of a node."""
+    link_bandwidth: float
+    """Of one accelerator to others in its node, in one direction, as a ring of NCCL reaches it."""
+    network_bandwidth: float
+    """Of one accelerator to other nodes, in one direction."""
+    source: str
+
+    def work_seconds(self, work: Work) -> float:
+        """Returns the time of an operation: of its arithmetic or its memory, whichever takes longer."""
+        half = work.itemsize <= 2
+        rate = self.matmul_flops if half else self.fp32_flops
+        if "attention" in work.name and half:
+            rate = self.attention_flops
+        return max(work.flops / rate, work.nbytes / self.memory_bandwidth, self.launch_s)
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """Returns the time of a collective, with NCCL's model of its rings and trees: the fastest of its protocols."""
+        ranks, nodes = len(collective.ranks), _num_nodes(collective.ranks, self.node_size)
+        if ranks == 1:
+            return 0.0
+        bandwidth = self.link_bandwidth
+        if nodes > 1:
+            bandwidth = min(bandwidth, ranks / nodes * self.network_bandwidth)
+        passes = 2 if collective.kind == "all-reduce" else 1
+        seconds = []
+        for base, link, network, share in _RING.values():
+            latency = base + passes * ((ranks - nodes) * link + (nodes - 1) * network)
+            seconds.append(latency + collective.sent_bytes / (bandwidth * share))
+        if collective.kind == "all-reduce":
+            for base, link, network, share in _TREE.values():
+                latency = base + 2 * ((ranks / nodes - 1) * link + math.log2(nodes) * network)
+                seconds.append(latency + collective.sent_bytes / (bandwidth * share))
+        return min(seconds)
+
+    def crossing_bytes(self, collective: Collective) -> int:
+        """Returns how many of `Collective.sent_bytes` leave the node, on average over the group's ranks.
+
+        Of the links of a ring, one a node leaves it.
+        """
+        nodes = _num_nodes(collective.ranks, self.node_size)
+        return 0 if nodes == 1 else collective.sent_bytes * nodes // len(collective.ranks)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+@functools.cache
+def _num_nodes(ranks: Ranks, node_size: int) -> int:
+    """Returns the number of nodes of a group. Consecutive ranks are in one node."""
+    return len({rank // node_size for rank in ranks})
+
+
+_US = 1e-6
+_RING = {
+    "LL": (3.6 * _US, 0.47 * _US, 2.7 * _US, 0.25),
+    "LL128": (10.0 * _US, 1.9 * _US, 4.0 * _US, 0.92),
+    "Simple": (8.4 * _US, 3.4 * _US, 9.6 * _US, 1.0),
+}
+"""By protocol of a ring: seconds of a call, of a step inside a node and between nodes, and its share of the bandwidth.
+From NCCL's own tuning (github.com/NVIDIA/nccl, src/graph/tuning.cc)."""
+_TREE = {
+    "LL": (4.4 * _US, 0.52 * _US, 5.0 * _US, 0.25),
+    "LL128": (4.4 * _US, 1.2 * _US, 8.5 * _US, 0.92 * 0.9),
+    "Simple": (0.0, 28 * _US, 50 * _US, 0.9),
+}
+"""The same of a tree, which only all-reduces have."""
+
+_MATMULS = "products: github.com/stas00/ml-engineering, compute/accelerator (MAMF)"
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Hardware(
+            *("a100", 80 * 2**30, 312e12, 271.2e12, 18e12, 175e12, 0.85 * 2.039e12, 5e-6, 8, 235e9, 0.92 * 25e9),
+            source=f"A100 80 GB SXM datasheet; {_MATMULS}; attention: Dao, 2023 (FlashAttention-2, A100), mean of "
+            "forward and backward; link: the limit in NCCL's tuning; network: 200 Gb/s; 90 % of fp32, 85 % of memory "
+            "and 92 % of the network assumed",
+        ),
+        Hardware(
+            *("h100", 80 * 2**30, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 3.35e12, 5e-6, 8, 360e9, 0.92 * 50e9),
+            source=f"H100 SXM datasheet; {_MATMULS}; attention: Shah et al., 2024 (FlashAttention-2 on H100); link: "
+            "80 % of NVLink 4's 450 GB/s; network: 400 Gb/s; shares of fp32, memory, link and network assumed",
+        ),
+        Hardware(
+            *("h200", 141 * 10**9, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 4.8e12, 5e-6, 8, 360e9, 0.92 * 50e9),
+            source="H200 SXM datasheet for memory; all else as of h100",
+        ),
+        Hardware(
+            *("b200", 180 * 10**9, 2250e12, 1807e12, 72e12, 790e12, 0.85 * 7.7e12, 5e-6, 8, 720e9, 0.92 * 50e9),
+            source="DGX B200 datasheet; shares of products, attention, memory and link assumed to be those of h100",
+        ),
+    )
+}
+"""Known accelerators by name."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """Returns a preset, or what ``--calibrate`` wrote into a file.
+
+    Raises:
+        ConfigError: there is neither a preset nor a file of that name, or the file is no calibration.
+    """
+    if name.lower() in PRESETS:
+        return PRESETS[name.lower()]
+    if not Path(name).is_file():
+        raise ConfigError(
+            f"hardware {name!r} is neither known nor a file; take {', '.join(PRESETS)}, or a file that --calibrate "
+            "wrote"
+        )
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+        types = {entry.name: str if entry.name in ("name", "source") else (int, float) for entry in fields(Hardware)}
+        odd = [key for key, kind in types.items() if not isinstance(values[key], kind)]
+        odd += [key for key, kind in types.items() if kind is not str and not values[key] > 0]
+        if odd or values.keys() != types.keys():
+            raise ValueError(f"{', '.join(odd) or 'its entries'} cannot be")
+        return Hardware(**values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{name} is no calibration ({type(error).__name__}: {error}); write one with --calibrate"
+        ) from error

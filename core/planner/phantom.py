@@ -1,0 +1,358 @@
+"""Runs real code on tensors whose values are never computed, and records what it allocates, computes and sends.
+
+A phantom tensor is an ordinary tensor on the CPU with memory that the system never backs with pages, because nothing
+writes to it. Torch's meta kernels give the shapes of results. Small tensors have their values, since code branches on
+counts. `FakeTensorMode` would replace the class of parameters, which engines depend on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+MOST_VALUES = 2**12
+"""Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
+
+
+def _has_values(tensor: Tensor) -> bool:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.numel() <= (2**22 if is_integer else MOST_VALUES)
+
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all"]
+
+_COLLECTIVES: dict[str, tuple[Kind, int]] = {
+    "c10d::_allgather_base_": ("all-gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+    "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::alltoall_base_": ("all-to-all", 1),
+}
+"""The kind of each collective of torch, and which argument is its whole tensor."""
+
+_RUN_AS_THEY_ARE = {"aten::set_", "aten::resize_", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::is_pinned"}
+
+
+class Ranks(tuple[int, ...]):
+    """The ranks of a group, which are hashed once: there are up to thousands of them."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A collective of this rank. Equal ones are different calls."""
+
+    kind: Kind
+    nbytes: int
+    """Bytes of the whole tensor: the output of an all-gather, else the input."""
+    ranks: Ranks
+    """The group's ranks, in the world."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends at least, as in a ring: ``(n - 1) / n`` of the tensor, twice that to all-reduce
+        it."""
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.nbytes * (len(self.ranks) - 1) // len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation of torch."""
+
+    name: str
+    flops: int
+    """Floating-point operations of a matrix product or an attention. Others count their bytes alone."""
+    nbytes: int
+    """Bytes that it reads and writes."""
+    itemsize: int
+    """Bytes of an element of its result."""
+    awaits: tuple[Collective, ...]
+    """Collectives whose results it is the first to read."""
+
+
+@dataclass
+class Block:
+    """Memory of one tensor and its views, from its allocation to its release."""
+
+    nbytes: int
+    where: str
+    """The recorder's place when it was allocated."""
+    category: str = ""
+    """Set by `Recorder.sort_into`. Empty for what neither wrapper nor optimizer holds."""
+    collective: Collective | None = None
+    """The last one that read or wrote it."""
+    awaited: Collective | None = None
+    """The last one that wrote it, until an operation reads it."""
+
+
+@dataclass
+class Recorder:
+    """What a run allocated, computed and sent, in order."""
+
+    where: str = ""
+    """What the run is doing, for `Block.where`. Set by the code that follows the run."""
+    events: list[tuple[str, Collective | Work | str]] = field(default_factory=list)
+    """Each place with a collective, an operation or a mark of `mark`."""
+    live: dict[int, Block] = field(default_factory=dict)
+    """Memory by the address of its storage's object."""
+    changes: list[tuple[str, int, Block]] = field(default_factory=list)
+    """Place, signed bytes and block of each allocation and release."""
+    _seen: dict[int, Any] = field(default_factory=dict)
+
+    def mark(self, text: str) -> None:
+        """Adds a mark to the events."""
+        self.events.append((self.where, text))
+
+    def follow(self, tensor: Tensor) -> None:
+        """Records the memory of a tensor until it is released. Does nothing where it is known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._allocate(key, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Records a storage that was freed, or allocated again."""
+        key = storage._cdata
+        if key in self._seen:
+            self._release(key)
+            self._allocate(key, storage.nbytes())
+
+    def _allocate(self, key: int, nbytes: int) -> None:
+        if nbytes:
+            block = self.live[key] = Block(nbytes, self.where)
+            self.changes.append((self.where, nbytes, block))
+
+    def _release(self, key: int) -> None:
+        block = self.live.pop(key, None)
+        if block is not None:
+            self.changes.append((self.where, -block.nbytes, block))
+
+    def _forget(self, key: int) -> None:
+        self._seen.pop(key, None)
+        self._release(key)
+
+    def sort_into(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Gives a category to the memory of tensors, in place of any earlier one."""
+        for block in self._blocks(tensors):
+            block.category = category
+
+    def send(self, collective: Collective, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Adds a collective to the events, and notes it on the memory that it reads and writes."""
+        self.events.append((self.where, collective))
+        for block in self._blocks(tensors):
+            block.collective = collective
+        for block in self._blocks(outputs):
+            block.awaited = collective
+
+    def read(self, tensors: Iterable[Tensor]) -> tuple[Collective, ...]:
+        """Returns the collectives that wrote tensors and were not waited for."""
+        awaited = dict[Collective, None]()
+        for block in self._blocks(tensors):
+            if block.awaited is not None:
+                awaited[block.awaited], block.awaited = None, None
+        return tuple(awaited)
+
+    def _blocks(self, tensors: Iterable[Tensor]) -> Iterator[Block]:
+        found = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return (block for block in found if block is not None)
+
+
+class PhantomMode(TorchDispatchMode):
+    """Runs operations on phantom tensors, and records them.
+
+    Args:
+        casts_in_memory: an elementwise operation on tensors of two dtypes casts one as a whole, as on the CPU. On an
+            accelerator the kernel casts each element.
+    """
+
+    def __init__(self, recorder: Recorder, *, casts_in_memory: bool = False) -> None:
+        super().__init__()
+        self._recorder, self._casts_in_memory = recorder, casts_in_memory
+        # The ranks of each process group, added at its first collective.
+        self._ranks: dict[ProcessGroup, Ranks] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # which first becomes its local tensors
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            return self._collective(name, args)
+        output = self._run(func, name, args, kwargs)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                self._recorder.follow(tensor)
+                if self._casts_in_memory and torch.Tag.pointwise in func.tags:
+                    self._cast(args, tensor.dtype)
+        return output
+
+    def _cast(self, args: Any, dtype: torch.dtype) -> None:
+        casts = [
+            torch.empty(arg.shape, dtype=dtype)
+            for arg in args
+            if isinstance(arg, Tensor) and arg.dim() and dtype.is_floating_point and arg.dtype != dtype
+        ]
+        for cast in casts:
+            self._recorder.follow(cast)
+
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        returns = func._schema.returns
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
+        on_meta = any(tensor.device.type == "meta" for tensor in inputs) or kwargs.get("device") == torch.device(
+            "meta"
+        )
+        if is_view or on_meta or name in _RUN_AS_THEY_ARE:
+            return func(*args, **kwargs)
+        if name == "fsdp::all_gather_copy_in":  # returns views of its output
+            whole, numel, rank = args[1], args[3], args[4]
+            return whole.narrow(0, numel * rank, numel), whole
+        has_values = all(map(_has_values, inputs))
+        if not returns:
+            output = func(*args, **kwargs) if has_values else None
+        elif name == "aten::equal":
+            output = func(*args, **kwargs) if has_values else True
+        else:
+            try:
+                shapes = func(*_on_meta(args), **_on_meta(kwargs))
+            except (NotImplementedError, RuntimeError):
+                if not has_values:
+                    raise
+                shapes = None  # it depends on values
+            if has_values and all(_has_values(t) for t in tree_leaves(shapes) if isinstance(t, Tensor)):
+                output = func(*args, **kwargs)
+            else:
+                output = _results(func._schema, args, kwargs, shapes)
+        self._note(func, args, kwargs, inputs, output)
+        return output
+
+    def _note(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> None:
+        count = _FLOPS.get(func._schema.name) or flop_registry.get(func._overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=output)) if count else 0
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if (name := func._schema.name) in _WRITE_NOTHING:
+            return
+        nbytes, awaits = sum(t.nbytes for t in (*inputs, *outputs)), self._recorder.read(inputs)
+        if nbytes > MOST_VALUES or flops or awaits:
+            itemsize = max((tensor.itemsize for tensor in outputs), default=0)
+            work = Work(name.removeprefix("aten::"), flops, nbytes, itemsize, awaits)
+            self._recorder.events.append((self._recorder.where, work))
+
+    def _collective(self, name: str, args: Any) -> Any:
+        """Records a collective. Every rank is taken to have this one's values."""
+        work = FakeWork().boxed()
+        if name not in _COLLECTIVES and name != "c10d::allgather_":
+            return work
+        kind, index = _COLLECTIVES.get(name, ("all-gather", 0))
+        whole = [leaf for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor)]
+        group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        if group not in self._ranks:
+            self._ranks[group] = Ranks(torch.distributed.get_process_group_ranks(group))
+        collective = Collective(kind, sum(tensor.nbytes for tensor in whole), self._ranks[group])
+        tensors, outputs = ([t for t in tree_leaves(each) if isinstance(t, Tensor)] for each in (args, args[0]))
+        self._recorder.send(collective, tensors, outputs)
+        if kind == "all-gather" and sum(tensor.numel() for tensor in whole) <= MOST_VALUES:
+            (own,) = (leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor))
+            for tensor in whole:
+                tensor.view(-1, *own.shape).copy_(own.expand(tensor.numel() // max(own.numel(), 1), *own.shape))
+        return work if name == "c10d::alltoall_base_" else (args[index], work)
+
+
+_WRITE_NOTHING = {
+    f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+}
+
+
+def _on_meta(values: Any) -> Any:
+    def shape_of(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    if isinstance(values, dict) and "device" in values:
+        values = {**values, "device": torch.device("meta")}
+    return tree_map_only(Tensor, shape_of, values)
+
+
+def _results(schema: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
+    """Allocates the results of an operation with these shapes. What it writes in place is its argument."""
+    written = {
+        str(argument.alias_info.before_set): args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+
+    def result(each: Any, shape: Any) -> Any:
+        if each.alias_info is not None and each.alias_info.is_write:
+            return written[str(each.alias_info.before_set)]
+        return tree_map_only(Tensor, _memory, shape)
+
+    if len(schema.returns) == 1:
+        return result(schema.returns[0], shapes)
+    return tuple(map(result, schema.returns, shapes))
+
+
+def _memory(shape: Tensor) -> Tensor:
+    memory = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    return memory.zero_() if _has_values(shape) else memory
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False) -> int:
+    """Two products for each pair of a query and a key that it attends to, exact for a causal mask."""
+    batch, heads, queries, width = query.shape
+    pairs = queries * (queries + 1) // 2 if causal else queries * key.shape[2]
+    return 2 * batch * heads * pairs * (width + value.shape[3])
+
+
+def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any, out_val: Any, **unused: Any) -> int:
+    return _attention_flops(query, key, value, *options[:2])
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *options: Any, **unused: Any
+) -> int:
+    """Five products: the two of forward, one of them again, and the gradients of query, key and value."""
+    return 5 * _attention_flops(query, key, value, *options[:2]) // 2
+
+
+_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+
+
+@contextmanager
+def phantoms(recorder: Recorder, *, casts_in_memory: bool = False) -> Iterator[None]:
+    """Makes every tensor of this thread a phantom, and records it. Takes what `PhantomMode` takes."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(storage, size)
+        recorder.resized(storage)
+        return resized
+
+    with (
+        PhantomMode(recorder, casts_in_memory=casts_in_memory),
+        mock.patch.object(torch.UntypedStorage, "resize_", resize_and_record),
+    ):
+        yield

@@ -1,0 +1,166 @@
+"""Compares settings and numbers of ranks, each by steps of a shallow model.
+
+Memory and time of a step grow linearly with depth, but for the first and the last layer: two shallow models give both
+for any depth. The error to a plan of the whole model is below a percent where the peak is in the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..base.errors import ConfigError
+from ..training.config import PretrainConfig
+from ..training.config.arguments import parse_arguments
+from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, estimate, own_wrapper, without_choice
+from .hardware import Hardware
+
+MOST_RANKS = 16384
+"""The end of a sweep over numbers of ranks."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a model, with its costs on each rank."""
+
+    name: str
+    world_size: int
+    peak_bytes: int
+    step_s: float
+    exposed_s: float
+    latency_s: float
+    """Of all collectives, what they would take without bytes."""
+    tokens_per_second: float
+    """Of a rank."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a wrapper scales when each rank keeps its micro-batches."""
+
+    name: str
+    points: tuple[Candidate, ...]
+
+    @property
+    def stops_at(self) -> int | None:
+        """The smallest number of ranks that reaches less than 90 % of the best throughput of a rank before it."""
+        best = 0.0
+        for point in self.points:
+            if point.tokens_per_second < 0.9 * best:
+                return point.world_size
+            best = max(best, point.tokens_per_second)
+        return None
+
+
+def shallow_estimate(
+    name: str, config: PretrainConfig, world_size: int, hardware: Hardware, gpu_memory: int
+) -> Candidate:
+    """Estimates a run from models of two depths.
+
+    Raises:
+        ConfigError: what a run with these settings raises; or a setting that is not simulated.
+    """
+    step = 2 * config.ddp.activation_checkpointing_interval
+    depth = config.model.num_layers
+    shallow, deep = (min(depth, layers) for layers in (step, 2 * step))
+
+    def at(layers: int) -> tuple[Estimate, tuple[float, ...]]:
+        planned = estimate(
+            name, replace(config, model=replace(config.model, num_layers=layers)), world_size, hardware, gpu_memory
+        )
+        time, peak = planned.time, max(planned.peak_bytes, planned.simulation.construction_peak)
+        return planned, (peak, time.step_s, time.exposed_s, time.latency_s)
+
+    planned, first = at(shallow)
+    second = at(deep)[1] if deep > shallow else first
+    more = (depth - shallow) / max(deep - shallow, 1)
+    peak, step_s, exposed_s, latency_s = (a + more * (b - a) for a, b in zip(first, second, strict=True))
+    tokens = planned.tokens_per_second * planned.time.step_s
+    return Candidate(name, world_size, int(peak), step_s, exposed_s, latency_s, tokens / step_s)
+
+
+def candidates(
+    variants: Mapping[str, Sequence[str]], world_size: int, hardware: Hardware, gpu_memory: int
+) -> list[Candidate]:
+    """Returns the variants of a run that fit, the fastest first. Leaves out what the run would refuse.
+
+    Args:
+        variants: the flags of each, by name.
+    """
+    found = []
+    for name, flags in variants.items():
+        try:
+            found.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware, gpu_memory))
+        except ConfigError:
+            continue
+    fitting = [each for each in found if each.peak_bytes + RESERVED_BYTES <= gpu_memory]
+    return sorted(fitting, key=lambda each: -each.tokens_per_second)
+
+
+def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the flags with one change that saves memory, by the change."""
+    config = parse_arguments(flags)
+    changes = {f"wrapper {name}": [*without_choice(flags), *WRAPPERS[name]] for name in WRAPPERS}
+    changes.pop(f"wrapper {own_wrapper(config)}")
+    added = ["--activation-checkpointing selective", "--activation-checkpointing full"]
+    if (size := config.data.micro_batch_size) > 1:
+        added.append(f"--micro-batch-size {size // 2}")
+    added.append(f"--tensor-model-parallel-size {2 * config.model.tensor_model_parallel_size} --sequence-parallel")
+    return changes | {more: [*flags, *more.split()] for more in added}
+
+
+def combinations(flags: Sequence[str], wrappers: Sequence[str], node_size: int) -> dict[str, list[str]]:
+    """Returns the flags with each combination of wrapper, tensor-parallel size, micro-batch size and recomputation."""
+    rest = without_choice(flags)
+    return {
+        f"{wrapper}, tensor-parallel {tp}, micro-batch {size}, recomputes {recomputes}": [
+            *(*rest, *WRAPPERS[wrapper], "--tensor-model-parallel-size", str(tp), "--micro-batch-size", str(size)),
+            *("--activation-checkpointing", recomputes, *(["--sequence-parallel"] if tp > 1 else [])),
+        ]
+        for wrapper in wrappers
+        for tp in _powers(1, node_size)
+        for size in (1, 2, 4)
+        for recomputes in ("none", "selective", "full")
+    }
+
+
+def scalings(
+    configs: Mapping[str, PretrainConfig], world_size: int, hardware: Hardware, gpu_memory: int
+) -> list[Scaling]:
+    """Plans each wrapper on more and more ranks, which keep their micro-batches; those that shard parameters also
+    with shards inside a node, replicated over nodes."""
+    found = []
+    for name, config in configs.items():
+        model = config.model
+        own = model.tensor_model_parallel_size * model.context_parallel_size
+        number = config.num_microbatches(world_size) * config.data.micro_batch_size
+        ways = {name: False, **({f"hybrid {name}": True} if config.ddp.shards_parameters else {})}
+        for way, is_hybrid in ways.items():
+            points = []
+            for ranks in _powers(own * max(hardware.node_size // own, 1), MOST_RANKS):
+                replicas = ranks // own
+                inside = max(hardware.node_size // own, 1)
+                instances = replicas // inside if is_hybrid else config.ddp.num_distributed_optimizer_instances
+                if replicas % instances:
+                    continue
+                points.append(
+                    shallow_estimate(
+                        way,
+                        replace(
+                            config,
+                            ddp=replace(config.ddp, num_distributed_optimizer_instances=instances),
+                            data=replace(config.data, global_batch_size=number * replicas),
+                        ),
+                        ranks,
+                        hardware,
+                        gpu_memory,
+                    )
+                )
+            found.append(Scaling(way, tuple(points)))
+    return found
+
+
+def _powers(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2

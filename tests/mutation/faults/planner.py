@@ -1,0 +1,50 @@
+"""Faults of `core.planner`."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "memory that is freed counts until the end",
+        "core.planner.phantom.Recorder._release",
+        r"-block\.nbytes",
+        "0",
+        ("tests/unit/planner/test_simulation.py",),
+    ),
+    Mutation(
+        "planned all-reduces send as much as gathers",
+        "core.planner.phantom.Collective.sent_bytes",
+        r"2 if",
+        "1 if",
+        ("tests/unit/planner/test_simulation.py",),
+    ),
+    Mutation(
+        "micro-batches that are not simulated cost nothing",
+        "core.planner.simulation._repeated",
+        r"max\(times, 0\)",
+        "0",
+        ("tests/unit/planner/test_simulation.py",),
+    ),
+    Mutation(
+        "planned ranks of one per node have the links of all",
+        "core.planner.hardware.Hardware.collective_seconds",
+        r"ranks / nodes \* self\.network_bandwidth",
+        "self.node_size * self.network_bandwidth",
+        ("tests/unit/planner/test_hardware.py",),
+    ),
+    Mutation(
+        "planned computation does not wait for what it reads",
+        "core.planner.step_time._Clock._wait_for",
+        r"until - self\.now",
+        "0.0",
+        ("tests/unit/planner/test_step_time.py",),
+    ),
+    Mutation(
+        "backward needs as many operations as forward",
+        "core.planner.formula.model_flops",
+        r"return 3 \*",
+        "return 2 *",
+        ("tests/unit/planner/test_simulation.py",),
+    ),
+)

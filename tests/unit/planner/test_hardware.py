@@ -1,0 +1,70 @@
+"""Times of collectives written out, and what is taken for a hardware."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from core.base.errors import ConfigError
+from core.planner.hardware import PRESETS, find_hardware
+from core.planner.phantom import Collective, Ranks, Work
+
+H100 = PRESETS["h100"]
+MIB = 2**20
+
+
+def test_a_large_gather_takes_its_bytes_and_its_steps():
+    inside = H100.collective_seconds(Collective("all-gather", 800 * MIB, Ranks(range(8))))
+    assert inside == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 700 * MIB / H100.link_bandwidth)
+    across = H100.collective_seconds(Collective("all-gather", 1600 * MIB, Ranks(range(16))))
+    bandwidth = min(H100.link_bandwidth, 8 * H100.network_bandwidth)
+    assert across == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6 + 1500 * MIB / bandwidth)
+
+
+def test_one_rank_of_each_node_has_one_link():
+    nodes = Ranks(range(0, 32, 8))
+    sparse = H100.collective_seconds(Collective("reduce-scatter", 400 * MIB, nodes))
+    assert sparse == pytest.approx(300 * MIB / H100.network_bandwidth, rel=0.01)
+    assert H100.crossing_bytes(Collective("reduce-scatter", 400 * MIB, nodes)) == 300 * MIB
+    assert H100.crossing_bytes(Collective("reduce-scatter", 400 * MIB, Ranks(range(4)))) == 0
+
+
+def test_small_shards_take_the_latency_of_every_rank():
+    small, large = (
+        H100.collective_seconds(Collective("all-gather", MIB, Ranks(range(ranks)))) for ranks in (1024, 16384)
+    )
+    assert 10 < large / small < 20  # a ring has a step for each rank
+
+
+def test_all_reduces_of_few_bytes_take_a_tree():
+    many = Ranks(range(16384))
+    reduced = H100.collective_seconds(Collective("all-reduce", 64, many))
+    assert reduced < H100.collective_seconds(Collective("all-gather", 64, many)) / 50
+
+
+def test_an_operation_takes_the_longer_of_arithmetic_and_memory():
+    product = Work("mm", int(1e12), 1000, 2, ())
+    assert H100.work_seconds(product) == pytest.approx(1e12 / H100.matmul_flops)
+    assert H100.work_seconds(replace(product, itemsize=4)) == pytest.approx(1e12 / H100.fp32_flops)
+    attention = replace(product, name="_scaled_dot_product_flash_attention_for_cpu")
+    assert H100.work_seconds(attention) == pytest.approx(1e12 / H100.attention_flops)
+    assert H100.work_seconds(Work("add", 0, int(1e9), 2, ())) == pytest.approx(1e9 / H100.memory_bandwidth)
+    assert H100.work_seconds(Work("add", 0, 8, 2, ())) == H100.launch_s
+
+
+def test_a_file_holds_a_hardware(tmp_path: Path):
+    file = tmp_path / "mine.json"
+    file.write_text(replace(H100, name="mine").to_json())
+    assert find_hardware(str(file)) == replace(H100, name="mine")
+    for damaged in ({"name": "x"}, {**asdict(H100), "node_size": 0}, {**asdict(H100), "more": 1}, []):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match=r"mine\.json is no calibration"):
+            find_hardware(str(file))
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ConfigError, match="take a100, h100, h200, b200"):
+        find_hardware("v100")

@@ -1,0 +1,58 @@
+"""Shallow plans compared with whole ones, and what is chosen of several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.planner import PRESETS, estimate
+from core.planner.search import Candidate, Scaling, candidates, combinations, shallow_estimate, single_changes
+from core.training.config.arguments import parse_arguments
+from tests.unit.planner._lines import LLAMA, TINY
+
+H100, MEMORY = PRESETS["h100"], 80 * 2**30
+FLAGS = f"{TINY} {LLAMA} --use-torch-fsdp2 --num-layers 8".split()
+
+
+def test_two_depths_give_the_costs_of_any_depth():
+    config = parse_arguments(FLAGS)
+    whole, shallow = estimate("", config, 2, H100), shallow_estimate("", config, 2, H100, MEMORY)
+    assert shallow.peak_bytes == pytest.approx(max(whole.peak_bytes, whole.simulation.construction_peak), rel=0.01)
+    assert shallow.step_s == pytest.approx(whole.time.step_s, rel=0.01)
+    assert shallow.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=0.01)
+
+
+def test_the_fastest_that_fits_comes_first():
+    variants = {
+        "full": [*FLAGS, "--activation-checkpointing", "full"],
+        "none": FLAGS,
+        "refused": [*FLAGS, "--no", "1"],
+    }
+    assert [each.name for each in candidates(variants, 2, H100, MEMORY)] == ["none", "full"]
+    assert candidates(variants, 2, H100, 2**31) == []
+
+
+def test_a_change_is_one_setting_of_the_run():
+    changes = single_changes([*FLAGS, "--micro-batch-size", "4"])
+    assert "wrapper ZeRO-3" in changes and "wrapper FSDP2" not in changes
+    assert parse_arguments(changes["--micro-batch-size 2"]).data.micro_batch_size == 2
+    assert not parse_arguments(changes["wrapper ZeRO-1"]).use_torch_fsdp2
+
+
+def test_combinations_are_command_lines():
+    found = combinations(FLAGS, ["ZeRO-1", "FSDP2"], 2)
+    assert len(found) == 2 * 2 * 3 * 3
+    config = parse_arguments(found["ZeRO-1, tensor-parallel 2, micro-batch 4, recomputes full"])
+    assert (config.model.tensor_model_parallel_size, config.data.micro_batch_size) == (2, 4)
+
+
+def test_a_wrapper_stops_scaling_below_nine_tenths_of_its_best():
+    point = Candidate("", 8, 0, 1.0, 0.0, 0.0, 1000.0)
+    points = (
+        point,
+        replace(point, world_size=16, tokens_per_second=950.0),
+        replace(point, world_size=32, tokens_per_second=890.0),
+    )
+    assert Scaling("", points).stops_at == 32
+    assert Scaling("", points[:2]).stops_at is None

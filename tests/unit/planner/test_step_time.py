@@ -1,0 +1,81 @@
+"""Times of steps that are written out, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from core.planner.hardware import PRESETS
+from core.planner.phantom import Collective, Ranks, Work
+from core.planner.step_time import step_time
+from tests.unit.planner._lines import simulated
+
+GROUP = Ranks(range(8))
+HARDWARE = replace(PRESETS["h100"], link_bandwidth=1e9)
+SENT = int(8e9)  # 7 s in a ring of eight ranks
+FORWARD, BACKWARD, UPDATE = "forward of a, micro-batch 1", "backward of a, micro-batch 1", "the update"
+
+
+def _computes(seconds: float, *awaits: Collective) -> Work:
+    return Work("mm", int(seconds * HARDWARE.matmul_flops), 0, 2, awaits)
+
+
+def _exposed(events: list[tuple[str, Any]], **settings: Any) -> tuple[float, float, float]:
+    """Returns seconds of the step, and of exposed and hidden communication."""
+    planned = replace(simulated(""), first_events=(), events=tuple(events), **settings)
+    time = step_time(planned, HARDWARE)
+    return time.step_s, time.exposed_s, time.hidden_s
+
+
+def test_computation_waits_for_what_it_reads():
+    gather = Collective("all-gather", SENT, GROUP)
+    late = [(FORWARD, gather), (FORWARD, _computes(5)), (FORWARD, _computes(1, gather))]
+    assert _exposed(late) == pytest.approx((8, 2, 5), abs=0.001)
+    at_once = [(FORWARD, gather), (FORWARD, _computes(1, gather)), (FORWARD, _computes(5))]
+    assert _exposed(at_once) == pytest.approx((13, 7, 0), abs=0.001)
+
+
+def test_overlapped_reductions_are_waited_for_at_the_end():
+    reduction = Collective("reduce-scatter", SENT, GROUP)
+    events = [
+        (BACKWARD, reduction),
+        (BACKWARD, _computes(1, reduction)),
+        (BACKWARD, _computes(4)),
+        (UPDATE, _computes(1)),
+    ]
+    assert _exposed(events, waits_late=frozenset({GROUP})) == pytest.approx((8, 2, 5), abs=0.001)
+    assert _exposed(events, waits_late=frozenset()) == pytest.approx((13, 7, 0), abs=0.001)
+
+
+def test_collectives_of_a_group_queue():
+    first, second = Collective("all-gather", SENT, GROUP), Collective("all-gather", SENT, GROUP)
+    other = Collective("all-gather", SENT, Ranks(range(8, 16)))
+    assert _exposed([(FORWARD, first), (FORWARD, second), (FORWARD, _computes(1, second))])[0] == pytest.approx(
+        15, 0.01
+    )
+    assert _exposed([(FORWARD, first), (FORWARD, other), (FORWARD, _computes(1, other))])[0] == pytest.approx(8, 0.01)
+
+
+def test_a_host_that_runs_ahead_gathers_during_the_unit_before():
+    first, second = Collective("all-gather", SENT // 7, GROUP), Collective("all-gather", SENT // 7, GROUP)
+    events = [
+        (FORWARD, first),
+        (FORWARD, _computes(5, first)),
+        (FORWARD, second),
+        (FORWARD, _computes(5, second)),
+    ]
+    ahead = {"gathers_ahead": True, "waits_late": frozenset({GROUP})}
+    assert _exposed(events, **ahead) == pytest.approx((11, 1, 1), abs=0.001)
+    assert _exposed(events) == pytest.approx((12, 2, 0), abs=0.001)
+
+
+def test_a_gather_that_a_step_leaves_running_delays_the_next():
+    left = Collective("all-gather", SENT, GROUP)
+    planned = replace(
+        simulated(""),
+        first_events=((UPDATE, left),),
+        events=((FORWARD, _computes(1, left)),),
+    )
+    assert step_time(planned, HARDWARE).step_s == pytest.approx(8, 0.01)
