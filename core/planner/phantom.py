@@ -190,6 +190,8 @@ class PhantomMode(TorchDispatchMode):
     def __init__(self, recorder: Recorder, *, casts_in_memory: bool = False) -> None:
         super().__init__()
         self._recorder, self._casts_in_memory = recorder, casts_in_memory
+        # Results on meta by operation and the shapes of its inputs. `_shapes_of` adds them.
+        self._shapes: dict[Any, Any] = {}
         # The ranks of each process group, added at its first collective.
         self._ranks: dict[ProcessGroup, Ranks] = {}
 
@@ -219,7 +221,8 @@ class PhantomMode(TorchDispatchMode):
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         returns = func._schema.returns
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
         on_meta = any(tensor.device.type == "meta" for tensor in inputs) or kwargs.get("device") == torch.device(
             "meta"
@@ -236,7 +239,7 @@ class PhantomMode(TorchDispatchMode):
             output = func(*args, **kwargs) if has_values else True
         else:
             try:
-                shapes = func(*_on_meta(args), **_on_meta(kwargs))
+                shapes = self._shapes_of(func, args, kwargs, leaves)
             except (NotImplementedError, RuntimeError):
                 if not has_values:
                     raise
@@ -247,6 +250,16 @@ class PhantomMode(TorchDispatchMode):
                 output = _results(func._schema, args, kwargs, shapes)
         self._note(func, args, kwargs, inputs, output)
         return output
+
+    def _shapes_of(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        """Returns the results of an operation on meta. Equal layers ask for equal ones."""
+        key = (func, *kwargs, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves))
+        try:
+            if key not in self._shapes:
+                self._shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
+            return self._shapes[key]
+        except TypeError:  # not hashable
+            return func(*_on_meta(args), **_on_meta(kwargs))
 
     def _note(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> None:
         count = _FLOPS.get(func._schema.name) or flop_registry.get(func._overloadpacket)

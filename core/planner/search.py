@@ -127,8 +127,8 @@ def combinations(flags: Sequence[str], wrappers: Sequence[str], node_size: int) 
 def scalings(
     configs: Mapping[str, PretrainConfig], world_size: int, hardware: Hardware, gpu_memory: int
 ) -> list[Scaling]:
-    """Plans each wrapper on more and more ranks, which keep their micro-batches; those that shard parameters also
-    with shards inside a node, replicated over nodes."""
+    """Plans each wrapper on more and more ranks, which keep their micro-batches. Those that shard parameters are
+    also planned with shards inside a node, replicated over nodes."""
     found = []
     for name, config in configs.items():
         model = config.model
