@@ -128,7 +128,7 @@ PIPELINE_SITES = [
 ]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
 def test_pipeline_stages_are_read_by_any_other_cut(tmp_path: Path, tied: bool) -> None:
     """Each layout writes for the next, round in a circle."""
     pairs = list(zip(PIPELINE_SITES, [*PIPELINE_SITES[1:], PIPELINE_SITES[0]], strict=True))

@@ -27,6 +27,7 @@ CORE = Path(__file__).parents[3] / "core"
 UNNAMED = {
     "comm/": "records them",
     "base/_torch_compat.py": "says what they are called in this version of torch",
+    "diagnostics/deadlock.py": "closes connections by a message that never comes",
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
     "verify/lockstep.py": "gathers objects after training",
     "process_groups/make_groups.py": "makes the groups",

@@ -250,8 +250,12 @@ def test_the_flight_recorder_names_collectives_of_other_code():
         r"\(28 B\) in one of 2 ranks\. ",
         message,
     )
-    assert re.search(r"Torch's flight recorder has rank 0 at gloo:all_reduce, number \d+ \(over\); rank 1 at", message)
-    assert "look at what the ranks do there" in message
+    # Gloo's recorder retires a collective that fails a moment after the caller has its error, which may come first.
+    found = re.search(
+        r"Torch's flight recorder has rank 0 at gloo:all_reduce, number \d+( \(over\))?; rank 1 at", message
+    )
+    assert found is not None
+    assert ("look at what the ranks do there" if found[1] else "look at rank 1.") in message
 
 
 def _nccls_entry(group: Any, number: int, state: str) -> dict[str, Any]:
