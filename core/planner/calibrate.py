@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from ..base import device
+from ..comm import streams
 from .hardware import Hardware
 
 _REPEATS = 7
@@ -74,4 +75,4 @@ def _seconds(run: Callable[[], object]) -> list[float]:
 
 def _synchronize() -> None:
     if device.device_type() == "cuda":
-        torch.cuda.synchronize()
+        streams.synchronize()

@@ -171,8 +171,7 @@ def _simulated(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
         model = replace(model, attention_dropout=0.0)
     if on_gpu and not ddp.shards_parameters:
         overlaps_grads = True if ddp.overlap_grad_reduce is None else ddp.overlap_grad_reduce
-        is_cut = ddp.sharding_strategy != "no_shard"
-        overlaps_params = is_cut if ddp.overlap_param_gather is None else ddp.overlap_param_gather
+        overlaps_params = ddp.shards_updates if ddp.overlap_param_gather is None else ddp.overlap_param_gather
         ddp = replace(ddp, overlap_grad_reduce=overlaps_grads, overlap_param_gather=overlaps_params)
     return replace(config, ddp=ddp, model=model)
 
