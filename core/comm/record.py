@@ -362,13 +362,13 @@ _QUESTIONS = "shardstack/collectives/questions"
 _ASKING = "shardstack/collectives/asking"
 
 
-def tell(key: str, value: Any) -> None:
+def write_to_store(key: str, value: Any) -> None:
     """Writes a value, as JSON, into the store for other ranks."""
     _store().set(f"shardstack/{key}", json.dumps(value))
 
 
-def told(key: str) -> Any:
-    """Returns what a rank has told under a key, or None."""
+def read_from_store(key: str) -> Any:
+    """Returns the value that a rank wrote under a key, or None."""
     return _read(f"shardstack/{key}")
 
 

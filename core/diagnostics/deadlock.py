@@ -49,28 +49,29 @@ class DeadlockWatch:
         self._looks += 1
         for call in calls:
             record.publish(call.record)
-        record.tell(f"waits/{dist.get_rank()}", [self._looks, own])
+        record.write_to_store(f"waits/{dist.get_rank()}", [self._looks, own])
         other = group.ranks[(group.rank + 1) % group.num_ranks]
-        waits = record.told(f"waits/{other}")
+        waits = record.read_from_store(f"waits/{other}")
         before, self._seen = self._seen, (own, waits)
-        if _told() != own:
+        if _own_deadlock() != own:
             if not before or None in (waits, before[1]) or (before[0], before[1][1]) != (own, waits[1]):
                 return  # one of the two goes on
             if before[1] == waits or _has_begun_any(waits[1]) or any(_is_joined_by(other, call) for call in calls):
                 return
             for rank, ends in ((other, waits[1]), (dist.get_rank(), own)):
-                record.tell(f"deadlock/{rank}", ends)
+                record.write_to_store(f"deadlock/{rank}", ends)
         for call in calls:
             _close_connections(call)
 
 
 def is_deadlocked(call: Collective) -> bool:
     """Returns whether ranks are known to wait for each other, this one in `call`. They have published where."""
-    return _identity(call) in (_told() or ())
+    return _identity(call) in (_own_deadlock() or ())
 
 
-def _told() -> Any:
-    return record.told(f"deadlock/{dist.get_rank()}")
+def _own_deadlock() -> Any:
+    """Returns the calls in which this rank is known to wait for ever, or None."""
+    return record.read_from_store(f"deadlock/{dist.get_rank()}")
 
 
 def _is_in_collectives(thread: threading.Thread) -> bool:

@@ -85,15 +85,20 @@ def _one_over_global_tokens(num_tokens: torch.Tensor | float, model: Sequence[_B
     return torch.where(total > 0, 1.0 / total, 0.0)
 
 
+def is_last_stage(chunk: torch.nn.Module) -> bool:
+    """Returns whether a model, wrapped or not, ends with the loss. One without `post_process` does."""
+    return bool(getattr(unwrap_model(chunk), "post_process", True))
+
+
 def sum_of_last_stage(values: torch.Tensor, model: Sequence[torch.nn.Module]) -> None:
     """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
 
     Args:
-        model: this rank's stages. One without `post_process` is not the last.
+        model: this rank's stages.
     """
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return
-    if not any(getattr(unwrap_model(chunk), "post_process", True) for chunk in model):
+    if not any(is_last_stage(chunk) for chunk in model):
         values.zero_()
     group = parallel_state.get_pipeline_model_parallel_group()
     all_reduce_by_backend(values, group, what="values of the last pipeline stage")

@@ -272,7 +272,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for _, parameter in managed_parameters(self.module):  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if not self.gradient_state.is_reduced:
+        if self.plan.groups.replicated is not None and not self.gradient_state.is_reduced:
             self._reduce_replicated()
         named = ((name, local_gradient(p)) for name, p in managed_parameters(unwrap_model(self)))
         gradients = ((name, gradient) for name, gradient in named if gradient is not None)

@@ -18,8 +18,7 @@ from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
-from ..distributed.data_parallel_base import unwrap_model
-from ..distributed.finalize_model_grads import sum_of_last_stage
+from ..distributed.finalize_model_grads import is_last_stage, sum_of_last_stage
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
 from ..optimizer.optimizer import StepOutcome
@@ -167,7 +166,7 @@ def train_step(
         if seeds is not None:
             seeds.enter(chunks[index].micro_batch_index(next(numbers[index])))
         output = _forward(chunk, batch)
-        if not _is_last_stage(chunk):
+        if not is_last_stage(chunk):
             return output
         masked_sum, tokens = _masked_loss(output, batch)
         loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / share
@@ -225,7 +224,7 @@ def evaluate(
     def run(chunk: torch.nn.Module, index: int) -> torch.Tensor:
         batch = _own_chunks(next(inputs[index]))
         output = _forward(chunk, batch)
-        if not _is_last_stage(chunk):
+        if not is_last_stage(chunk):
             return output
         masked_sum, tokens = _masked_loss(output, batch)
         rows.append(torch.stack([masked_sum.double(), tokens.double()]))
@@ -260,10 +259,6 @@ def _chunks(model: _BaseDataParallel | Sequence[_BaseDataParallel]) -> list[_Bas
 def _has_stages() -> bool:
     """Returns whether the model is cut into pipeline stages."""
     return parallel_state.get_pipeline_model_parallel_world_size() > 1
-
-
-def _is_last_stage(chunk: torch.nn.Module) -> bool:
-    return bool(getattr(unwrap_model(chunk), "post_process", True))
 
 
 def _inputs(
