@@ -2,6 +2,7 @@
 
 from ..base.megatron_names import absent_names
 from .schedules import (
+    forward_backward,
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
@@ -9,6 +10,7 @@ from .schedules import (
 )
 
 __all__ = [
+    "forward_backward",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",

@@ -16,7 +16,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pipelines: tokens of the last micro-batch alone are counted",
-        "core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
+        "core.pipeline_parallel.schedules.forward_backward",
         r"total_tokens = total_tokens \+ tokens",
         "total_tokens = tokens",
         _EQUALITY,
