@@ -19,10 +19,11 @@ from tests._forked import FORKED
 class ForkedLauncher:
     """A launcher that runs, in a process group of its own: what `subprocess.Popen` would give of it."""
 
-    def __init__(self, arguments: Sequence[Any], folder: Path) -> None:
+    def __init__(self, arguments: Sequence[Any], folder: Path, **variables: str) -> None:
+        """Starts it in `folder` with additional environment variables."""
         self._outputs = [folder / "launcher.out", folder / "launcher.err"]
         command = [str(argument) for argument in arguments]
-        self._process = FORKED.Process(target=_launch, args=(command, folder, self._outputs))
+        self._process = FORKED.Process(target=_launch, args=(command, folder, self._outputs, variables))
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -43,11 +44,12 @@ class ForkedLauncher:
         return out, err
 
 
-def _launch(command: list[str], folder: Path, outputs: Sequence[Path]) -> None:
+def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
     from core.training.launch import ranks
     from core.training.launch.__main__ import main
 
     os.setsid()
+    os.environ.update(environment)
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
@@ -58,7 +60,7 @@ def _launch(command: list[str], folder: Path, outputs: Sequence[Path]) -> None:
 class _ForkedRank:
     """What the launcher uses of `subprocess.Popen`, of a rank that is forked from it and ends with it."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> None:
         from core.training.launch.signals import end_with_parent
 
         self.returncode: int | None = None  # set once, by `poll` or `wait`

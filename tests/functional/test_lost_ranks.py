@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment
+from tests.functional._forked_launcher import ForkedLauncher
+from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, program_environment, run_program
 
 PROGRAM = REPOSITORY / "tests" / "functional" / "_lost_rank.py"
 ITERATIONS = 5
@@ -22,30 +23,56 @@ ZERO1, ZERO3 = ("--use-distributed-optimizer",), ("--data-parallel-sharding-stra
 FSDP2 = ("--use-torch-fsdp2",)
 
 
-def _run(folder: Path, corpus: Path, ranks: int, policy: str, lose: str, *flags: str, limit_s: float = 600.0):
-    """Runs the example under the launcher. Returns its hashes of weights by iteration, and what it wrote."""
+def _run(
+    folder: Path,
+    corpus: Path,
+    ranks: int,
+    policy: str,
+    lose: str,
+    *flags: str,
+    limit_s: float = 600.0,
+    is_forked: bool = False,
+):
+    """Runs the example under the launcher. Returns its hashes of weights by iteration, its log and what it wrote."""
     once = folder.with_suffix(".once")
     once.mkdir()
-    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", str(ranks), "--on-lost-rank", policy]
-    command += ["--lost-rank-timeout", str(limit_s), str(PROGRAM), *FLAGS, *flags, "--data-path", str(corpus)]
+    command = ["--nproc-per-node", str(ranks), "--on-lost-rank", policy, "--lost-rank-timeout", str(limit_s)]
+    command += [str(PROGRAM), *FLAGS, *flags, "--data-path", str(corpus), "--save", str(folder)]
+    status, written = _launch(command, once.parent, is_forked, LOSE=lose, LOSE_ONCE=str(once))
+    assert status == 0, written[-4000:]
+    assert len(list(once.iterdir())) == len(lose.split(","))
+    return _hashes(folder), [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], written
+
+
+def _launch(command: list[str], folder: Path, is_forked: bool, **environment: str) -> tuple[int | None, str]:
+    """Returns the launcher's exit status and what it and its ranks wrote to stderr."""
+    if is_forked:
+        launcher = ForkedLauncher(command, folder, **environment)
+        _, written = launcher.communicate(LIMIT_S)
+        return launcher.returncode, written
     ended = subprocess.run(
-        [*command, "--save", str(folder)],
-        env=program_environment(LOSE=lose, LOSE_ONCE=str(once)),
+        [sys.executable, "-m", "core.training.launch", *command],
+        env=program_environment(**environment),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert len(list(once.iterdir())) == len(lose.split(",")) if lose else True
+    return ended.returncode, ended.stderr
+
+
+def _hashes(folder: Path) -> dict[int, str]:
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     hashes = {line["step"]: line["weights_hash"] for line in lines if "weights_hash" in line}
     assert list(hashes) == list(range(1, ITERATIONS + 1))
-    return hashes, lines, ended.stderr
+    return hashes
 
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    return _run(tmp_path_factory.mktemp("whole") / "run", corpus, 1, "restart", "")[0]
+    folder = tmp_path_factory.mktemp("whole")
+    ended = run_program("pretrain_gpt", *FLAGS, "--data-path", corpus, "--save", folder / "run", folder=folder)
+    assert ended.status == 0, ended.err
+    return _hashes(folder / "run")
 
 
 CASES = {
@@ -65,7 +92,7 @@ MORE_CASES = {
 
 @pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), CASES.values(), ids=CASES)
 def test_a_lost_rank_changes_no_bit(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said):
-    hashes, lines, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
+    hashes, lines, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags, is_forked=True)
     assert hashes == undisturbed
     assert said in written
     recovered = [line for line in lines if "lost" in line]
@@ -95,10 +122,9 @@ def test_a_rank_that_does_not_go_on_is_killed(undisturbed, corpus, tmp_path, ran
 
 
 def test_shrinking_below_what_settings_allow_is_one_line(corpus, tmp_path):
-    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2", "--on-lost-rank", "shrink"]
-    command += [str(REPOSITORY / "examples" / "gpt" / "pretrain_gpt.py"), *FLAGS[:-3], "--data-path", str(corpus)]
-    command += ["--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2"]
-    ended = subprocess.run(command, env=program_environment(), capture_output=True, text=True, timeout=LIMIT_S)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: --on-lost-rank is shrink, and these settings run on no fewer than 2 ranks")
-    assert ended.stderr.count("\n") == 1
+    command = ["--nproc-per-node", "2", "--on-lost-rank", "shrink", str(PROGRAMS["pretrain_gpt"]), *FLAGS[:-3]]
+    command += ["--data-path", str(corpus), "--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2"]
+    status, written = _launch(command, tmp_path, is_forked=True)
+    assert status == 2
+    assert written.startswith("error: --on-lost-rank is shrink, and these settings run on no fewer than 2 ranks")
+    assert written.count("\n") == 1
