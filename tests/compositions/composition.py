@@ -371,8 +371,6 @@ RULES: tuple[Rule, ...] = (
     ("experts", ("balanced by a bias",), lambda c: c.mistake != "finalizes twice"),
     ("experts", ("over ranks",), _may_share_experts),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
-    # A rank waits in its backward for gradients of others, and these wait for its tokens: `docs/experts.md`.
-    ("unused", ("on some ranks",), lambda c: c.experts != "over ranks"),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
 )
 """By axis and values, all but the first where none are named, when they mean something."""
