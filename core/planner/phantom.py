@@ -7,6 +7,7 @@ counts. `FakeTensorMode` would replace the class of parameters, which engines de
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
 
 
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's, which Python names from 3.13 on."""
+
+
 def _has_values(tensor: Tensor) -> bool:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor.numel() <= (2**22 if is_integer else MOST_VALUES)
@@ -43,7 +48,10 @@ _COLLECTIVES: dict[str, tuple[Kind, int]] = {
 }
 """The kind of each collective of torch, and which argument is its whole tensor."""
 
-_RUN_AS_THEY_ARE = {"aten::set_", "aten::resize_", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::is_pinned"}
+_RUN_AS_THEY_ARE = {
+    *("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::is_pinned"),
+    *("aten::sparse_coo_tensor", "aten::_sparse_coo_tensor_with_dims_and_tensors"),  # made of two tensors that exist
+}
 
 
 class Ranks(tuple[int, ...]):
@@ -204,7 +212,7 @@ class PhantomMode(TorchDispatchMode):
             return self._collective(name, args)
         output = self._run(func, name, args, kwargs)
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_sparse:
                 self._recorder.follow(tensor)
                 if self._casts_in_memory and torch.Tag.pointwise in func.tags:
                     self._cast(args, tensor.dtype)
@@ -222,7 +230,7 @@ class PhantomMode(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         returns = func._schema.returns
         leaves = tree_leaves((args, kwargs))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [leaf.values() if leaf.is_sparse else leaf for leaf in leaves if isinstance(leaf, Tensor)]
         is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
         on_meta = any(tensor.device.type == "meta" for tensor in inputs) or kwargs.get("device") == torch.device(
             "meta"
@@ -300,6 +308,8 @@ _WRITE_NOTHING = {
 
 def _on_meta(values: Any) -> Any:
     def shape_of(tensor: Tensor) -> Tensor:
+        if tensor.is_sparse:  # added to a dense one
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     if isinstance(values, dict) and "device" in values:
@@ -326,7 +336,12 @@ def _results(schema: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
 
 
 def _memory(shape: Tensor) -> Tensor:
-    memory = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    try:
+        memory = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+    except RuntimeError:  # more than Linux promises at once on this machine: it need not promise what nobody writes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        mapped = mmap.mmap(-1, shape.untyped_storage().nbytes(), flags=flags)
+        return torch.frombuffer(mapped, dtype=shape.dtype).as_strided(shape.shape, shape.stride())
     return memory.zero_() if _has_values(shape) else memory
 
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ from ..distributed.distributed_data_parallel_config import Engine
 from ..distributed.plan import Plan
 from ..models.gpt import GPTModel
 from ..optimizer import MegatronOptimizer, clip_grads, exact_sums, get_megatron_optimizer
-from ..tensor_parallel import cross_entropy, linear_cross_entropy
+from ..tensor_parallel import cross_entropy, linear_cross_entropy, weight_gradients
 from ..tensor_parallel.random import seed_everything
 from ..tensor_parallel.vocab import pad_vocab_size
 from ..training.config import PretrainConfig, validate
@@ -232,6 +232,11 @@ def collectives_at_once() -> Iterator[None]:
         yield
 
 
+def _embeddings_of(*, on_gpu: bool) -> AbstractContextManager[Any]:
+    """Returns a context in which embeddings have dense gradients, as on a GPU."""
+    return mock.patch.object(weight_gradients, "sums_rows", lambda weight: False) if on_gpu else nullcontext()
+
+
 class _Run:
     """A run of two steps on phantoms. Hooks on its modules keep the recorder's place."""
 
@@ -250,6 +255,7 @@ class _Run:
             phantoms(recorder, casts_in_memory=not self._on_gpu),
             transient_memory_seen_by_profilers(),
             collectives_at_once(),
+            _embeddings_of(on_gpu=self._on_gpu),
         ):
             module = build_model(config)
             tp = config.model.tensor_model_parallel_size

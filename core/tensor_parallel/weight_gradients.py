@@ -41,10 +41,15 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) 
     Args:
         adds_rows: if ``weight.grad`` is a dense sum already, add the rows to it; it stays dense.
     """
-    if weight.device.type == "cpu" and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
+    if sums_rows(weight) and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
         output: torch.Tensor = _Embedding.apply(ids, weight)
         return output
     return F.embedding(ids, weight)
+
+
+def sums_rows(weight: torch.Tensor) -> bool:
+    """Returns whether the rows in use can be counted without a synchronization: on CPU. The planner replaces this."""
+    return weight.device.type == "cpu"
 
 
 def lender_of(weight: torch.Tensor) -> Lender | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from core.base.errors import ConfigError
 from core.planner import formula, simulation
+from core.planner.phantom import Recorder, phantoms
 from core.training.config.arguments import parse_arguments
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -52,6 +53,20 @@ def test_repeated_micro_batches_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(simulation, "MOST_SIMULATED", 100)
     whole = simulated(flags)
     assert (short.hardware_flops, short.wire(), short.peak) == (whole.hardware_flops, whole.wire(), whole.peak)
+
+
+def test_gradients_of_embeddings_are_dense_on_a_gpu_alone():
+    flags = "--untie-embeddings-and-output-weights --global-batch-size 8 --vocab-size 40000"
+    on_gpu, on_cpu = (simulated(flags, on_gpu=on_gpu).peak.nbytes for on_gpu in (True, False))
+    assert on_gpu > on_cpu
+
+
+def test_memory_may_be_larger_than_the_machine():
+    recorder = Recorder()
+    with phantoms(recorder):
+        large = torch.zeros(2**30, 2**12)
+        assert (large + 1).shape == large.shape
+    assert recorder.changes[0][1] == 2**44
 
 
 def test_operations_are_those_of_the_formula():
