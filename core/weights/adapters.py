@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from ..base.errors import ConfigError
 from ..base.files import write_durably
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.safetensors_io import SINGLE_FILE, save_folder
-from ..distributed.data_parallel_base import unwrap_model
 from ..transformer.lora import Adapter
 from .stream import WeightStream
 
@@ -24,7 +24,7 @@ _CONFIG |= {"use_rslora": False, "modules_to_save": None, "inference_mode": True
 
 
 def save_adapter(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     folder: str | os.PathLike[str],
     *,
     base_model: str | None = None,
@@ -34,7 +34,7 @@ def save_adapter(
     not gathered.
 
     Args:
-        model: a `GPTModel` with `add_lora`, or a wrapper of one.
+        model: a `GPTModel` with `add_lora`, or a wrapper of one, or all of this rank's pipeline stages.
         base_model: name or path of the model that the adapters belong to.
         process_group: the ranks that hold the model; the first one writes.
 
@@ -43,8 +43,12 @@ def save_adapter(
         CheckpointError: on all ranks: no model of Hugging Face's computes what this one does, or the folder is in use.
         MissingExtraError: `safetensors` is not installed.
     """
-    adapters = [module for module in unwrap_model(model).modules() if isinstance(module, Adapter)]
-    kinds = {(adapter.linear_in.weight.shape[0], adapter.scale) for adapter in adapters}
+    ranks = Ranks(process_group)
+    stages = [model] if isinstance(model, nn.Module) else model
+    adapters = [module for stage in stages for module in stage.modules() if isinstance(module, Adapter)]
+    kinds = set().union(
+        *ranks.all_gather({(adapter.linear_in.weight.shape[0], adapter.scale) for adapter in adapters})
+    )
     if len(kinds) != 1:
         raise ConfigError(
             f"the adapters of the model have {len(kinds)} different ranks and scales, and a file describes one; call "
@@ -61,4 +65,4 @@ def save_adapter(
         (into / SINGLE_FILE).rename(into / ADAPTER_FILE)
         write_durably(into / ADAPTER_CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
-    save_folder(Path(folder), plan, tensors, describe, Ranks(process_group), max_shard_bytes=1 << 62)
+    save_folder(Path(folder), plan, tensors, describe, ranks, max_shard_bytes=1 << 62)

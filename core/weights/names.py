@@ -16,7 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .. import parallel_state
 from ..base.errors import ConfigError
+from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors
 from ..dist_checkpointing.gathering import Outgoing
 from ..models.gpt.architecture import architecture_of
@@ -44,32 +46,30 @@ _Update = tuple[float, str, str]
 
 
 def outgoing(
-    model: nn.Module,
-    views: Mapping[str, Tensor],
-    names: Names,
-    *,
-    vocab_size: int | None = None,
-    adapters: Adapters = "merge",
+    stages: Sequence[nn.Module], views: Mapping[str, Tensor], names: Names, adapters: Adapters = "merge"
 ) -> list[Outgoing]:
-    """Returns what goes out of a model, in a fixed order.
+    """Returns what goes out of a model, in a fixed order. Collective over the pipeline if it has several stages.
 
     Args:
-        model: without wrappers. Other models than `GPTModel` have their own names in any case.
-        views: its tensors of the whole model, by name.
-        vocab_size: rows of the vocabulary that go out under Hugging Face's names; None leaves out the padding alone.
+        stages: this rank's, without wrappers: of most models one. Other models than `GPTModel` have their own names in
+            any case.
+        views: tensors of the whole model, by name; equal names on every rank.
         adapters: add the updates of LoRA adapters to the weights, or send these alone.
 
     Raises:
         ConfigError: adapters alone of a model without any, or names that this model's layout does not have.
         CheckpointError: no model of Hugging Face's computes what this one does.
     """
-    recipes = list(_recipes(model, views, names, vocab_size))
+    recipes = list(_recipes(stages[0], views, names))
     if adapters == "only":
-        sent = list(_adapters_only(model, views, recipes, names))
+        sent = list(_adapters_only(views, recipes, names))
         if not sent:
             raise ConfigError("adapters='only' was given for a model without adapters; call add_lora first")
         return sent
-    adapted = dict(_adapted(model))
+    adapted = dict(update for stage in stages for update in _adapted(stage))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        pipeline = Ranks(parallel_state.get_pipeline_model_parallel_group())
+        adapted = dict(update for of_rank in pipeline.all_gather(adapted) for update in of_rank.items())
     known = {name for _, *factors in adapted.values() for name in factors}
     unknown = [name for name in views if ".lora_" in name and name not in known]
     if unknown:
@@ -85,16 +85,11 @@ def outgoing(
     ]
 
 
-def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names, vocab_size: int | None) -> Iterator[Recipe]:
+def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> Iterator[Recipe]:
     if names == "hugging_face" and isinstance(model, GPTModel):
         architecture = architecture_of(model)
-        vocab_size = architecture.vocab_size if vocab_size is None else vocab_size
-        if not 0 < vocab_size <= architecture.vocab_size:
-            raise ConfigError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
-        yield from hf_recipes(choose_layout(architecture), replace(architecture, vocab_size=vocab_size))
+        yield from hf_recipes(choose_layout(architecture), architecture)
         return
-    if vocab_size is not None:
-        raise ConfigError("vocab_size was given without Hugging Face's names of a GPTModel; leave it out")
     kind = getattr(getattr(model, "config", None), "model_type", "")
     stacks = names == "hugging_face" and any(name.endswith(_STACKED) for name in views)
     if stacks and kind not in _EXPERTS:
@@ -143,9 +138,7 @@ def _merged(
     return make({name: torch.add(wholes[name], wholes[low_out] @ wholes[low_in], alpha=scale)})
 
 
-def _adapters_only(
-    model: nn.Module, views: Mapping[str, Tensor], recipes: Sequence[Recipe], names: Names
-) -> Iterator[Outgoing]:
+def _adapters_only(views: Mapping[str, Tensor], recipes: Sequence[Recipe], names: Names) -> Iterator[Outgoing]:
     """Yields LoRA's matrices: of ours under PEFT's names of the layers that they adapt, of peft's under its own."""
     recipe_of = {recipe.name: recipe for recipe in recipes}
     for name, view in views.items():

@@ -38,7 +38,7 @@ class WeightStream(TensorStream):
     queries, keys and values of a layer, gate and up. A tied weight goes out once, under its first name.
 
     Args:
-        wrapper: a wrapped model, or a plain one.
+        wrapper: a wrapped model, or a plain one, or all of this rank's pipeline stages.
         names: ``hugging_face`` are those of the files that `save_hugging_face` writes, and of other models than
             `GPTModel` their own; ``megatron`` are Megatron-LM's, with gate and up as halves of one tensor; ``module``
             those of the model's state dict, in its layout.
@@ -48,7 +48,6 @@ class WeightStream(TensorStream):
             names, and gathers nothing else.
         receivers: ranks of the group that get the tensors; others iterate along and get tensors on the meta device.
             None means all ranks.
-        vocab_size: rows of the vocabulary under Hugging Face's names; None leaves out the model's padding alone.
         bucket_bytes: bytes of whole tensors that are gathered together.
         process_group: the ranks that hold the model; None means all.
 
@@ -66,7 +65,6 @@ class WeightStream(TensorStream):
         only: Iterable[str] | None = None,
         adapters: Adapters = "merge",
         receivers: Sequence[int] | None = None,
-        vocab_size: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -77,7 +75,7 @@ class WeightStream(TensorStream):
         self.wrappers = [wrapper] if isinstance(wrapper, nn.Module) else list(wrapper)
         models = [unwrap_model(stage) for stage in self.wrappers]
         views = stages_state_dict(models)
-        sent = _selected(outgoing(models[0], views, names, vocab_size=vocab_size, adapters=adapters), only)
+        sent = _selected(outgoing(models, views, names, adapters), only)
         super().__init__(views, sent, process_group, dtype=dtype, receivers=receivers, bucket_bytes=bucket_bytes)
         unknown = [rank for rank in self.receivers if not 0 <= rank < self.ranks.size]
         if unknown:

@@ -21,6 +21,7 @@ from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import save_hugging_face
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.lora import add_lora, freeze_parameters
+from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 
 CONFIGS: dict[str, Any] = {
@@ -35,17 +36,29 @@ SOME = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidde
 MODERN = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 
 
-def gpt(*, tied: bool = True, lora: bool = False, frozen: bool = False, seed: int = 3, **fields: Any) -> GPTModel:
+def gpt(
+    *,
+    tied: bool = True,
+    lora: bool = False,
+    frozen: bool = False,
+    seed: int = 3,
+    vp_stage: int | None = None,
+    **fields: Any,
+) -> GPTModel:
     torch.manual_seed(seed)
     config = TransformerConfig(
         **{**SOME, **MODERN, "num_query_groups": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, **fields}
     )
+    stage = pipeline_stage(config, vp_stage)
     model = GPTModel(
         config,
         vocab_size=VOCABULARY,
         max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
+        pre_process=stage.is_first,
+        post_process=stage.is_last,
+        vp_stage=vp_stage,
     )
     if lora:
         add_lora(model, 3, 6.0)
@@ -80,10 +93,10 @@ def optimizer_of(model: nn.Module, lr: float = 0.05) -> Any:
     return get_megatron_optimizer(OptimizerConfig(lr=lr, weight_decay=0.0), [model])
 
 
-def start(tp: int = 1, instances: int = 1, ep: int = 1) -> None:
+def start(tp: int = 1, instances: int = 1, ep: int = 1, pp: int = 1, vpp: int | None = None) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tp, expert_model_parallel_size=ep, num_distributed_optimizer_instances=instances
+        tp, pp, vpp, expert_model_parallel_size=ep, num_distributed_optimizer_instances=instances
     )
 
 

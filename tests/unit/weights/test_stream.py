@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +11,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.base.errors import ConfigError, ShardstackError
 from core.comm import record
 from core.dist_checkpointing.gathering import Outgoing, TensorStream
 from core.distributed import wrap_model
 from core.transformer.lora import merge_lora
-from core.weights import WeightStream
+from core.weights import PatchStream, WeightStream
 from core.weights.stream import flattened
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import hugging_face_model
-from tests.unit.weights._models import BUCKET, CONFIGS, exported, gpt, optimizer_of, start, train, wrapped
+from tests.unit.weights._models import BUCKET, CONFIGS, exported, fill, gpt, optimizer_of, start, train, wrapped
 
 EXPERT_CASES = [("ddp", 1), ("zero3", 1), ("fsdp2", 2)]
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -79,6 +81,48 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "expert_model_parallel_si
 )
 def test_stream_over_expert_parallelism_equals_export(kind: str, tp: int, tmp_path: Path):
     assert run_distributed(_equals_export, 2 * tp, kind, tmp_path, tp, 1, EXPERTS) == [[]] * (2 * tp)
+
+
+def _of_stages(kind: str, folder: Path, vpp: int | None, fields: dict[str, Any]) -> list[str]:
+    """Returns what differs on this rank between streams and patches of a pipeline's stages, and one model's."""
+    start()
+    serial = gpt(num_layers=4, lora=True)
+    only = dict(WeightStream(serial, adapters="only", process_group=_alone()))
+    merge_lora(serial)
+    merged = dict(WeightStream(serial, process_group=_alone()))
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": vpp}
+    start(1, 1, fields.get("expert_model_parallel_size", 1), 2, vpp)
+
+    def chunks(**more: Any) -> list[nn.Module]:
+        turns = [None] if vpp is None else range(vpp)
+        return [wrapped(kind, gpt(num_layers=4, vp_stage=turn, **stages, **more)) for turn in turns]
+
+    model, adapted = chunks(**fields), chunks(lora=True)
+    stream = WeightStream(model, bucket_bytes=BUCKET)
+    received = {name: value.clone() for name, value in stream}  # views of what patches change
+    pairs = [("files", exported(model, folder), received), ("merged", merged, dict(WeightStream(adapted)))]
+    pairs.append(("adapters", only, dict(WeightStream(adapted, adapters="only"))))
+    if kind == "ddp":
+        patches, copy = PatchStream(stream), {name: value.clone() for name, value in received.items()}
+        patches.restart()
+        for chunk in model:
+            fill(next(chunk.parameters()), 9)
+        for patch in itertools.chain.from_iterable(patches.changes()):
+            patch.apply(copy[patch.name])
+        now = dict(stream)
+        pairs += [("patches", now, copy if dist.get_rank() == 0 else now)]
+    return [
+        f"{what}: {name}"
+        for what, expected, received in pairs
+        for name in expected.keys() | received.keys()
+        if name not in received or name not in expected or not torch.equal(received[name], expected[name])
+    ]
+
+
+@pytest.mark.parametrize(("kind", "vpp", "experts"), [("ddp", 2, False), ("zero3", None, True)])
+def test_stages_of_a_pipeline_go_out_as_one_model(kind: str, vpp: int | None, experts: bool, tmp_path: Path):
+    size, fields = (4, EXPERTS) if experts else (2, {})
+    assert run_distributed(_of_stages, size, kind, tmp_path / "model", vpp, fields) == [[]] * size
 
 
 def _equals_saved(case: str, kind: str, folder: Path) -> list[str]:
