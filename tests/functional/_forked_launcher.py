@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import runpy
 import signal
@@ -50,6 +51,7 @@ def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environme
 
     os.setsid()
     os.environ.update(environment)
+    mp.set_start_method(mp.get_all_start_methods()[0], force=True)  # that of a process which nothing forked
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)

@@ -47,7 +47,8 @@ from tests.unit._process_state import process_state_kept
 START_LIMIT_S = 600.0
 JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
 IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
-_GIVES_UP_AFTER = timedelta(seconds=1)
+_GIVES_UP_AFTER = timedelta(seconds=0.5)
+_LISTENS_EACH_S = 0.2  # where ranks of a test ask each other: less than in a run, which a test would wait for
 _JOBS_NAMED = 4  # the last jobs of a pool, named when one fails
 _SHOW_STACKS = signal.SIGUSR2  # no test sends it
 
@@ -207,6 +208,7 @@ def reach(point: str) -> None:
 
 def wait_for(*points: str) -> None:
     """Waits, in no collective, until ranks of this job have called `reach` with each point."""
+    _listen_often()
     keys = [f"tests/{_job}/{point}" for point in points]
     dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=JOB_LIMIT_S / 2))
 
@@ -217,16 +219,24 @@ def has_reached(point: str) -> bool:
 
 
 def give_up_soon(group: dist.ProcessGroup) -> None:
-    """Makes this rank's calls in a group fail after a second, if a rank stays away; until the job ends.
+    """Makes this rank's calls in a group fail soon, if a rank stays away; until the job ends.
 
     To be called right before the call that is to fail. A limit given when the group is made would be that of
     connecting and of every call before, which take seconds on a busy machine.
     """
     from core.comm import gloo
 
+    _listen_often()
     group._get_backend(torch.device("cpu"))._set_default_timeout(_GIVES_UP_AFTER)
     # Messages between two ranks keep the limit with which their group was made.
     _undone_after_the_job.enter_context(mock.patch.object(gloo, "_wait_for", _wait_briefly))
+
+
+def _listen_often() -> None:
+    """Makes this rank answer other ranks' questions about its collectives sooner, until the job ends."""
+    from core.comm import record
+
+    _undone_after_the_job.enter_context(mock.patch.object(record, "_listening_interval_s", lambda: _LISTENS_EACH_S))
 
 
 def _wait_briefly(messages: Sequence[dist.Work]) -> None:
@@ -235,7 +245,7 @@ def _wait_briefly(messages: Sequence[dist.Work]) -> None:
 
 
 _undone_after_the_job = ExitStack()
-"""Patches of this rank. `give_up_soon` adds; `_tear_down` undoes them."""
+"""Patches of this rank. `give_up_soon` and `_listen_often` add; `_tear_down` undoes them."""
 
 
 _hash_ranks_to_str = dist.distributed_c10d._hash_ranks_to_str

@@ -338,7 +338,7 @@ def _sleeps(path: Path, pause_s: float) -> int:
 
 
 def test_a_slow_receiver_is_no_error(tmp_path: Path):
-    assert run_distributed(_sleeps, TRAINERS + RECEIVERS, tmp_path / "store", 2.0) == [7] * 4
+    assert run_distributed(_sleeps, TRAINERS + RECEIVERS, tmp_path / "store", 0.5) == [7] * 4
 
 
 @pytest.mark.long
