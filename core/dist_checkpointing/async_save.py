@@ -23,7 +23,7 @@ from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
 from .agreement import Ranks
 from .format.folders import Retention
-from .format.writer import Key, Offer, RawWriter, held_pieces, offers
+from .format.writer import Key, Offer, RawWriter, held_pieces, offers, spread
 from .serialization import absolute_folder, planned_pieces, unsavable, write_pieces
 
 _ALIGNMENT_BYTES = 64
@@ -149,7 +149,7 @@ class AsyncSaver:
         if self._group is not None:
             all_reduce_by_backend(known, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
         if not known:
-            self._keys = planned_pieces(state, metadata, folder, ranks)
+            self._keys = planned_pieces(state, metadata, folder, ranks, spread)
             self._offered = offered
 
     def _write(self, copies: list[Tensor], writer: RawWriter, ranks: Ranks) -> None:

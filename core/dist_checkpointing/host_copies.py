@@ -1,16 +1,21 @@
 """Keeps copies of a run's state in host memory that outlives the process, to continue from after a lost rank.
 
-    root/                                a folder of a file system in memory
+    root/                                a folder of a file system in memory, on each machine
       generation_00002/
-        plan.json                        the index of what all ranks of the generation copy
+        plan.json                        the index of the copies that this machine needs to continue alone
         version_0/  rank_00000.bin       the bytes of a rank's pieces, as in a checkpoint
-                    rank_00000.json      the step that they are of; absent while they are written
+                    shared_00000.bin     those that ranks of every machine hold
+                    rank_00000.json      the step that both are of, and their sums; absent while they are written
         version_1/  ...                  the step before
 
 Each rank copies the pieces that it would write of a checkpoint: what several ranks hold, as parameters under DDP, is
-copied once. Of the two versions one is complete on every rank at any moment, if ranks call `wait` between the start of
-a copy and a collective of all ranks before the next one. A version that all ranks have completed is read as a
-checkpoint, by any number of ranks in any layout. It has no hashes: it never leaves memory.
+copied once. With several machines each copies all that ranks of every machine hold, and a rank sends the rest to a
+partner on another machine, in pieces over a group of gloo's, so that either machine may be lost. On one machine
+nothing is sent: a partner's memory would be lost with one's own.
+
+Of the two versions one is complete on every rank and partner at any moment, if ranks call `wait` between the start of
+a copy and a collective of all ranks before the next one. A version whose files are all left, undamaged, on any machine
+is read as a checkpoint, by any number of ranks in any layout.
 """
 
 from __future__ import annotations
@@ -19,25 +24,30 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
 from .agreement import Ranks
-from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
-from .format.writer import ALIGNMENT_BYTES, held_pieces, is_of_first_rank, joined, offers
+from .format.index import INDEX_FILE, Box, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
+from .format.reader import PieceReader
+from .format.writer import ALIGNMENT_BYTES, Key, Offer, held_pieces, is_of_first_rank, joined, offers, spread
 from .serialization import planned_pieces
 
-_PLAN_FILE = "plan.json"
-_RANKS = "ranks"
+_PLAN_FILE, _GENERATION, _SUMS = "plan.json", "generation_{:05d}", "sums"
+_PIECE_BYTES = 1 << 23
+"""Sent at a time, so that messages of the step get their turn."""
 
 
 class HostCopies:
@@ -49,34 +59,59 @@ class HostCopies:
         tensors: as for `save`. Later copies are of tensors with these names and layouts.
         metadata: as for `save`.
         step: number of the step that the tensors are of.
+        node: number of this machine.
 
     Raises:
         CheckpointError: on all ranks: the memory is too small.
     """
 
     def __init__(
-        self, root: Path, generation: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int
+        self,
+        root: Path,
+        generation: int,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, Any],
+        step: int,
+        node: int = 0,
     ) -> None:
         ranks = Ranks()
-        self._folder = root / f"generation_{generation:05d}"
-        self._name = f"rank_{ranks.rank:05d}"
-        # Pieces that this rank copies; fixed.
-        self._keys = planned_pieces(tensors, metadata, self._folder, ranks)
-        entries, num_bytes = self._entries(tensors)
-        # For both versions: views of the shared memory, a piece each. They stay mapped until this object is freed.
-        self._copies = ranks.on_all(lambda: [self._allocate(version, entries, num_bytes) for version in (0, 1)])
-        ranks.decided_by_first(entries, lambda of_ranks: self._write_plan(of_ranks, ranks.size))
+        self._folder, self._name = root / _GENERATION.format(generation), f"rank_{ranks.rank:05d}"
+        nodes = ranks.all_gather(node)
+        self._partner = partners(nodes)[ranks.rank]
+        # Pieces that this rank copies, fixed: those in its own file, and in that of what all machines hold.
+        decide = partial(spread_over_nodes, nodes=nodes)
+        own, shared = planned_pieces(tensors, metadata, self._folder, ranks, decide)
+        self._keys = own + shared
+        entries, num_bytes = _places(offers(tensors), own, f"{self._name}.bin")
+        more_entries, more_bytes = _places(offers(tensors), shared, f"shared_{ranks.rank:05d}.bin")
+        told = ranks.all_gather((num_bytes, entries, more_entries))
+        self._sources = [rank for rank, partner in enumerate(partners(nodes)) if partner == ranks.rank]
+        sizes = {f"{self._name}.bin": num_bytes, f"shared_{ranks.rank:05d}.bin": more_bytes}
+        sizes |= {f"rank_{rank:05d}.bin": told[rank][0] for rank in self._sources}
+        # For both versions: the files that this rank writes, mapped until this object is freed; its pieces in them.
+        self._memory = ranks.on_all(lambda: [self._allocate(version, sizes) for version in (0, 1)])
+        where = [(p.file, p.start, key) for of in (entries, more_entries) for key, p in _pieces(of)]
+        places = {key: (file, start) for file, start, key in where}
+        self._copies = [[_view(memory, *places[key], tensors, key) for key in self._keys] for memory in self._memory]
+        if ranks.rank == nodes.index(node):
+            of_node = [more for (_, _, more), at in zip(told, nodes, strict=True) if at == node]
+            indexed, file_bytes = joined([own for _, own, _ in told] + of_node)
+            write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(indexed, file_bytes)))
+        # For messages between partners alone, which the thread below waits for; None without partners.
+        self._group = dist.new_group(backend="gloo") if self._partner is not None else None
         # Writes one copy at a time. The last one is under way until `wait`, which clears it.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copies")
         self._running: Future[None] | None = None
         # The version that the next copy overwrites: the older one.
         self._next = 0
-        self.num_bytes = num_bytes
-        """Bytes of one version on this rank."""
+        self.num_bytes = sum(sizes.values())
+        """Bytes of one version that this rank writes, its partners' pieces among them."""
+        self.num_bytes_sent = 0 if self._partner is None else num_bytes
+        """Bytes that this rank sends to its partner in each copy."""
         self.start(tensors, metadata, step)
         self.wait()
         ranks.all_gather(None)
-        if ranks.is_first:
+        if ranks.rank == nodes.index(node):
             for folder in root.glob("generation_*"):
                 if folder != self._folder:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -87,11 +122,11 @@ class HostCopies:
         held = held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
         values = [held[key] for key in self._keys]
         version, self._next = self._next, 1 - self._next
-        mark = json.dumps({"step": step, "metadata": dict(metadata)})
+        mark = {"step": step, "metadata": dict(metadata)}
         self._running = self._thread.submit(self._copy, version, values, mark)
 
     def wait(self) -> None:
-        """Waits until this rank's part of the last copy is complete."""
+        """Waits until the last copy of this rank, and of those whose partner it is, is complete."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -99,38 +134,228 @@ class HostCopies:
     def close(self) -> None:
         """Waits for the last copy, and ends the thread. The copies stay."""
         self._thread.shutdown()
+        self._group = None
 
-    def _copy(self, version: int, values: list[Tensor], mark: str) -> None:
-        folder = self._folder / f"version_{version}"
-        path = folder / f"{self._name}.json"
-        path.unlink(missing_ok=True)
+    def _copy(self, version: int, values: list[Tensor], mark: dict[str, Any]) -> None:
+        folder, memory = self._folder / f"version_{version}", self._memory[version]
+        for rank in self._sources:
+            (folder / f"rank_{rank:05d}.json").unlink(missing_ok=True)
+        (folder / f"{self._name}.json").unlink(missing_ok=True)
         for copy, value in zip(self._copies[version], values, strict=True):
             copy.copy_(value.detach())
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(mark)
-        unfinished.rename(path)
+        own = {file: memory[file] for file in (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")}
+        text = json.dumps({**mark, _SUMS: {file: word_sum(data) for file, data in own.items() if len(data)}})
+        _write_mark(folder / f"{self._name}.json", text)
+        if self._partner is not None:
+            self._exchange(folder, memory, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
 
-    def _entries(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorEntry], int]:
-        """Returns the places of this rank's pieces in its file, and the length of the file."""
-        offered, end = offers(tensors), 0
-        pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
-        for name, box in self._keys:
-            start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            end = start + int(np.prod(box.sizes)) * offered[name].dtype.itemsize
-            piece = Piece(box.offsets, box.sizes, f"{self._name}.bin", start, end - start)
-            pieces.setdefault(name, []).append(piece)
-        entries = {
-            name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of_name))
-            for name, of_name in pieces.items()
-        }
-        return entries, end
+    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], text: Tensor) -> None:
+        """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is."""
+        sent = [torch.tensor([len(text)]), text, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)]
+        works = [dist.isend(part, self._partner, group=self._group) for part in sent if len(part)]
+        for rank in self._sources:
+            length = torch.empty(1, dtype=torch.int64)
+            dist.recv(length, rank, group=self._group)
+            mark = torch.empty(int(length), dtype=torch.uint8)
+            for part in (mark, *memory[f"rank_{rank:05d}.bin"].split(_PIECE_BYTES)):
+                if len(part):
+                    dist.recv(part, rank, group=self._group)
+            _write_mark(folder / f"rank_{rank:05d}.json", bytes(mark.numpy()).decode())
+        for work in works:
+            if work is not None:
+                work.wait()
 
-    def _allocate(self, version: int, entries: Mapping[str, TensorEntry], num_bytes: int) -> list[Tensor]:
+    def _allocate(self, version: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         folder = self._folder / f"version_{version}"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self._name}.bin"
-        if num_bytes == 0:
-            return []
+        return {file: _mapped(folder / file, size) for file, size in sizes.items()}
+
+
+def partners(nodes: Sequence[int]) -> list[int | None]:
+    """Returns the rank whose machine keeps another copy of each rank's state: on the next machine, never on its own.
+
+    Args:
+        nodes: the machine of each rank. With one alone there are no partners.
+    """
+    machines = sorted(set(nodes))
+    if len(machines) == 1:
+        return [None] * len(nodes)
+    found: list[int | None] = []
+    for rank, node in enumerate(nodes):
+        after = machines[(machines.index(node) + 1) % len(machines)]
+        there = [other for other, at in enumerate(nodes) if at == after]
+        found.append(there[list(nodes[:rank]).count(node) % len(there)])
+    return found
+
+
+def spread_over_nodes(
+    of_ranks: Sequence[Mapping[str, Offer]], nodes: Sequence[int]
+) -> list[tuple[list[Key], list[Key]]]:
+    """Returns the boxes that each rank copies: those that it has a partner for, and its machine's share of those that
+    ranks of every machine hold. Of a single machine all are of the first kind."""
+    machines_of: dict[Key, set[int]] = {}
+    for offered, node in zip(of_ranks, nodes, strict=True):
+        for name, offer in offered.items():
+            for box in () if offer.of_first_rank else offer.boxes:
+                machines_of.setdefault((name, box), set()).add(node)
+    everywhere = {key for key, machines in machines_of.items() if len(machines) == len(set(nodes)) > 1}
+
+    def part(offered: Mapping[str, Offer], shared: bool) -> dict[str, Offer]:
+        kept = {name: [box for box in o.boxes if ((name, box) in everywhere) == shared] for name, o in offered.items()}
+        return {name: dataclasses.replace(o, boxes=tuple(kept[name])) for name, o in offered.items()}
+
+    own = spread([part(offered, False) for offered in of_ranks])
+    shared: list[list[Key]] = [[] for _ in nodes]
+    for node in set(nodes):
+        of_node = [part(offered, True) if at == node else {} for offered, at in zip(of_ranks, nodes, strict=True)]
+        for keys, more in zip(shared, spread(of_node) if any(of_node) else [], strict=False):
+            keys += more
+    return list(zip(own, shared, strict=True))
+
+
+def word_sum(data: Tensor) -> int:
+    """Returns the sum of bytes read as 64-bit words, modulo 2^64, signed. It shows any change of one word."""
+    whole = len(data) // 8 * 8
+    return int(data[:whole].view(torch.int64).sum() + data[whole:].sum())
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What a rank finds of a version on its machine."""
+
+    name: tuple[int, int]
+    """Its generation and number."""
+    needed: tuple[str, ...]
+    """Files that its machine's plan names."""
+    steps: dict[str, int]
+    """The step of each file that is complete and undamaged, of those that this rank looked at."""
+    damaged: tuple[str, ...]
+
+
+class FoundCopy:
+    """A version that is complete over all machines; `fetch` makes its folder readable as a checkpoint."""
+
+    def __init__(self, ranks: Ranks, nodes: Sequence[int], folder: Path, index: CheckpointIndex) -> None:
+        self._ranks, self._nodes, self._index, self.folder = ranks, nodes, index, folder
+        # The ranks that can read each file; `newest_copy` sets it.
+        self.holders: dict[str, list[int]] = {}
+
+    def fetch(self, targets: Mapping[str, Tensor]) -> Path:
+        """Brings what this machine's ranks read for `targets` from other machines. Collective. Returns the folder."""
+        ranks, nodes = self._ranks, self._nodes
+        files = PieceReader(self.folder, self._index).files_of(targets)
+        there = {(file, nodes[rank]) for file, holding in self.holders.items() for rank in holding}
+        asked = {(file, node) for of, node in zip(ranks.all_gather(files), nodes, strict=True) for file in of}
+        group = dist.new_group(backend="gloo") if asked - there else None
+        for file, node in sorted(asked - there):
+            source, target, size = self.holders[file][0], nodes.index(node), self._index.file_bytes[file]
+            if ranks.rank not in (source, target):
+                continue
+            data = _mapped(self.folder / file, size, new=ranks.rank == target)
+            for part in data.split(_PIECE_BYTES):
+                if ranks.rank == source:
+                    dist.send(part, target, group=group)
+                else:
+                    dist.recv(part, source, group=group)
+        if ranks.rank == nodes.index(nodes[ranks.rank]):
+            for file, size in self._index.file_bytes.items():
+                if not (self.folder / file).exists():
+                    with (self.folder / file).open("wb") as unread:
+                        unread.truncate(size)
+            write_durably(self.folder / INDEX_FILE, encode_index(self._index))
+        ranks.all_gather(None)
+        return self.folder
+
+
+def newest_copy(root: Path, node: int = 0) -> tuple[FoundCopy | None, list[str]]:
+    """Finds the newest version whose files are all left, on whichever machine. Collective, while no rank copies.
+
+    Returns:
+        it, or None, and the files that are damaged.
+    """
+    ranks = Ranks()
+    nodes = ranks.all_gather(node)
+    local = [rank for rank, at in enumerate(nodes) if at == node]
+    of_ranks = ranks.all_gather(_scan(root, local.index(ranks.rank), len(local)))
+    holders: dict[tuple[tuple[int, int], str, int], list[int]] = {}
+    for rank, versions in enumerate(of_ranks):
+        for version in versions:
+            for file, step in version.steps.items():
+                holders.setdefault((version.name, file, step), []).append(rank)
+    damaged = sorted({file for versions in of_ranks for version in versions for file in version.damaged})
+    steps = {(name, step) for name, _, step in holders}
+    complete = [
+        (step, version.name, -rank)
+        for rank, versions in enumerate(of_ranks)
+        for version in versions
+        for name, step in steps
+        if name == version.name and all((name, file, step) in holders for file in version.needed)
+    ]
+    if not complete:
+        return None, damaged
+    step, name, planner = max(complete)
+    folder = root / _GENERATION.format(name[0])
+    text = ranks.all_gather((folder / _PLAN_FILE).read_text() if ranks.rank == -planner else "")[-planner]
+    index = decode_index(text)
+    of_files = {file: holders[name, file, step] for file in index.file_bytes}
+    first = min(of_files)
+    mark = ranks.all_gather(_mark(folder / f"version_{name[1]}", first) if ranks.rank == of_files[first][0] else {})
+    index = dataclasses.replace(index, metadata=mark[of_files[first][0]]["metadata"])
+    (folder / f"version_{name[1]}").mkdir(parents=True, exist_ok=True)
+    found = FoundCopy(ranks, nodes, folder / f"version_{name[1]}", index)
+    found.holders = of_files
+    return found, damaged
+
+
+def _scan(root: Path, share: int, num_shares: int) -> list[_Version]:
+    """Returns the versions on this machine. Looks at one of so many shares of their files."""
+    found = []
+    for plan in sorted(root.glob(f"generation_*/{_PLAN_FILE}")):
+        needed = tuple(decode_index(plan.read_text()).file_bytes)
+        for folder in sorted(plan.parent.glob("version_*")):
+            steps, damaged = {}, []
+            for file in sorted(path.name for path in folder.glob("*.bin"))[share::num_shares]:
+                mark = _mark(folder, file)
+                if file in mark.get(_SUMS, {}):
+                    path = folder / file
+                    if word_sum(_mapped(path, path.stat().st_size, new=False)) == mark[_SUMS][file]:
+                        steps[file] = mark["step"]
+                    else:
+                        damaged.append(str(path))
+            name = (int(plan.parent.name.split("_")[1]), int(folder.name.split("_")[1]))
+            found.append(_Version(name, needed, steps, tuple(damaged)))
+    return found
+
+
+def _places(offered: Mapping[str, Offer], keys: Sequence[Key], file: str) -> tuple[dict[str, TensorEntry], int]:
+    """Returns the places of pieces in a file, and the length of the file."""
+    end = 0
+    pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
+    for name, box in keys:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end = start + int(np.prod(box.sizes)) * offered[name].dtype.itemsize
+        pieces.setdefault(name, []).append(Piece(box.offsets, box.sizes, file, start, end - start))
+    entries = {name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of)) for name, of in pieces.items()}
+    return entries, end
+
+
+def _pieces(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[Key, Piece]]:
+    for name, entry in entries.items():
+        for piece in entry.pieces:
+            yield (name, Box(piece.offsets, piece.sizes)), piece
+
+
+def _view(memory: Mapping[str, Tensor], file: str, start: int, tensors: Mapping[str, Tensor], key: Key) -> Tensor:
+    name, box = key
+    num_bytes = int(np.prod(box.sizes)) * tensors[name].dtype.itemsize
+    return memory[file][start : start + num_bytes].view(tensors[name].dtype).view(box.sizes)
+
+
+def _mapped(path: Path, num_bytes: int, *, new: bool = True) -> Tensor:
+    """Returns the bytes of a file in memory, which it makes if `new`."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if new:
         try:
             with path.open("w+b") as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a write to memory that is full ends the process
@@ -139,47 +364,22 @@ class HostCopies:
                 f"{path}: no memory for {num_bytes} bytes of copies ({error.strerror}); enlarge the file system in "
                 "memory, or use --on-lost-rank restart"
             ) from None
-        memory = torch.from_numpy(np.memmap(path, np.uint8, mode="r+", shape=(num_bytes,)))
-        places = {(name, (p.offsets, p.sizes)): (e, p) for name, e in entries.items() for p in e.pieces}
-        copies = []
-        for name, box in self._keys:
-            entry, piece = places[name, (box.offsets, box.sizes)]
-            copies.append(memory[piece.start : piece.start + piece.num_bytes].view(entry.dtype).view(piece.sizes))
-        return copies
-
-    def _write_plan(self, of_ranks: list[dict[str, TensorEntry]], num_ranks: int) -> list[None]:
-        tensors, file_bytes = joined(of_ranks)
-        text = encode_index(CheckpointIndex(tensors, file_bytes, {_RANKS: num_ranks}))
-        write_durably(self._folder / _PLAN_FILE, text)
-        return [None] * num_ranks
+    return torch.from_numpy(np.memmap(path, np.uint8, mode="r+", shape=(num_bytes,)))
 
 
-def newest_copy(root: Path) -> Path | None:
-    """Returns the folder of the newest version that every rank of its generation has completed, or None.
-
-    The folder is then readable as a checkpoint. One rank calls it, while no rank copies.
-    """
-    found: list[tuple[int, Path, CheckpointIndex]] = []
-    for plan in sorted(root.glob(f"generation_*/{_PLAN_FILE}")):
-        index = decode_index(plan.read_text())
-        for folder in sorted(plan.parent.glob("version_*")):
-            marks = [_mark(folder / f"rank_{rank:05d}.json") for rank in range(index.metadata[_RANKS])]
-            steps = {mark["step"] for mark in marks}
-            if len(steps) == 1 and None not in steps:
-                metadata = marks[0]["metadata"]
-                found.append((steps.pop(), folder, dataclasses.replace(index, metadata=metadata)))
-    if not found:
-        return None
-    _, folder, index = max(found, key=lambda version: (version[0], version[1].parent.name))
-    write_durably(folder / INDEX_FILE, encode_index(index))
-    return folder
-
-
-def _mark(path: Path) -> dict[str, Any]:
+def _mark(folder: Path, file: str) -> dict[str, Any]:
+    """Returns what is written about a file, if it is complete."""
     with suppress(OSError):
+        path = folder / file.replace("shared", "rank").replace(".bin", ".json")
         mark: dict[str, Any] = json.loads(path.read_text())
         return mark
-    return {"step": None}
+    return {}
+
+
+def _write_mark(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def _at_once(tensor: Tensor) -> Tensor:

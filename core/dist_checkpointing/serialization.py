@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError
 from ..base.text import listed
-from .agreement import Ranks
+from .agreement import R, Ranks
 from .flat_range import FlatRange
 from .format import folders
 from .format.index import CheckpointIndex, json_problem
@@ -65,19 +65,25 @@ def save(
     """
     state, metadata = sharded_state_dict, {} if metadata is None else metadata
     ranks, folder = Ranks(process_group), absolute_folder(checkpoint_dir)
-    keys = planned_pieces(state, metadata, folder, ranks)
+    keys = planned_pieces(state, metadata, folder, ranks, spread)
     held = held_pieces(state)
     write_pieces(offers(state), keys, [held[key] for key in keys], RawWriter(folder, metadata, keep), ranks)
 
 
-def planned_pieces(state: Mapping[str, torch.Tensor], metadata: Any, folder: Path, ranks: Ranks) -> list[Key]:
-    """Returns the boxes that this rank writes of a checkpoint. They follow from the `offers` of all ranks. Collective.
+def planned_pieces(
+    state: Mapping[str, torch.Tensor],
+    metadata: Any,
+    folder: Path,
+    ranks: Ranks,
+    decide: Callable[[list[dict[str, Offer]]], Sequence[R]],
+) -> R:
+    """Returns what this rank writes of a checkpoint: its entry of what `decide` makes of all `offers`. Collective.
 
     Raises:
         CheckpointError: on all ranks, if one gave what cannot be saved.
     """
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", unsavable(state, metadata)))
-    return ranks.decided_by_first(offers(state), spread, f"saving {folder}: ")
+    return ranks.decided_by_first(offers(state), decide, f"saving {folder}: ")
 
 
 def write_pieces(

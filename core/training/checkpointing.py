@@ -89,7 +89,9 @@ def run_state(state: TrainingState, config: PretrainConfig) -> tuple[dict[str, t
     return tensors | {f"{_RNG_NAMES}rank{dist.get_rank()}": rng}, metadata
 
 
-def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:
+def load_checkpoint(
+    state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False, same_on_all: bool = True
+) -> str:
     """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one. Collective.
 
     Warns if samples come in another order than in the checkpoint's run.
@@ -97,6 +99,7 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
     Args:
         fall_back: if the latest is damaged or its weights are not finite, continue from the newest good one; for a run
             that is restarted automatically.
+        same_on_all: False: `root` is a checkpoint, in a folder of each machine's own.
 
     Returns:
         A line that says what was compared with hashes, and how long it took.
@@ -106,7 +109,7 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
             message names the newest older checkpoint that is good.
     """
     ranks = Ranks()
-    folder = ranks.from_first(lambda: find_checkpoint(root, fall_back=fall_back))
+    folder = ranks.from_first(lambda: find_checkpoint(root, fall_back=fall_back)) if same_on_all else root
     if fall_back and not is_checkpoint(root):
         good = newest_good(root, ranks)
         if good is not None and good != folder:

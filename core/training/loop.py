@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..base.errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from ..tensor_parallel.random import MicroBatchSeeds
-from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
+from .checkpointing import TOKENIZER_FILE, CheckpointWriter, run_state, save_tokenizer, weights_hash
 from .config import PretrainConfig
 from .data import Batch, RunData, open_batches
 from .launch.generations import current_generation, report_step
@@ -84,7 +84,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         RunLog(config, folder, state.iteration, enabled=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
         _batches(state, config, data) as batches,
-        StepCopies(state, config) as copies,
+        StepCopies(partial(run_state, state, config), state.iteration) as copies,
     ):
         skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
@@ -124,7 +124,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             saves = folder is not None and (is_last or _is_due(state.iteration, config.checkpoint.save_interval))
             if stop or validates or saves or is_last or copies.are_kept:
                 stop = reporter.finish() or stop
-            copies.start()
+            copies.start(state.iteration)
             if generation is not None and generation.lost and state.iteration == begun_at + 1:
                 log.lost_rank(state.iteration, generation, time.time() - generation.lost_at)
             stop &= not is_last

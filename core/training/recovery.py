@@ -1,11 +1,29 @@
-"""Continues a run after a lost rank: keeps copies of its state in memory after each step, and loads the newest."""
+"""Continues a run after a lost rank: keeps copies of its state in memory after each step, and loads the newest.
+
+For a loop of your own, inside `generations`:
+
+    step = (load_newest(state()[0]) or {"step": 0})["step"]
+    with StepCopies(state, step) as copies:           # state() returns tensors by name, and metadata with the step
+        while step < last:
+            ...                                       # forward, backward, reduction of gradients
+            copies.wait()                             # before the update, which changes what is copied
+            optimizer.step()
+            step += 1
+            copies.start(step)
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ..dist_checkpointing.agreement import Ranks
+from torch import Tensor
+
+from ..base.text import listed
 from ..dist_checkpointing.host_copies import HostCopies, newest_copy
+from ..dist_checkpointing.serialization import load
 from .checkpointing import load_checkpoint, run_state
 from .config import PretrainConfig
 from .launch.generations import copies_root, current_generation
@@ -13,38 +31,67 @@ from .state import TrainingState
 
 
 def load_newest_copy(state: TrainingState, config: PretrainConfig) -> Path | None:
-    """Continues `state` in place from the newest copy in memory. Collective.
+    """Continues `state` in place from the newest copy in memory. Collective; warns as `load_newest`.
 
     Returns:
         where it was, or None if there is none: at the start of a run, or under a launcher that keeps no survivors.
     """
-    root = copies_root()
-    if root is None:
-        return None
-    folder = Ranks().from_first(lambda: newest_copy(root))
+    folder = _newest(lambda: run_state(state, config)[0])
     if folder is not None:
-        load_checkpoint(state, config, folder)
+        load_checkpoint(state, config, folder, same_on_all=False)
     return folder
 
 
-class StepCopies:
-    """Copies a run's state to memory after each step. Does nothing under a launcher that keeps no survivors."""
+def load_newest(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """Fills tensors in place from the newest copy in memory, whatever ranks and layout wrote it. Collective.
 
-    def __init__(self, state: TrainingState, config: PretrainConfig) -> None:
-        self._state, self._config = state, config
+    Warns of damaged copies, and if none is complete after a lost rank: then the last checkpoint is the newest state.
+
+    Returns:
+        its metadata, or None if there is none: at the start of a run, or under a launcher that keeps no survivors.
+    """
+    folder = _newest(lambda: tensors)
+    return None if folder is None else load(tensors, folder)
+
+
+def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
+    root, generation = copies_root(), current_generation()
+    if root is None or generation is None:
+        return None
+    found, damaged = newest_copy(root, generation.node)
+    if damaged and generation.rank == 0:
+        warnings.warn(f"copies in memory are damaged, and not used: {listed(damaged, 5)}", stacklevel=3)
+    if found is not None:
+        return found.fetch(targets())
+    if generation.lost and generation.rank == 0:
+        what = "no complete copy is left in memory; continuing from the last checkpoint, or else from the start"
+        warnings.warn(f"{generation.lost}: {what}", stacklevel=3)
+    return None
+
+
+class StepCopies:
+    """Copies a run's state to memory after each step. Does nothing under a launcher that keeps no survivors.
+
+    Args:
+        state: returns what `save` takes: tensors by name, the same at each call, and metadata.
+        step: number of the last step; its state is copied at once.
+    """
+
+    def __init__(self, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]], step: int) -> None:
+        self._state = state
         root, generation = copies_root(), current_generation()
         self._copies: HostCopies | None = None
         if root is not None and generation is not None:
-            self._copies = HostCopies(root, generation.number, *run_state(state, config), state.iteration)
+            self._copies = HostCopies(root, generation.number, *state(), step, generation.node)
 
     @property
     def are_kept(self) -> bool:
         return self._copies is not None
 
-    def start(self) -> None:
+    def start(self, step: int) -> None:
         """Begins to copy the state after a step."""
         if self._copies is not None:
-            self._copies.start(*run_state(self._state, self._config), self._state.iteration)
+            self._copies.start(*self._state(), step)
 
     def wait(self) -> None:
         """Waits until the last copy is complete on this rank. A step calls it before its last collective."""

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _drill(folder: Path, report: Report, started: float, seconds: float, options: argparse.Namespace) -> None:
-    corpus = _corpus(folder)
+    corpus = corpus_in(folder)
     drill = Drill(corpus, folder, options.seed, report)
     _kept_checkpoint(drill, options.corrupted_files, random.Random(options.seed))
     planted(drill, "full log", "a full disk at the log alone", "pages and plots pause")
@@ -68,7 +68,8 @@ def _drill(folder: Path, report: Report, started: float, seconds: float, options
     _forked_kills(corpus, folder / "forked", left, options.seed, report)
 
 
-def _corpus(folder: Path) -> Path:
+def corpus_in(folder: Path) -> Path:
+    """Writes a small corpus, and returns its prefix."""
     text = folder / "text.txt"
     text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(400)))
     prepare([text], folder / "numbers", tokenizer="byte", split_on="line")

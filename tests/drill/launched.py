@@ -116,7 +116,7 @@ class Launched:
     def ranks(self) -> list[int]:
         """Returns the process ids of its ranks, starting ones included."""
         assert self.process is not None
-        return [pid for pid in _children(self.process.pid) if self._is_ours(pid)]
+        return [pid for pid in children(self.process.pid) if self._is_ours(pid)]
 
     def orphans(self, patience_s: float = 10.0) -> list[int]:
         """Returns the run's processes that are left, some time after all were to have ended."""
@@ -148,7 +148,8 @@ def send(pids: Sequence[int], number: signal.Signals) -> int:
     return sent
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Returns the process ids of a process's children."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

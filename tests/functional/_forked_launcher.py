@@ -46,7 +46,7 @@ class ForkedLauncher:
 
 
 def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
-    from core.training.launch import ranks
+    from core.training.launch import nodes, ranks
     from core.training.launch.__main__ import main
 
     os.setsid()
@@ -55,7 +55,7 @@ def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environme
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
-    with mock.patch.object(ranks, "start_rank", _ForkedRank):
+    with mock.patch.object(ranks, "start_rank", _ForkedRank), mock.patch.object(nodes, "start_rank", _ForkedRank):
         sys.exit(main(command))
 
 
@@ -108,3 +108,9 @@ class _ForkedRank:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)  # before it has a session of its own
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()

@@ -1,12 +1,15 @@
 """The GPT example on ranks that are lost: LOSE is a list of ``rank:iteration:moment:how``, in any order.
 
-A rank is the process's first one. Moments: between, forward, backward, reduction, update, copy, save, recovery. How:
-kill, hang, stop. A loss happens once over all generations and restarts: LOSE_ONCE is a folder of what has happened.
+A rank is the process's place at its start, after the name of its machine (`MACHINE`) if there are several. Moments:
+between, forward, backward, reduction, update, copy, save, recovery. How: kill, hang, stop, copies (with all that are
+in memory), damage (of all copies), machine (its launcher, with the copies there). A loss happens once over all
+generations and restarts: LOSE_ONCE is a folder of what has happened.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,22 +19,33 @@ import torch
 from core.dist_checkpointing import host_copies
 from core.training import checkpointing, loop, recovery, train_step
 from core.training.launch.entry import run_command
+from core.training.launch.generations import COPIES_FOLDER
+from core.training.launch.nodes import MACHINE
 from tests.functional._program import load_program
 
 _step = loop.train_step
-_place = os.environ["RANK"]
+_place = os.environ["RANK"]  # on its machine, until it takes part in a generation
 _iteration = 0
 _losses = [entry.split(":") for entry in os.environ.get("LOSE", "").split(",") if entry]
 
 
 def _lose(moment: str) -> None:
+    place_here = f"{os.environ.get(MACHINE, '')}{_place}"
     for place, iteration, when, how in _losses:
         once = Path(os.environ["LOSE_ONCE"], f"{place}-{iteration}-{when}-{how}")
-        if (place, when) != (_place, moment) or int(iteration) > _iteration or once.exists():
+        if (place, when) != (place_here, moment) or int(iteration) > _iteration or once.exists():
             continue
         once.touch()
         if how == "hang":
             time.sleep(1000)
+        if how in ("machine", "copies"):
+            shutil.rmtree(os.environ[COPIES_FOLDER])
+        if how == "damage":
+            for path in Path(os.environ[COPIES_FOLDER]).glob("generation_*/version_*/rank_*.bin"):
+                with path.open("r+b") as file:
+                    file.write(b"\x55" * 8)
+        if how == "machine":
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 

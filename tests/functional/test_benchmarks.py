@@ -28,6 +28,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "gpt_throughput": ("--preset", "small", "--steps", "2"),
     "held_memory": ("--ranks", "2"),
     "lightning_strategies": ("--steps", "2"),
+    "lost_ranks": ("ZeRO-1", *ONCE, "--only", "memory"),
     "meta_construction": ("--millions", "5", "--only", "gpt"),
     "moe_against_dense": ("--minutes", "0.01", "--calibration", "2"),
     "muon": (*ONCE, "--only", "time"),

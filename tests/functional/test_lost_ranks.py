@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
+from core.training.launch.nodes import MACHINE
 from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, program_environment, run_program
+from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, run_program
 
 PROGRAM = REPOSITORY / "tests" / "functional" / "_lost_rank.py"
 ITERATIONS = 5
@@ -20,7 +21,8 @@ FLAGS = (
     *("--reproducible-across-ranks", "--log-weights-hash", "1"),
 )
 ZERO1, ZERO3 = ("--use-distributed-optimizer",), ("--data-parallel-sharding-strategy", "optim_grads_params")
-FSDP2 = ("--use-torch-fsdp2",)
+FSDP2, ZERO2 = ("--use-torch-fsdp2",), ("--data-parallel-sharding-strategy", "optim_grads")
+HYBRID, SAVES = ("--num-distributed-optimizer-instances", "2"), ("--save-interval", "2")
 
 
 def _run(
@@ -31,33 +33,61 @@ def _run(
     lose: str,
     *flags: str,
     limit_s: float = 600.0,
-    is_forked: bool = False,
+    machines: int = 1,
 ):
-    """Runs the example under the launcher. Returns its hashes of weights by iteration, its log and what it wrote."""
+    """Runs the example under one launcher, or two that stand for two machines. Returns its hashes of weights by
+    iteration, its log and what it wrote."""
     once = folder.with_suffix(".once")
     once.mkdir()
-    command = ["--nproc-per-node", str(ranks), "--on-lost-rank", policy, "--lost-rank-timeout", str(limit_s)]
-    command += [str(PROGRAM), *FLAGS, *flags, "--data-path", str(corpus), "--save", str(folder)]
-    status, written = _launch(command, once.parent, is_forked, LOSE=lose, LOSE_ONCE=str(once))
+    command = [
+        "--nproc-per-node",
+        str(ranks // machines),
+        "--on-lost-rank",
+        policy,
+        "--lost-rank-timeout",
+        str(limit_s),
+    ]
+    program = [str(PROGRAM), *FLAGS, *flags, "--data-path", str(corpus), "--save", str(folder)]
+    variables = {"LOSE": lose, "LOSE_ONCE": str(once)}
+    if machines == 1:
+        status, written = _launch([*command, *program], once.parent, **variables)
+    else:
+        status, written = _launch_on_two(command, program, once.parent, variables)
     assert status == 0, written[-4000:]
-    assert len(list(once.iterdir())) == len(lose.split(","))
+    assert len(list(once.iterdir())) == len([entry for entry in lose.split(",") if entry])
     return _hashes(folder), [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], written
 
 
-def _launch(command: list[str], folder: Path, is_forked: bool, **environment: str) -> tuple[int | None, str]:
+def _launch(command: list[str], folder: Path, **environment: str) -> tuple[int | None, str]:
     """Returns the launcher's exit status and what it and its ranks wrote to stderr."""
-    if is_forked:
-        launcher = ForkedLauncher(command, folder, **environment)
-        _, written = launcher.communicate(LIMIT_S)
-        return launcher.returncode, written
-    ended = subprocess.run(
-        [sys.executable, "-m", "core.training.launch", *command],
-        env=program_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return ended.returncode, ended.stderr
+    launcher = ForkedLauncher(command, folder, **environment)
+    _, written = launcher.communicate(LIMIT_S)
+    return launcher.returncode, written
+
+
+def _launch_on_two(
+    command: list[str], program: list[str], folder: Path, variables: dict[str, str]
+) -> tuple[int | None, str]:
+    """Runs two launchers as two machines, and starts the second one again once it is killed. Returns the exit status
+    of the first, and what both wrote."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        command = [*command, "--nnodes", "2", "--master-port", str(free.getsockname()[1])]
+
+    def start(node: int) -> ForkedLauncher:
+        (folder / f"node{node}").mkdir(exist_ok=True)
+        return ForkedLauncher(
+            [*command, "--node-rank", str(node), *program],
+            folder / f"node{node}",
+            **variables,
+            **{MACHINE: "ab"[node]},
+        )
+
+    first, second = start(0), start(1)
+    said = second.communicate(LIMIT_S)[1]
+    if second.returncode == -signal.SIGKILL and "shrink" not in command:
+        said = start(1).communicate(LIMIT_S)[1]  # its output is appended
+    written = first.communicate(LIMIT_S)[1]
+    return first.returncode, written + said
 
 
 def _hashes(folder: Path) -> dict[int, str]:
@@ -85,14 +115,20 @@ MORE_CASES = {
     "ZeRO-3, killed while it copies": (2, "replace", "1:3:copy:kill", ZERO3, "rank 1 was ended by SIGKILL"),
     "FSDP2, 4 to 2 ranks": (4, "shrink", "0:3:forward:kill", FSDP2, "going on with 2 of 3 ranks"),
     "two at once": (4, "replace", "1:4:backward:kill,3:4:backward:kill", ZERO1, "takes its place"),
-    "in a save": (2, "replace", "0:4:save:kill", (*ZERO1, "--save-interval", "2"), "rank 0 was ended by SIGKILL"),
+    "in a save": (2, "replace", "0:4:save:kill", (*ZERO1, *SAVES), "rank 0 was ended by SIGKILL"),
+    "ZeRO-2": (2, "replace", "1:3:forward:kill", ZERO2, "rank 1 was ended by SIGKILL"),
+    "hybrid ZeRO-3": (4, "shrink", "3:3:backward:kill", (*ZERO3, *HYBRID), "going on with 2 of 3 ranks"),
+    "hybrid ZeRO-1": (4, "replace", "2:3:update:kill", (*ZERO1, *HYBRID), "rank 2 was ended by SIGKILL"),
+    "8 ranks": (8, "shrink", "5:2:backward:kill,6:4:forward:kill", ZERO3, "going on with 4 of 7 ranks"),
+    "copies are lost with it": (2, "replace", "1:4:backward:copies", (*ZERO1, *SAVES), "no complete copy is left in"),
+    "copies are damaged": (2, "replace", "1:4:backward:damage", (*ZERO3, *SAVES), "copies in memory are damaged"),
     "in a recovery": (2, "replace", "1:3:backward:kill,0:3:recovery:kill", ZERO1, "rank 0 was ended by SIGKILL"),
 }
 
 
 @pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), CASES.values(), ids=CASES)
 def test_a_lost_rank_changes_no_bit(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said):
-    hashes, lines, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags, is_forked=True)
+    hashes, lines, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
     assert hashes == undisturbed
     assert said in written
     recovered = [line for line in lines if "lost" in line]
@@ -105,6 +141,38 @@ def test_ranks_lost_at_any_moment_change_no_bit(undisturbed, corpus, tmp_path, r
     hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
     assert hashes == undisturbed
     assert said in written
+
+
+LAYOUTS = {
+    "tensor parallel": (4, ("--tensor-model-parallel-size", "2", *ZERO1)),
+    "pipeline stages": (2, ("--pipeline-model-parallel-size", "2")),
+    "experts over ranks": (2, ("--num-experts", "4", "--expert-model-parallel-size", "2", *ZERO1)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "flags"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_replaced_rank_of_any_layout_changes_no_bit(corpus, tmp_path, ranks, flags):
+    flags = ("--no-reproducible-across-ranks", *flags)
+    expected = _run(tmp_path / "whole", corpus, ranks, "replace", "", *flags)[0]
+    assert _run(tmp_path / "run", corpus, ranks, "replace", "1:3:backward:kill", *flags)[0] == expected
+
+
+MACHINES = {
+    "ZeRO-1, replaced": (4, "replace", "b1:3:backward:machine", ZERO1, "node 1 was lost with its ranks; waiting"),
+    "FSDP2, 4 to 2 ranks": (4, "shrink", "b0:4:forward:machine", FSDP2, "going on with 2 of 2 ranks"),
+    "ZeRO-3, 2 to 1": (2, "shrink", "b0:3:copy:machine", ZERO3, "going on with 1 of 1 ranks"),
+    "DDP, a rank killed": (2, "replace", "b0:3:update:kill", (), "rank 1 was ended by SIGKILL"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), MACHINES.values(), ids=MACHINES)
+def test_a_lost_machine_changes_no_bit(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said):
+    hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags, machines=2)
+    assert hashes == undisturbed
+    assert said in written
+    assert "no complete copy" not in written
 
 
 STILL = {
@@ -124,7 +192,7 @@ def test_a_rank_that_does_not_go_on_is_killed(undisturbed, corpus, tmp_path, ran
 def test_shrinking_below_what_settings_allow_is_one_line(corpus, tmp_path):
     command = ["--nproc-per-node", "2", "--on-lost-rank", "shrink", str(PROGRAMS["pretrain_gpt"]), *FLAGS[:-3]]
     command += ["--data-path", str(corpus), "--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2"]
-    status, written = _launch(command, tmp_path, is_forked=True)
+    status, written = _launch(command, tmp_path)
     assert status == 2
     assert written.startswith("error: --on-lost-rank is shrink, and these settings run on no fewer than 2 ranks")
     assert written.count("\n") == 1

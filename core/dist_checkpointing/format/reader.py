@@ -49,6 +49,11 @@ class PieceReader:
                 part.copy_(self.stored(name, piece)[within])
         return resharded
 
+    def files_of(self, targets: Mapping[str, Tensor]) -> set[str]:
+        """Returns the files that `fill` reads for tensors, those that the index lacks left out."""
+        boxes = [(name, *box) for name in targets.keys() & self.index.tensors for box in held_boxes(targets[name])]
+        return {piece.file for name, at, values in boxes for piece, _, _ in self.overlaps(name, at, values.shape)}
+
     def overlaps(
         self, name: str, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[tuple[Piece, Slices, Slices]]:

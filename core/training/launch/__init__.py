@@ -1,8 +1,9 @@
-"""Starts ranks on this machine, and ends a program of several ranks with one message.
+"""Starts ranks, and ends a program of several ranks with one message.
 
 python -m core.training.launch --nproc-per-node 2 script.py --flags
 
 ranks             starts ranks, waits for them, passes signals on
+nodes             the machines of ranks, each with a launcher; the first one decides
 processes         starts and kills processes, and says how one ended
 supervisor        keeps the survivors of a lost rank: the launcher's part
 generations       the rank's part: its program runs again in another group of ranks

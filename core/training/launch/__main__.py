@@ -1,4 +1,4 @@
-"""Starts ranks on this machine: ``python -m core.training.launch --nproc-per-node 2 script.py --flags``."""
+"""Starts ranks: ``python -m core.training.launch --nproc-per-node 2 script.py --flags``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .processes import say
 from .ranks import run_ranks
 from .supervisor import POLICIES, LostRankPolicy
 
-_DESCRIPTION = "Starts a program's ranks on this machine."
+_DESCRIPTION = "Starts a program's ranks, on this machine and others."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,7 +25,15 @@ def main(arguments: Sequence[str]) -> int:
         )
     command = [options.script, *options.arguments]
     try:
-        return run_ranks(options.nproc_per_node, command, max_restarts=options.max_restarts, policy=policy)
+        return run_ranks(
+            options.nproc_per_node,
+            command,
+            max_restarts=options.max_restarts,
+            policy=policy,
+            num_nodes=options.nnodes,
+            node=options.node_rank,
+            address=(options.master_addr, options.master_port),
+        )
     except ConfigError as error:
         say(f"error: {error}")
         return USER_ERROR_STATUS
@@ -34,6 +42,10 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=_DESCRIPTION)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks to start, 1 by default")
+    parser.add_argument("--nnodes", type=int, default=1, help="machines, each with a launcher; 1 by default")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this machine; 0, the default, decides")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="where machine 0 is reached by the others")
+    parser.add_argument("--master-port", type=int, default=29500, help="its port, 29500 by default")
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -62,7 +74,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("script", help="the program that each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
-    if options.nproc_per_node < 1:
+    if not 0 <= options.node_rank < options.nnodes:
+        parser.error(f"--node-rank is {options.node_rank} and --nnodes {options.nnodes}; nodes count from 0")
+    if options.nnodes > 1 and options.on_lost_rank == "restart":
+        parser.error("--nnodes above 1 takes --on-lost-rank replace or shrink; to restart all ranks use torchrun")
+    if options.nnodes > 1 and options.node_rank == 0 and options.nproc_per_node == 0:
+        pass  # a machine that only decides, whose loss is less likely
+    elif options.nproc_per_node < 1:
         parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")
     if options.max_restarts < 0:
         parser.error(f"--max-restarts is {options.max_restarts}; it takes zero or a positive number")

@@ -45,7 +45,7 @@ LAUNCHER_FD, COPIES_FOLDER = "SHARDSTACK_LAUNCHER_FD", "SHARDSTACK_COPIES_FOLDER
 LOST_STATUS = 75
 """Exit status of a rank that could not leave its generation in time."""
 
-_ANNOUNCEMENT_S = 10.0
+_ANNOUNCEMENT_S = 20.0
 """How long a rank whose collective failed waits for the launcher to say which rank was lost."""
 _CLOSE_INTERVAL_S = 0.02
 _STORE_AFTER_S = 1.0
@@ -62,6 +62,10 @@ class Generation:
     """-1: the process waits as a spare."""
     local_rank: int
     world_size: int
+    local_world_size: int
+    """Ranks on this machine."""
+    node: int
+    """Number of this machine."""
     lost: str
     """Which rank was lost before it, and how. Empty for the first."""
     lost_at: float
@@ -72,7 +76,18 @@ class Generation:
     """Seconds in which a rank has to leave the generation before."""
 
 
-_ALONE = Generation(number=0, rank=0, local_rank=0, world_size=1, lost="", lost_at=0.0, policy="restart", limit_s=0.0)
+_ALONE = Generation(
+    number=0,
+    rank=0,
+    local_rank=0,
+    world_size=1,
+    local_world_size=1,
+    node=0,
+    lost="",
+    lost_at=0.0,
+    policy="restart",
+    limit_s=0.0,
+)
 
 
 def generations(can_run: Callable[[int], object] | None = None) -> Iterator[AbstractContextManager[Generation]]:
@@ -142,7 +157,7 @@ class _Launcher:
         if assigned is None:
             raise RuntimeError("no generation was announced")
         names = {"RANK": assigned.rank, "LOCAL_RANK": assigned.local_rank, "WORLD_SIZE": assigned.world_size}
-        names |= {"LOCAL_WORLD_SIZE": assigned.world_size, "TORCHELASTIC_RESTART_COUNT": assigned.number}
+        names |= {"LOCAL_WORLD_SIZE": assigned.local_world_size, "TORCHELASTIC_RESTART_COUNT": assigned.number}
         os.environ.update({name: str(value) for name, value in names.items()})
         return assigned
 

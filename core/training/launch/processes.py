@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from . import signals as signal_handling
-
-Process = subprocess.Popen[bytes]
 
 _HINTS = {
     signal.SIGKILL: " (by the system, where memory ran out, or by a person)",
@@ -19,7 +18,31 @@ _HINTS = {
 }
 
 
-def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> Process:
+class Process(Protocol):
+    """A rank's process, on this machine or on that of another launcher."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None until it has ended and `poll` was called."""
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def end(self) -> None:
+        """Kills it, with what it has started, such as workers that read data."""
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """A process of this machine, in a session of its own."""
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> LocalProcess:
     """Starts this Python with a command line, in a session of its own. It ends with this process.
 
     Args:
@@ -27,7 +50,7 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequ
         fds: open files that it inherits.
     """
     guard = [sys.executable, "-I", signal_handling.__file__, str(os.getpid())]
-    return subprocess.Popen(
+    return LocalProcess(
         [*guard, sys.executable, *command],
         env={**os.environ, **environment},
         pass_fds=fds,
@@ -39,14 +62,7 @@ def kill(processes: Iterable[Process]) -> None:
     """Kills the processes that have not ended, with those that they started."""
     for process in processes:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # of its own session, and not reaped: the group exists
-            process.wait()
-
-
-def kill_left_over(process: Process) -> None:
-    """Kills what an ended process had started, such as workers that read data."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+            process.end()
 
 
 def how_it_ended(rank: int, code: int) -> str:

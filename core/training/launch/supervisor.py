@@ -1,7 +1,6 @@
 """The launcher's part of keeping survivors: sees a lost rank, kills one that hangs, and forms the next generation.
 
-A generation is a set of ranks with one process group. Each process has a socket to the launcher; both write JSON, an
-object a line:
+A generation is a set of ranks with one process group. The launcher and each process write each other (`nodes`):
 
     launcher -> rank   {"number": 2, "rank": 1, ...}       a place in a generation (`generations.Generation`)
                        {"where": true}                     asks how many collectives the rank has called
@@ -19,13 +18,10 @@ back into a group that has gone on.
 from __future__ import annotations
 
 import fcntl
-import json
-import selectors
 import shutil
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +30,14 @@ from typing import Any
 from ...base.errors import ConfigError
 from .entry import INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
 from .generations import COPIES_FOLDER, Generation
-from .processes import Process, how_it_ended, kill, kill_left_over, say
+from .nodes import Events, Joining, Node, ThisNode
+from .processes import Process, how_it_ended, kill, say
 from .signals import SignalCount
 
 POLICIES = ("restart", "replace", "shrink")
 
-_POLL_S = 0.01
+_POLL_S = 0.2
+"""How often a signal and the limit are looked for. What processes do is seen at once."""
 _TOGETHER_S = 0.05
 """Ranks lost within this time count as lost together."""
 _ANSWER_S = 3.0
@@ -67,55 +65,60 @@ class LostRankPolicy:
 
 
 class _Worker:
-    """A process, and the launcher's end of its socket."""
+    """A process that is a rank, or waits to be one."""
 
-    def __init__(self, start: Callable[[int, int], Process], place: int) -> None:
-        ours, theirs = socket.socketpair()
-        # Its LOCAL_RANK, and so its GPU. A spare takes over the place of the rank that it replaces.
-        self.place = place
-        self.process = start(place, theirs.fileno())
-        theirs.close()
-        ours.setblocking(False)
-        self.socket = ours
+    def __init__(self, node: Node, number: int, place: int, environment: Mapping[str, str]) -> None:
+        # Its machine, and its LOCAL_RANK there, and so its GPU. A spare takes over the place of the rank that it
+        # replaces, if that was on its machine.
+        self.node, self.place, self._number = node, place, number
+        self.process = node.start(number, place, environment)
         # Its rank in the current generation; None while it waits as a spare.
         self.rank: int | None = None
-        # Bytes of a line that is not complete yet.
-        self._partial = b""
         # Its answer to the last question where it is; None until it comes.
         self.where: dict[str, list[Any]] | None = None
         # Why the launcher killed it; empty if it did not.
         self.killed_for = ""
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # it has ended, which the loop sees next
-            self.socket.send(json.dumps(message).encode() + b"\n")
-
-    def messages(self) -> list[dict[str, Any]]:
-        try:
-            data = self.socket.recv(1 << 20)
-        except OSError:
-            return []
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        self.node.tell(self._number, message)
 
     @property
     def is_lost(self) -> bool:
         return self.process.poll() not in (None, 0)
 
     def why(self) -> str:
-        return self.killed_for or how_it_ended(self.rank or 0, self.process.returncode)
+        if self.node.is_lost:
+            return f"node {self.node.number} was lost with its ranks"
+        return self.killed_for or how_it_ended(self.rank or 0, self.process.returncode or 0)
 
 
 class Supervisor:
-    """Keeps the survivors of lost ranks in their processes, over restarts of all ranks too."""
+    """Keeps the survivors of lost ranks in their processes, over restarts of all ranks too.
 
-    def __init__(self, policy: LostRankPolicy) -> None:
+    Args:
+        num_ranks: to start on this machine.
+        command: a command line that begins with a script or ``-m module``.
+        joining: where launchers of other machines join; None: there are none.
+    """
+
+    def __init__(
+        self, policy: LostRankPolicy, num_ranks: int, command: Sequence[str], joining: Joining | None = None
+    ) -> None:
         self._policy = policy
+        self._events = Events()
+        # The machines that were not lost, in the order of their numbers at the start.
+        self._nodes: list[Node] = [ThisNode(0, num_ranks, command, self._events, self._take)]
+        self._joining = joining
         # Number of the current generation, which never repeats, also after a restart of all ranks.
         self.number = -1
-        # All living processes, spares too, and those of the current generation by rank. `watch` sets both.
+        # All processes by the number of their worker, ended ones too; `_start` adds one. The living ones, spares too,
+        # and those of the current generation by rank; `watch` sets both.
+        self._by_number: list[_Worker] = []
         self._workers: list[_Worker] = []
         self._active: list[_Worker] = []
+        # Environment of processes, and signals to the launcher; `watch` sets both.
+        self._environment: Mapping[str, str] = {}
+        self._signals = SignalCount()
         # Numbers of ranks that the program can run on, as it said; None before, and if it takes any.
         self._sizes: list[int] | None = None
         # Whether a rank said that the program has ended on all.
@@ -126,17 +129,31 @@ class Supervisor:
         # Whether the current generation has made a step, and the longest one, in seconds; warned about once.
         self._has_stepped, self._has_warned = False, False
 
-    def watch(self, num_ranks: int, start: Callable[[int, int], Process], signals: SignalCount) -> Sequence[Process]:
+    def join(self, signals: SignalCount) -> None:
+        """Waits for the launchers of the other machines.
+
+        Raises:
+            ConfigError: one did not come.
+        """
+        if self._joining is not None:
+            joined = self._joining.wait_for_all(self._events, self._take, signals)
+            self._nodes += sorted(joined, key=lambda node: node.number)
+
+    def watch(self, environment: Mapping[str, str], signals: SignalCount) -> Sequence[Process]:
         """Starts the ranks, and returns their processes when none of them will be replaced any more: all have ended,
         a signal came, or ranks were lost that the policy cannot make up for.
 
         Args:
-            start: starts a process, given its place and the open file of its socket.
+            environment: added to that of this process.
         """
-        self._start, self._is_over, self._losses = start, False, 0
-        self._workers = [_Worker(start, place) for place in range(num_ranks + self._policy.spares)]
+        self._environment, self._signals, self._is_over, self._losses = environment, signals, False, 0
+        self._nodes = [node for node in self._nodes if not node.is_lost]
+        self._workers = []
+        members = [self._start(node, place) for node in self._nodes for place in range(node.num_ranks)]
+        for place in range(self._policy.spares):
+            self._start(self._nodes[0], self._nodes[0].num_ranks + place)
         try:
-            self._announce(self._workers[:num_ranks], "", 0.0)
+            self._announce(members, "", 0.0)
             while not signals.count and any(worker.process.poll() is None for worker in self._active):
                 self._read(_POLL_S)
                 if any(worker.is_lost for worker in self._active):
@@ -148,12 +165,23 @@ class Supervisor:
             kill(worker.process for worker in self._workers if worker not in self._active)
         return [worker.process for worker in self._active]
 
-    def close(self) -> None:
+    def end_processes(self) -> None:
         """Kills every process that is left."""
         kill(worker.process for worker in self._workers)
 
+    def close(self, status: int) -> None:
+        """Says the exit status to the launchers of other machines."""
+        for node in self._nodes:
+            node.close(status)
+
+    def _start(self, node: Node, place: int) -> _Worker:
+        worker = _Worker(node, len(self._by_number), place, self._environment)
+        self._by_number.append(worker)
+        self._workers.append(worker)
+        return worker
+
     def _announce(self, members: list[_Worker], lost: str, lost_at: float) -> None:
-        """Gives every member its place in the next generation."""
+        """Gives every member its place in the next generation. Without members all leave the one before, and wait."""
         self.number += 1
         self._active, self._has_stepped, self._last_news = members, False, time.monotonic()
         for worker in self._workers:
@@ -163,6 +191,8 @@ class Supervisor:
                 rank=-1 if worker.rank is None else worker.rank,
                 local_rank=worker.place,
                 world_size=len(members),
+                local_world_size=sum(member.node is worker.node for member in members),
+                node=worker.node.number,
                 lost=lost,
                 lost_at=lost_at,
                 policy=self._policy.kind,
@@ -171,19 +201,18 @@ class Supervisor:
             worker.tell(vars(place))
 
     def _read(self, seconds: float) -> None:
-        """Reads what the processes say, for `seconds` at most."""
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.socket, selectors.EVENT_READ, worker)
-            for key, _ in selector.select(seconds):
-                for message in key.data.messages():
-                    self._take(key.data, message)
-        if any(worker.process.poll() is not None for worker in self._workers):
-            time.sleep(seconds)  # its socket is readable for ever
+        """Reads what the processes say, for `seconds` at most, and starts spares on machines that have joined."""
+        self._events.wait(seconds)
+        if self._joining is not None:
+            for node in self._joining.read(self._events, self._take):
+                self._nodes = [*(other for other in self._nodes if not other.is_lost), node]
+                say(f"node {node.number} has joined")
+                for place in range(node.num_ranks):
+                    self._start(node, place)
 
-    def _take(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+    def _take(self, number: int, message: Mapping[str, Any]) -> None:
         if "where" in message:
-            worker.where = message["where"]
+            self._by_number[number].where = message["where"]
             return
         if message.get("generation", self.number) != self.number:
             return
@@ -203,31 +232,33 @@ class Supervisor:
         """Forms the next generation without the ranks that were lost. Returns whether there is one."""
         time.sleep(_TOGETHER_S)
         self._read(0.0)
-        lost = [worker for worker in self._active if worker.is_lost]
+        before, lost = self._active, [worker for worker in self._active if worker.is_lost]
         for worker in lost:
-            kill_left_over(worker.process)
-        why = "; ".join(worker.why() for worker in lost)
+            worker.process.end()
+        why = "; ".join(dict.fromkeys(worker.why() for worker in lost))
+        self._workers = [worker for worker in self._workers if not worker.is_lost]
         if self._is_over:  # nothing is left to compute: the survivors only leave
             say(f"{why}, after the program had ended on all ranks")
-            self._workers = [worker for worker in self._workers if worker not in lost]
             self._active = [worker for worker in self._active if worker not in lost]
             for worker in self._active:
                 worker.tell({"over": True})
             return True
-        survivors = [worker for worker in self._active if worker not in lost]
         self._losses += 1
-        if not survivors or any(worker.process.returncode in _FINAL for worker in lost):
+        if lost == before or any(worker.process.returncode in _FINAL for worker in lost):
+            if all(worker.killed_for for worker in lost):
+                say(f"{why}; raise --lost-rank-timeout if a step takes longer")
             return False
         if self._losses > _MOST_LOSSES:
             say(f"{why}; {_MOST_LOSSES} losses without a step in between: no rank is replaced any more")
             return False
-        self._workers = [worker for worker in self._workers if not worker.is_lost]
-        spares = [worker for worker in self._workers if worker not in self._active]
         if self._policy.kind == "replace":
-            members = [self._replacement(worker, spares) if worker in lost else worker for worker in self._active]
+            if not self._have_processes(before, why):
+                return False
+            spares = self._spares(before)
+            members = [self._replacement(worker, spares) if worker.is_lost else worker for worker in before]
             doing = "a spare process takes its place" if self._policy.spares else "a new process takes its place"
         else:
-            able = survivors + spares
+            able = [worker for worker in before if worker not in lost] + self._spares(before)
             size = max((n for n in self._sizes or [len(able)] if n <= len(able)), default=0)
             if size == 0:
                 say(f"{why}; the program cannot run on {len(able)} ranks or fewer")
@@ -237,13 +268,36 @@ class Supervisor:
         self._announce(members, why, time.time())
         return True
 
+    def _spares(self, members: Sequence[_Worker]) -> list[_Worker]:
+        return [worker for worker in self._workers if worker not in members and not worker.is_lost]
+
+    def _have_processes(self, members: Sequence[_Worker], why: str) -> bool:
+        """Waits for lost machines to join again, unless spares of others take their ranks. Returns whether there are
+        as many processes as ranks."""
+        deadline, is_waiting = time.monotonic() + self._policy.limit_s, False
+        while True:
+            on_lost = [worker for worker in members if worker.is_lost and worker.node.is_lost]
+            if len(on_lost) <= len(self._spares(members)):
+                return True
+            nodes = sorted({worker.node.number for worker in on_lost})
+            if not is_waiting:
+                is_waiting = True
+                say(f"{why}; waiting {self._policy.limit_s:g} s for the launchers of nodes {nodes} to start again")
+                self._announce([], why, time.time())
+            if time.monotonic() > deadline or self._signals.count or all(worker.is_lost for worker in members):
+                say(f"no launcher of nodes {nodes} came, and there is no spare process; use shrink, or start it again")
+                self._active = list(members)
+                return False
+            self._read(_POLL_S)
+
     def _replacement(self, lost: _Worker, spares: list[_Worker]) -> _Worker:
-        if spares:
-            worker = spares.pop(0)
+        near = [worker for worker in spares if worker.node is lost.node]
+        if not near and not lost.node.is_lost:
+            return self._start(lost.node, lost.place)
+        worker = (near or spares)[0]
+        spares.remove(worker)
+        if near:
             worker.place = lost.place
-        else:
-            worker = _Worker(self._start, lost.place)
-            self._workers.append(worker)
         return worker
 
     def _is_overdue(self) -> bool:
@@ -266,7 +320,7 @@ class Supervisor:
         if not hanging:
             hanging, why = list(self._active), "made no step, as no other rank did"
         for worker in hanging:
-            worker.killed_for = f"rank {worker.rank} {why} for {waited:.0f} s and was killed"
+            worker.killed_for = f"rank {worker.rank} {why} for {waited:.0f} s (--lost-rank-timeout) and was killed"
         kill(worker.process for worker in hanging)
         self._last_news = time.monotonic()
 

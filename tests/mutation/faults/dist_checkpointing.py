@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import PROGRAMS_ON_STREAMS
 
+_COPIES = "tests/unit/dist_checkpointing/test_host_copies.py"
+
 MUTATIONS = (
     Mutation(
         "a column-parallel weight is seen as cut along its rows",
@@ -55,5 +57,41 @@ MUTATIONS = (
         r"streams\.current_stream\(\)\.synchronize\(\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),
+    ),
+    # ---- copies in memory
+    Mutation(
+        "copies: a partner is on the machine that it stands in for",
+        "core.dist_checkpointing.host_copies.partners",
+        r"\(machines\.index\(node\) \+ 1\)",
+        "machines.index(node)",
+        (f"{_COPIES}::test_a_partner_is_on_another_machine",),
+    ),
+    Mutation(
+        "copies: what every machine holds is sent too",
+        "core.dist_checkpointing.host_copies.spread_over_nodes",
+        r"len\(machines\) == len\(set\(nodes\)\) > 1",
+        "False",
+        (f"{_COPIES}::test_only_what_one_machine_holds_is_sent",),
+    ),
+    Mutation(
+        "copies: both are of the last step",
+        "core.dist_checkpointing.host_copies.HostCopies.start",
+        r"1 - self\._next",
+        "self._next",
+        (f"{_COPIES}::test_either_machine_may_be_lost",),
+    ),
+    Mutation(
+        "copies: a damaged file is read",
+        "core.dist_checkpointing.host_copies._scan",
+        r"== mark\[_SUMS\]\[file\]",
+        "is not None",
+        (f"{_COPIES}::test_either_machine_may_be_lost",),
+    ),
+    Mutation(
+        "copies: a version counts of which a part is lost",
+        "core.dist_checkpointing.host_copies.newest_copy",
+        r"all\(\(\(name, file, step\)",
+        "any(((name, file, step)",
+        (f"{_COPIES}::test_either_machine_may_be_lost",),
     ),
 )

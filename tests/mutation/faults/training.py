@@ -65,4 +65,18 @@ MUTATIONS = (
         "pass",
         (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
     ),
+    Mutation(
+        "a rank counts as hanging that itself waits for another one",
+        "core.training.launch.supervisor.behind",
+        r"is_behind and \(?not any\(\(waits for _, waits in position\.values\(\)\)\)\)?",
+        "is_behind",
+        ("tests/unit/training/launch/test_supervisor.py::test_ranks_that_others_wait_for_are_found",),
+    ),
+    Mutation(
+        "two launchers of one machine are taken for two machines",
+        "core.training.launch.nodes.Joining._refusal",
+        r"name == machine and other != number",
+        "False",
+        ("tests/unit/training/launch/test_nodes.py",),
+    ),
 )
