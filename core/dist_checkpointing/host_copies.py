@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
 from .agreement import Ranks
@@ -97,6 +98,7 @@ class HostCopies:
             of_node = [more for (_, _, more), at in zip(told, nodes, strict=True) if at == node]
             indexed, file_bytes = joined([own for _, own, _ in told] + of_node)
             write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(indexed, file_bytes)))
+        device.set_backend_defaults()  # the maker of the default group may not have asked for it
         # For messages between partners alone, which the thread below waits for; None without partners.
         self._group = dist.new_group(backend="gloo") if self._partner is not None else None
         # Writes one copy at a time. The last one is under way until `wait`, which clears it.

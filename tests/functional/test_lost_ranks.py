@@ -11,7 +11,7 @@ import pytest
 
 from core.training.launch.nodes import MACHINE
 from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, run_program
+from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, programs_in, run_program
 
 PROGRAM = REPOSITORY / "tests" / "functional" / "_lost_rank.py"
 ITERATIONS = 5
@@ -196,3 +196,34 @@ def test_shrinking_below_what_settings_allow_is_one_line(corpus, tmp_path):
     assert status == 2
     assert written.startswith("error: --on-lost-rank is shrink, and these settings run on no fewer than 2 ranks")
     assert written.count("\n") == 1
+
+
+LOSING = """
+import os, pathlib, signal
+from core.training.launch import generations as launched
+
+def losing(step, seconds, report=launched.report_step):
+    report(step, seconds)
+    once = pathlib.Path(os.environ["LOSE_ONCE"])
+    if step == 3 and os.environ["RANK"] == "1" and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+launched.report_step = losing
+"""
+
+
+@pytest.mark.long
+def test_the_loop_on_the_page_loses_a_rank_and_no_bit(tmp_path):
+    (program,) = programs_in(REPOSITORY / "docs" / "lost-ranks.md")
+    (tmp_path / "program.py").write_text(LOSING + program)
+    written = []
+    for once in (tmp_path, tmp_path / "once"):  # one is there
+        command = ["--nproc-per-node", "2", "--on-lost-rank", "replace", str(tmp_path / "program.py")]
+        folder = tmp_path / f"{len(written)}"
+        folder.mkdir()
+        status, said = _launch(command, folder, LOSE_ONCE=str(once))
+        assert status == 0, said
+        assert ("rank 1 was ended by SIGKILL" in said) == (len(written) == 1)
+        written.append((folder / "launcher.out").read_text())
+    assert written[0] == written[1] and written[0].startswith("step 5: ")
