@@ -235,7 +235,7 @@ class _Version:
 
 
 class FoundCopy:
-    """A version that is complete over all machines; `fetch` makes its folder readable as a checkpoint."""
+    """A version that is complete over all machines. `fetch` makes its folder readable as a checkpoint."""
 
     def __init__(self, ranks: Ranks, nodes: Sequence[int], folder: Path, index: CheckpointIndex) -> None:
         self._ranks, self._nodes, self._index, self.folder = ranks, nodes, index, folder

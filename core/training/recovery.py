@@ -31,7 +31,7 @@ from .state import TrainingState
 
 
 def load_newest_copy(state: TrainingState, config: PretrainConfig) -> Path | None:
-    """Continues `state` in place from the newest copy in memory. Collective; warns as `load_newest`.
+    """Continues `state` in place from the newest copy in memory. Collective. Warns as `load_newest`.
 
     Returns:
         where it was, or None if there is none: at the start of a run, or under a launcher that keeps no survivors.

@@ -41,7 +41,7 @@ Take = Callable[[int, dict[str, Any]], None]
 _POLL_S = 0.2
 """How often a signal is looked for, and without pidfd the end of a process."""
 _JOIN_S, _HELLO_S, _SEND_S = 600.0, 5.0, 5.0
-"""How long launchers wait for each other at the start; for the first line; for a socket that takes no more."""
+"""How long launchers wait for each other at the start, for the first line, and for a socket that takes no more."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 """A machine that does not answer for nine seconds is lost."""
 
@@ -86,7 +86,7 @@ class Events(selectors.DefaultSelector):
             self.register(os.pidfd_open(process.pid), selectors.EVENT_READ)
 
     def wait(self, seconds: float) -> None:
-        """Reads what comes in `seconds`; returns once anything has."""
+        """Reads what comes in `seconds`, and returns once anything has."""
         for key, _ in self.select(seconds):
             if key.data is None:  # a process has ended
                 self.unregister(key.fileobj)
