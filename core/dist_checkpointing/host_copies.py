@@ -24,10 +24,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
 from .agreement import Ranks
-from .format.index import INDEX_FILE, Box, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
+from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
 from .format.reader import PieceReader
 from .format.writer import ALIGNMENT_BYTES, Key, Offer, held_pieces, is_of_first_rank, joined, offers, spread
 from .serialization import planned_pieces
@@ -83,17 +82,22 @@ class HostCopies:
         decide = partial(spread_over_nodes, nodes=nodes)
         own, shared = planned_pieces(tensors, metadata, self._folder, ranks, decide)
         self._keys = own + shared
-        entries, num_bytes = _places(offers(tensors), own, f"{self._name}.bin")
-        more_entries, more_bytes = _places(offers(tensors), shared, f"shared_{ranks.rank:05d}.bin")
+        names = f"{self._name}.bin", f"shared_{ranks.rank:05d}.bin"
+        entries, num_bytes, places = _places(offers(tensors), own, names[0])
+        more_entries, more_bytes, more_places = _places(offers(tensors), shared, names[1])
         told = ranks.all_gather((num_bytes, entries, more_entries))
         self._sources = [rank for rank, partner in enumerate(partners(nodes)) if partner == ranks.rank]
-        sizes = {f"{self._name}.bin": num_bytes, f"shared_{ranks.rank:05d}.bin": more_bytes}
+        sizes = {names[0]: num_bytes, names[1]: more_bytes}
         sizes |= {f"rank_{rank:05d}.bin": told[rank][0] for rank in self._sources}
         # For both versions: the files that this rank writes, mapped until this object is freed; its pieces in them.
         self._memory = ranks.on_all(lambda: [self._allocate(version, sizes) for version in (0, 1)])
-        where = [(p.file, p.start, key) for of in (entries, more_entries) for key, p in _pieces(of)]
-        places = {key: (file, start) for file, start, key in where}
-        self._copies = [[_view(memory, *places[key], tensors, key) for key in self._keys] for memory in self._memory]
+        self._copies = [
+            [
+                memory[piece.file][piece.start : piece.start + piece.num_bytes].view(dtype).view(piece.sizes)
+                for piece, dtype in places + more_places
+            ]
+            for memory in self._memory
+        ]
         if ranks.rank == nodes.index(node):
             of_node = [more for (_, _, more), at in zip(told, nodes, strict=True) if at == node]
             indexed, file_bytes = joined([own for _, own, _ in told] + of_node)
@@ -145,8 +149,8 @@ class HostCopies:
         (folder / f"{self._name}.json").unlink(missing_ok=True)
         for copy, value in zip(self._copies[version], values, strict=True):
             copy.copy_(value.detach())
-        own = {file: memory[file] for file in (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")}
-        text = json.dumps({**mark, _SUMS: {file: word_sum(data) for file, data in own.items() if len(data)}})
+        own = (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")
+        text = json.dumps({**mark, _SUMS: {file: word_sum(memory[file]) for file in own if len(memory[file])}})
         _write_mark(folder / f"{self._name}.json", text)
         if self._partner is not None:
             self._exchange(folder, memory, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
@@ -221,136 +225,104 @@ def word_sum(data: Tensor) -> int:
     return int(data[:whole].view(torch.int64).sum() + data[whole:].sum())
 
 
-@dataclass(frozen=True)
-class _Version:
-    """What a rank finds of a version on its machine."""
+def fetch_newest(
+    root: Path, targets: Callable[[], Mapping[str, Tensor]], node: int = 0
+) -> tuple[Path | None, list[str]]:
+    """Makes the newest version whose files are all left, on whichever machine, readable. Collective.
 
-    name: tuple[int, int]
-    """Its generation and number."""
-    needed: tuple[str, ...]
-    """Files that its machine's plan names."""
-    steps: dict[str, int]
-    """The step of each file that is complete and undamaged, of those that this rank looked at."""
-    damaged: tuple[str, ...]
+    Args:
+        targets: returns what this rank loads: its machine fetches the files of them alone.
 
-
-class FoundCopy:
-    """A version that is complete over all machines. `fetch` makes its folder readable as a checkpoint."""
-
-    def __init__(self, ranks: Ranks, nodes: Sequence[int], folder: Path, index: CheckpointIndex) -> None:
-        self._ranks, self._nodes, self._index, self.folder = ranks, nodes, index, folder
-        # The ranks that can read each file; `newest_copy` sets it.
-        self.holders: dict[str, list[int]] = {}
-
-    def fetch(self, targets: Mapping[str, Tensor]) -> Path:
-        """Brings what this machine's ranks read for `targets` from other machines. Collective. Returns the folder."""
-        ranks, nodes = self._ranks, self._nodes
-        files = PieceReader(self.folder, self._index).files_of(targets)
-        there = {(file, nodes[rank]) for file, holding in self.holders.items() for rank in holding}
-        asked = {(file, node) for of, node in zip(ranks.all_gather(files), nodes, strict=True) for file in of}
-        group = dist.new_group(backend="gloo") if asked - there else None
-        for file, node in sorted(asked - there):
-            source, target, size = self.holders[file][0], nodes.index(node), self._index.file_bytes[file]
-            if ranks.rank not in (source, target):
-                continue
-            data = _mapped(self.folder / file, size, new=ranks.rank == target)
+    Returns:
+        the folder to `load` from, each machine's own, or None, and the files that are damaged.
+    """
+    ranks = Ranks()
+    nodes = ranks.all_gather(node)
+    local = [rank for rank, at in enumerate(nodes) if at == node]
+    scans = ranks.all_gather(_scan(root, local.index(ranks.rank), len(local)))
+    of_ranks, damaged = [found for found, _ in scans], [path for _, paths in scans for path in paths]
+    holders: dict[tuple[str, str, int], list[int]] = {}
+    for rank, versions in enumerate(of_ranks):
+        for version, (_, steps) in versions.items():
+            for file, step in steps.items():
+                holders.setdefault((version, file, step), []).append(rank)
+    complete = [
+        (step, version, -rank)
+        for rank, versions in enumerate(of_ranks)
+        for version, (needed, steps) in versions.items()
+        for step in set(steps.values())
+        if all((version, file, step) in holders for file in needed)
+    ]
+    if not complete:
+        return None, damaged
+    step, version, planner = max(complete)
+    folder = root / version
+    folder.mkdir(parents=True, exist_ok=True)
+    described: tuple[str, dict[str, Any]] = "", {}
+    if ranks.rank == -planner:
+        file = next(file for file, of_file in of_ranks[ranks.rank][version][1].items() if of_file == step)
+        described = (folder.parent / _PLAN_FILE).read_text(), _mark(folder, file)["metadata"]
+    text, metadata = ranks.all_gather(described)[-planner]
+    index = dataclasses.replace(decode_index(text), metadata=metadata)
+    asked = ranks.all_gather(PieceReader(folder, index).files_of(targets()))
+    missing = {(file, at) for files, at in zip(asked, nodes, strict=True) for file in files}
+    missing -= {(file, nodes[rank]) for file in index.file_bytes for rank in holders[version, file, step]}
+    group = dist.new_group(backend="gloo") if missing else None
+    for file, at in sorted(missing):
+        source, target = holders[version, file, step][0], nodes.index(at)
+        if ranks.rank in (source, target):
+            data = _mapped(folder / file, index.file_bytes[file], new=ranks.rank == target)
             for part in data.split(_PIECE_BYTES):
                 if ranks.rank == source:
                     dist.send(part, target, group=group)
                 else:
                     dist.recv(part, source, group=group)
-        if ranks.rank == nodes.index(nodes[ranks.rank]):
-            for file, size in self._index.file_bytes.items():
-                if not (self.folder / file).exists():
-                    with (self.folder / file).open("wb") as unread:
-                        unread.truncate(size)
-            write_durably(self.folder / INDEX_FILE, encode_index(self._index))
-        ranks.all_gather(None)
-        return self.folder
+    if ranks.rank == local[0]:
+        for file, size in index.file_bytes.items():
+            with (folder / file).open("ab") as unread:  # that no rank here reads: it takes no memory
+                unread.truncate(size)
+        write_durably(folder / INDEX_FILE, encode_index(index))
+    ranks.all_gather(None)
+    return folder, damaged
 
 
-def newest_copy(root: Path, node: int = 0) -> tuple[FoundCopy | None, list[str]]:
-    """Finds the newest version whose files are all left, on whichever machine. Collective, while no rank copies.
+def _scan(root: Path, share: int, num_shares: int) -> tuple[dict[str, tuple[list[str], dict[str, int]]], list[str]]:
+    """Looks at one of so many shares of the files on this machine.
 
     Returns:
-        it, or None, and the files that are damaged.
+        for each version the files that the machine's plan names, and the step of those that are complete here. The
+        damaged ones.
     """
-    ranks = Ranks()
-    nodes = ranks.all_gather(node)
-    local = [rank for rank, at in enumerate(nodes) if at == node]
-    of_ranks = ranks.all_gather(_scan(root, local.index(ranks.rank), len(local)))
-    holders: dict[tuple[tuple[int, int], str, int], list[int]] = {}
-    for rank, versions in enumerate(of_ranks):
-        for version in versions:
-            for file, step in version.steps.items():
-                holders.setdefault((version.name, file, step), []).append(rank)
-    damaged = sorted({file for versions in of_ranks for version in versions for file in version.damaged})
-    steps = {(name, step) for name, _, step in holders}
-    complete = [
-        (step, version.name, -rank)
-        for rank, versions in enumerate(of_ranks)
-        for version in versions
-        for name, step in steps
-        if name == version.name and all((name, file, step) in holders for file in version.needed)
-    ]
-    if not complete:
-        return None, damaged
-    step, name, planner = max(complete)
-    folder = root / _GENERATION.format(name[0])
-    text = ranks.all_gather((folder / _PLAN_FILE).read_text() if ranks.rank == -planner else "")[-planner]
-    index = decode_index(text)
-    of_files = {file: holders[name, file, step] for file in index.file_bytes}
-    first = min(of_files)
-    mark = ranks.all_gather(_mark(folder / f"version_{name[1]}", first) if ranks.rank == of_files[first][0] else {})
-    index = dataclasses.replace(index, metadata=mark[of_files[first][0]]["metadata"])
-    (folder / f"version_{name[1]}").mkdir(parents=True, exist_ok=True)
-    found = FoundCopy(ranks, nodes, folder / f"version_{name[1]}", index)
-    found.holders = of_files
+    found, damaged = {}, []
+    for plan in sorted(root.glob(f"generation_*/{_PLAN_FILE}")):
+        needed = list(decode_index(plan.read_text()).file_bytes)
+        for folder in sorted(plan.parent.glob("version_*")):
+            steps = {}
+            for path in sorted(folder.glob("*.bin"))[share::num_shares]:
+                mark = _mark(folder, path.name)
+                if path.name not in mark.get(_SUMS, {}):
+                    continue
+                if word_sum(_mapped(path, path.stat().st_size, new=False)) == mark[_SUMS][path.name]:
+                    steps[path.name] = mark["step"]
+                else:
+                    damaged.append(str(path))
+            found[str(folder.relative_to(root))] = needed, steps
     return found, damaged
 
 
-def _scan(root: Path, share: int, num_shares: int) -> list[_Version]:
-    """Returns the versions on this machine. Looks at one of so many shares of their files."""
-    found = []
-    for plan in sorted(root.glob(f"generation_*/{_PLAN_FILE}")):
-        needed = tuple(decode_index(plan.read_text()).file_bytes)
-        for folder in sorted(plan.parent.glob("version_*")):
-            steps, damaged = {}, []
-            for file in sorted(path.name for path in folder.glob("*.bin"))[share::num_shares]:
-                mark = _mark(folder, file)
-                if file in mark.get(_SUMS, {}):
-                    path = folder / file
-                    if word_sum(_mapped(path, path.stat().st_size, new=False)) == mark[_SUMS][file]:
-                        steps[file] = mark["step"]
-                    else:
-                        damaged.append(str(path))
-            name = (int(plan.parent.name.split("_")[1]), int(folder.name.split("_")[1]))
-            found.append(_Version(name, needed, steps, tuple(damaged)))
-    return found
-
-
-def _places(offered: Mapping[str, Offer], keys: Sequence[Key], file: str) -> tuple[dict[str, TensorEntry], int]:
-    """Returns the places of pieces in a file, and the length of the file."""
-    end = 0
+def _places(
+    offered: Mapping[str, Offer], keys: Sequence[Key], file: str
+) -> tuple[dict[str, TensorEntry], int, list[tuple[Piece, torch.dtype]]]:
+    """Returns the tensors with the places of their pieces in a file, its length, and the place of each piece."""
+    end, places = 0, []
     pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
     for name, box in keys:
         start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         end = start + int(np.prod(box.sizes)) * offered[name].dtype.itemsize
-        pieces.setdefault(name, []).append(Piece(box.offsets, box.sizes, file, start, end - start))
+        places.append((Piece(box.offsets, box.sizes, file, start, end - start), offered[name].dtype))
+        pieces.setdefault(name, []).append(places[-1][0])
     entries = {name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of)) for name, of in pieces.items()}
-    return entries, end
-
-
-def _pieces(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[Key, Piece]]:
-    for name, entry in entries.items():
-        for piece in entry.pieces:
-            yield (name, Box(piece.offsets, piece.sizes)), piece
-
-
-def _view(memory: Mapping[str, Tensor], file: str, start: int, tensors: Mapping[str, Tensor], key: Key) -> Tensor:
-    name, box = key
-    num_bytes = int(np.prod(box.sizes)) * tensors[name].dtype.itemsize
-    return memory[file][start : start + num_bytes].view(tensors[name].dtype).view(box.sizes)
+    return entries, end, places
 
 
 def _mapped(path: Path, num_bytes: int, *, new: bool = True) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ..base.text import listed
-from ..dist_checkpointing.host_copies import HostCopies, newest_copy
+from ..dist_checkpointing.host_copies import HostCopies, fetch_newest
 from ..dist_checkpointing.serialization import load
 from .checkpointing import load_checkpoint, run_state
 from .config import PretrainConfig
@@ -58,15 +58,13 @@ def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
     root, generation = copies_root(), current_generation()
     if root is None or generation is None:
         return None
-    found, damaged = newest_copy(root, generation.node)
+    folder, damaged = fetch_newest(root, targets, generation.node)
     if damaged and generation.rank == 0:
         warnings.warn(f"copies in memory are damaged, and not used: {listed(damaged, 5)}", stacklevel=3)
-    if found is not None:
-        return found.fetch(targets())
-    if generation.lost and generation.rank == 0:
+    if folder is None and generation.lost and generation.rank == 0:
         what = "no complete copy is left in memory; continuing from the last checkpoint, or else from the start"
         warnings.warn(f"{generation.lost}: {what}", stacklevel=3)
-    return None
+    return folder
 
 
 class StepCopies:

@@ -56,38 +56,24 @@ _STORE_AFTER_S = 1.0
 class Generation:
     """A rank's place among the ranks that work together until one is lost."""
 
-    number: int
+    number: int = 0
     """Counts from 0 over all restarts of a launcher."""
-    rank: int
+    rank: int = 0
     """-1: the process waits as a spare."""
-    local_rank: int
-    world_size: int
-    local_world_size: int
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
     """Ranks on this machine."""
-    node: int
+    node: int = 0
     """Number of this machine."""
-    lost: str
+    lost: str = ""
     """Which rank was lost before it, and how. Empty for the first."""
-    lost_at: float
+    lost_at: float = 0.0
     """When the launcher saw that (`time.time`). 0 for the first."""
-    policy: str
+    policy: str = "restart"
     """What survivors do: ``replace`` or ``shrink``."""
-    limit_s: float
+    limit_s: float = 0.0
     """Seconds in which a rank has to leave the generation before."""
-
-
-_ALONE = Generation(
-    number=0,
-    rank=0,
-    local_rank=0,
-    world_size=1,
-    local_world_size=1,
-    node=0,
-    lost="",
-    lost_at=0.0,
-    policy="restart",
-    limit_s=0.0,
-)
 
 
 def generations(can_run: Callable[[int], object] | None = None) -> Iterator[AbstractContextManager[Generation]]:
@@ -97,7 +83,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
         can_run: raises ConfigError for a number of ranks that the program cannot run on. None: it takes any number.
     """
     if LAUNCHER_FD not in os.environ:
-        yield nullcontext(_ALONE)
+        yield nullcontext(Generation())
         return
     if not _launcher:
         _launcher.append(_Launcher(int(os.environ[LAUNCHER_FD])))

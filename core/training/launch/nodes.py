@@ -98,36 +98,19 @@ class Events(selectors.DefaultSelector):
                 key.data.connection.close()
 
 
-class Node:
-    """A machine that runs ranks."""
+class ThisNode:
+    """This machine: starts ranks, and gives what they say to `take`."""
 
     is_lost = False
 
-    def __init__(self, number: int, num_ranks: int) -> None:
-        self.number, self.num_ranks = number, num_ranks
-
-    def start(self, worker: int, place: int, environment: Mapping[str, str]) -> Process:
-        """Starts the process of a worker, to be LOCAL_RANK `place`."""
-        raise NotImplementedError
-
-    def tell(self, worker: int, message: Mapping[str, Any]) -> None:
-        """Sends a message to a worker."""
-        raise NotImplementedError
-
-    def close(self, status: int) -> None:
-        """Says the exit status to the machine's launcher."""
-
-
-class ThisNode(Node):
-    """This machine: starts ranks, and gives what they say to `take`."""
-
     def __init__(self, number: int, num_ranks: int, command: Sequence[str], events: Events, take: Take) -> None:
-        super().__init__(number, num_ranks)
+        self.number, self.num_ranks = number, num_ranks
         self._command, self._events, self._take = command, events, take
         # Of each worker; `start` adds it.
         self._lines: dict[int, Lines] = {}
 
     def start(self, worker: int, place: int, environment: Mapping[str, str]) -> LocalProcess:
+        """Starts the process of a worker, to be LOCAL_RANK `place`."""
         ours, theirs = socket.socketpair()
         variables = {**environment, "RANK": str(place), "LOCAL_RANK": str(place), LAUNCHER_FD: str(theirs.fileno())}
         with theirs:
@@ -138,21 +121,24 @@ class ThisNode(Node):
         return process
 
     def tell(self, worker: int, message: Mapping[str, Any]) -> None:
+        """Sends a message to a worker."""
         self._lines[worker].send(message)
 
+    def close(self, status: int) -> None:
+        """Says the exit status to the machine's launcher, if that is another one."""
 
-class OtherNode(Node):
+
+class OtherNode:
     """A machine of another launcher, which starts ranks there."""
 
     def __init__(self, number: int, num_ranks: int, lines: Lines, events: Events, take: Take) -> None:
-        super().__init__(number, num_ranks)
-        self.lines, self._take = lines, take
+        self.number, self.num_ranks, self.lines, self._take = number, num_ranks, lines, take
         self._processes: dict[int, _OtherProcess] = {}
         lines.take = self._take_line
         events.add(lines)
 
     @property
-    def is_lost(self) -> bool:  # type: ignore[override]
+    def is_lost(self) -> bool:
         return self.lines.is_over
 
     def start(self, worker: int, place: int, environment: Mapping[str, str]) -> Process:
@@ -195,6 +181,9 @@ class _OtherProcess:
         self.send_signal(signal.SIGKILL)
         while self.returncode is None:
             self._node.lines.read(_POLL_S)
+
+
+Node = ThisNode | OtherNode
 
 
 class Joining:

@@ -83,15 +83,15 @@ MUTATIONS = (
     Mutation(
         "copies: a damaged file is read",
         "core.dist_checkpointing.host_copies._scan",
-        r"== mark\[_SUMS\]\[file\]",
+        r"== mark\[_SUMS\]\[path\.name\]",
         "is not None",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
     ),
     Mutation(
         "copies: a version counts of which a part is lost",
-        "core.dist_checkpointing.host_copies.newest_copy",
-        r"all\(\(\(name, file, step\)",
-        "any(((name, file, step)",
+        "core.dist_checkpointing.host_copies.fetch_newest",
+        r"all\(\(\(version, file, step\)",
+        "any(((version, file, step)",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
     ),
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from core.dist_checkpointing import load
 from core.dist_checkpointing.format.writer import offers
-from core.dist_checkpointing.host_copies import HostCopies, newest_copy, partners, spread_over_nodes, word_sum
+from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes, word_sum
 from tests.unit._spawn import run_distributed
 
 
@@ -54,11 +54,11 @@ def _state(step: int) -> dict[str, torch.Tensor]:
 def _step_after(roots: list[Path], nodes: list[int]) -> int | None:
     """Loads the newest copy, checks it, and returns its step."""
     rank = dist.get_rank()
-    found, _ = newest_copy(roots[rank], nodes[rank])
-    if found is None:
-        return None
     loaded = {name: torch.zeros_like(tensor) for name, tensor in _state(0).items()}
-    metadata = load(loaded, found.fetch(loaded))
+    folder, _ = fetch_newest(roots[rank], lambda: loaded, nodes[rank])
+    if folder is None:
+        return None
+    metadata = load(loaded, folder)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in _state(metadata["step"]).items())
     return metadata["step"]
 
@@ -84,7 +84,7 @@ def _loses(folder: str) -> None:
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
     dist.barrier()
     assert _step_after(roots, nodes) == 1  # the step before, of which all is left
-    assert newest_copy(roots[rank], nodes[rank])[1] == [str(damaged)]
+    assert fetch_newest(roots[rank], lambda: _state(0), nodes[rank])[1] == [str(damaged)]
     if rank == 0:
         (damaged.parent.parent / "version_0" / "rank_00000.json").unlink()
     dist.barrier()
