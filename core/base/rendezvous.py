@@ -106,6 +106,8 @@ def _text(environment: Mapping[str, str], *names: str) -> str:
 
 
 _LEADER = "shardstack/round"
+GENERATION = "SHARDSTACK_GENERATION"
+"""Environment variable: the number of the ranks' generation, under a launcher that keeps survivors of a lost rank."""
 _POLL_S = 0.02
 
 
@@ -118,6 +120,8 @@ def store_of_round(store: Store, rank: int, num_ranks: int, timeout: timedelta) 
     Raises:
         ParallelStateError: another rank did not come in time.
     """
+    if GENERATION in os.environ:  # ranks of two must not meet: one leaves as soon as it hears of the next
+        store = PrefixStore(f"generation{os.environ[GENERATION]}", store)
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         store.set(_LEADER, own)

@@ -26,8 +26,9 @@ from tests.drill.faults import FINAL, SINGLE, Drill, kills, planted
 from tests.drill.report import Report
 from tests.functional._program import REPOSITORY, program_environment
 
-LAUNCHED_SHARE, FORKED_SHARE = 0.2, 0.55
-"""Shares of the time: for kills under the launcher, and for kills of forked ranks, which are faster."""
+LAUNCHED_SHARE, FORKED_SHARE, LOST_SHARE = 0.2, 0.3, 0.25
+"""Shares of the time: for kills under the launcher, for kills of forked ranks, which are faster, and for lost ranks
+whose survivors stay."""
 
 
 def main() -> None:
@@ -57,13 +58,14 @@ def _drill(folder: Path, report: Report, started: float, seconds: float, options
     _kept_checkpoint(drill, options.corrupted_files, random.Random(options.seed))
     planted(drill, "full log", "a full disk at the log alone", "pages and plots pause")
     rounds = 0
-    while rounds == 0 or time.monotonic() - started < (1.0 - LAUNCHED_SHARE - FORKED_SHARE) * seconds:
+    while rounds == 0 or time.monotonic() - started < (1.0 - LAUNCHED_SHARE - FORKED_SHARE - LOST_SHARE) * seconds:
         for fault in SINGLE:
             fault(drill)
             _progress(report, started)
         rounds += 1
     kills(drill, LAUNCHED_SHARE * seconds)
     _progress(report, started)
+    _lost_ranks(LOST_SHARE * seconds, options.seed, report)
     left = max(30.0, seconds - (time.monotonic() - started))
     _forked_kills(corpus, folder / "forked", left, options.seed, report)
 
@@ -97,6 +99,16 @@ def _forked_kills(corpus: Path, folder: Path, seconds: float, seed: int, report:
     report.fault("kill -9 of one forked rank", count=counts["of one rank"])
     report.fault("kill -9 of all forked ranks", count=counts["of all"])
     report.comparisons += counts["runs"]
+
+
+def _lost_ranks(seconds: float, seed: int, report: Report) -> None:
+    command = [sys.executable, "-m", "tests.drill.lost_ranks", "--minutes", str(seconds / 60.0), "--seed", str(seed)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds + 1200)
+    if ended.returncode != 0:
+        raise SystemExit(ended.stderr[-6000:])
+    for row in filter(None, ended.stdout.splitlines()):
+        _, _, name, count, _, _ = row.strip("| ").split(" | ")
+        report.fault(f"survivors stay, {name}", count=int(count))
 
 
 def _progress(report: Report, started: float) -> None:

@@ -149,8 +149,9 @@ def send(pids: Sequence[int], number: signal.Signals) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the process ids of a process's children."""
+    """Returns the process ids of a process's children that have not ended."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        pids = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [pid for pid in pids if ") Z " not in Path(f"/proc/{pid}/stat").read_text()]
     except OSError:
         return []

@@ -61,7 +61,7 @@ class Run:
         self.folder = folder / "run"
         arguments = ["--nproc-per-node", ranks]
         if ranks > 1:
-            arguments += ["--on-lost-rank", policy, "--lost-rank-timeout", LIMIT_S]
+            arguments += ["--on-lost-rank", policy, "--lost-rank-timeout", LIMIT_S, "--max-restarts", 100]
         arguments += [PROGRAM, *FLAGS, "--train-iters", ITERATIONS[policy], *flags]
         self.launcher = ForkedLauncher([*arguments, "--data-path", corpus, "--save", self.folder], folder)
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from ... import parallel_state
 from ...base import device
 from ...base.errors import ConfigError, OutOfStepError
+from ...base.rendezvous import GENERATION
 from ...comm.lane import wait_for_lanes
 from ...comm.record import call_counts
 from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
@@ -143,7 +144,11 @@ class _Launcher:
         if assigned is None:
             raise RuntimeError("no generation was announced")
         names = {"RANK": assigned.rank, "LOCAL_RANK": assigned.local_rank, "WORLD_SIZE": assigned.world_size}
-        names |= {"LOCAL_WORLD_SIZE": assigned.local_world_size, "TORCHELASTIC_RESTART_COUNT": assigned.number}
+        names |= {
+            GENERATION: assigned.number,
+            "LOCAL_WORLD_SIZE": assigned.local_world_size,
+            "TORCHELASTIC_RESTART_COUNT": assigned.number,
+        }
         os.environ.update({name: str(value) for name, value in names.items()})
         return assigned
 
@@ -228,7 +233,8 @@ class _Block(AbstractContextManager[Generation]):
         came_from_a_rank = is_failure_of_backend(error) or isinstance(error, OutOfStepError)
         if not self._launcher.has_ended(_ANNOUNCEMENT_S if came_from_a_rank else 0.0):
             defer_explanations(False)
-            raise_out_of_step(error)
+            if dist.is_initialized():
+                raise_out_of_step(error)
             if kind is None:
                 raise error
             return False

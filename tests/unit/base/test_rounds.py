@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from core.base.errors import ParallelStateError
-from core.base.rendezvous import store_of_round
+from core.base.rendezvous import GENERATION, store_of_round
 
 LIMIT = timedelta(seconds=600)
 
@@ -44,3 +45,17 @@ def test_a_round_that_a_rank_left_does_not_mislead_the_next(threads: ThreadPoolE
     first, *others = _meet(threads, store)
     first.set("key", "value")
     assert all(other.check(["key"]) for other in others)
+
+
+def test_ranks_of_two_generations_do_not_meet(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setenv(GENERATION, "3")
+    late = threads.submit(store_of_round, store, 1, 2, timedelta(seconds=0.5))  # has not heard of the next one
+    while not late.running():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    monkeypatch.setenv(GENERATION, "4")
+    with pytest.raises(ParallelStateError, match="rank 1 did not join"):
+        store_of_round(store, 0, 2, timedelta(seconds=0.2))
+    with pytest.raises(ParallelStateError, match="rank 0 did not join"):
+        late.result()
