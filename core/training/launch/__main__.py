@@ -78,14 +78,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--node-rank is {options.node_rank} and --nnodes {options.nnodes}; nodes count from 0")
     if options.nnodes > 1 and options.on_lost_rank == "restart":
         parser.error("--nnodes above 1 takes --on-lost-rank replace or shrink; to restart all ranks use torchrun")
-    if options.nnodes > 1 and options.node_rank == 0 and options.nproc_per_node == 0:
-        pass  # a machine that only decides, whose loss is less likely
-    elif options.nproc_per_node < 1:
-        parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")
-    if options.max_restarts < 0:
-        parser.error(f"--max-restarts is {options.max_restarts}; it takes zero or a positive number")
-    if options.spare_processes < 0:
-        parser.error(f"--spare-processes is {options.spare_processes}; it takes zero or a positive number")
+    decides_alone = options.nnodes > 1 and options.node_rank == 0  # it may compute nothing, and be lost less likely
+    for name, least in (("nproc_per_node", 1 - decides_alone), ("max_restarts", 0), ("spare_processes", 0)):
+        if getattr(options, name) < least:
+            takes = "a positive number" if least else "zero or a positive number"
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it takes {takes}")
     if not options.lost_rank_timeout > 0:
         parser.error(f"--lost-rank-timeout is {options.lost_rank_timeout}; it takes a positive number of seconds")
     if options.on_lost_rank == "restart" and options.spare_processes:
