@@ -87,11 +87,11 @@ def _measured(name: str, rounds: int) -> dict[str, Any]:
     model = _model(name)
     stream = WeightStream(model, "module", receivers=[0], bucket_bytes=BUCKET)
     total = sum(view.numel() * view.element_size() for view in stream.views.values())
-    cut = [name for name, boxes in stream.owners().items() if all(len(ranks) < 2 for ranks in boxes.values())]
+    cut = [name for name, boxes in stream.owners.items() if all(len(ranks) < 2 for ranks in boxes.values())]
     pieces = [piece for name in cut for piece in stream.held[name].values()]
     sent = sum(stream.views[name].numel() * stream.views[name].element_size() for name in cut)
     sent -= sum(piece.numel() * piece.element_size() for piece in pieces)
-    copied = [piece for name in cut if len(stream.owners()[name]) > 1 for piece in stream.held[name].values()]
+    copied = [piece for name in cut if len(stream.owners[name]) > 1 for piece in stream.held[name].values()]
     into = [torch.empty_like(piece, memory_format=torch.contiguous_format) for piece in copied]
 
     def copy() -> None:

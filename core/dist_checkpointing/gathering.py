@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import cached_property
+from itertools import chain, groupby
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
@@ -36,6 +38,17 @@ def held_parts(tensor: Tensor) -> dict[Box, Tensor]:
     if is_copy(tensor):
         return {}
     return {(offsets, tuple(part.shape)): part.detach() for offsets, part in held_boxes(tensor) if part.numel()}
+
+
+def owners_of(boxes: Mapping[int, Mapping[str, Iterable[Box]]]) -> dict[str, dict[Box, list[int]]]:
+    """Returns the ranks that hold each box of each tensor, given the boxes by rank and name."""
+    owners = dict[str, dict[Box, list[int]]]()
+    for rank, held in boxes.items():
+        for name, of_rank in held.items():
+            of_name = owners.setdefault(name, {})
+            for box in of_rank:
+                of_name.setdefault(box, []).append(rank)
+    return owners
 
 
 def move(
@@ -100,7 +113,7 @@ class ParamMeta:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outgoing:
     """One tensor that goes out."""
 
@@ -140,72 +153,60 @@ class TensorStream:
     ) -> None:
         if outgoing is None:
             outgoing = [Outgoing(name, tuple(view.shape), (name,), itemgetter(name)) for name, view in views.items()]
-        # All fixed: what goes out, the tensors that it is made of, by name in the order of buckets, and their ranks.
-        # Views share the storage of the model's parameters: a later pass reads their values of that time.
+        # All fixed: what goes out, the tensors that it is made of, and their ranks. Views share the storage of the
+        # model's parameters: a later pass reads their values of that time.
         self.outgoing, self.ranks, self.bucket_bytes = outgoing, Ranks(process_group), bucket_bytes
-        self._bundles = list(dict.fromkeys(tensor.sources for tensor in outgoing))
-        self.views = {name: views[name] for bundle in self._bundles for name in bundle}
+        self.views = {name: views[name] for tensor in outgoing for name in tensor.sources}
         self.receivers = range(self.ranks.size) if receivers is None else sorted(set(receivers))
         self.receives = self.ranks.rank in self.receivers
-
-        def wire(name: str) -> torch.dtype:
-            casts = views[name].dtype.is_floating_point and not is_of_first_rank(views[name])
-            return dtype if dtype is not None and casts else views[name].dtype
-
-        self._metadata = [ParamMeta(tensor.name, wire(tensor.sources[0]), tensor.shape) for tensor in outgoing]
+        kept = {name for name, view in views.items() if is_of_first_rank(view) or not view.dtype.is_floating_point}
+        wire = {name: view.dtype if name in kept or dtype is None else dtype for name, view in views.items()}
+        self._metadata = {tensor: ParamMeta(tensor.name, wire[tensor.sources[0]], tensor.shape) for tensor in outgoing}
         # What each of the views travels in. Those that are merged are rounded at the end.
-        self.dtypes = {n: wire(n) if len(names) == 1 else views[n].dtype for names in self._bundles for n in names}
-        # The boxes of each of the views by name, and the ranks whose elements of each count. The first pass sets it,
-        # by communication; fixed from then on, because nothing moves a wrapper's shards.
-        self._owners: dict[str, dict[Box, list[int]]] | None = None
-        # This rank's boxes of each, and views of their storage. Set with `_owners`.
-        self.held: dict[str, dict[Box, Tensor]] = {}
+        merged = {name for tensor in outgoing for name in tensor.sources if len(tensor.sources) > 1}
+        self.dtypes = {name: view.dtype if name in merged else wire[name] for name, view in self.views.items()}
+        bundles = [[*of] for _, of in groupby(outgoing, attrgetter("sources"))]
+        sized = [(bundle, sum(views[name].nbytes for name in bundle[0].sources)) for bundle in bundles]
+        self._buckets = [[*chain(*bundles)] for bundles in in_buckets(sized, bucket_bytes)]
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
-        return list(self._metadata)
+        return [*self._metadata.values()]
 
-    def bucket_names(self) -> list[list[str]]:
-        """Returns the names of each bucket, without communication."""
-        return [[meta.name for _, meta in sent] for _, sent in self._buckets()]
+    def bucket_metadata(self) -> list[list[ParamMeta]]:
+        """Returns `metadata` of each bucket, without communication."""
+        return [[self._metadata[tensor] for tensor in bucket] for bucket in self._buckets]
 
-    def _buckets(self) -> Iterator[tuple[list[str], list[tuple[Outgoing, ParamMeta]]]]:
-        """Yields the names of the views of each bucket, and what goes out of them."""
-        of_bundle: dict[tuple[str, ...], list[tuple[Outgoing, ParamMeta]]] = {}
-        for tensor, meta in zip(self.outgoing, self._metadata, strict=True):
-            of_bundle.setdefault(tensor.sources, []).append((tensor, meta))
-        sizes = {name: view.numel() * view.element_size() for name, view in self.views.items()}
-        sized = [(bundle, sum(sizes[name] for name in bundle)) for bundle in self._bundles]
-        for bundles in in_buckets(sized, self.bucket_bytes):
-            yield [name for bundle in bundles for name in bundle], [sent for b in bundles for sent in of_bundle[b]]
+    @cached_property
+    def held(self) -> dict[str, dict[Box, Tensor]]:
+        """This rank's boxes of each of the views by name, and views of their storage. Fixed from the first pass on,
+        because nothing moves a wrapper's shards."""
+        return {name: held_parts(view) for name, view in self.views.items()}
 
+    @cached_property
     def owners(self) -> dict[str, dict[Box, list[int]]]:
-        """Returns the ranks that hold each box of each of the views. Communicates at the first call.
+        """The ranks that hold each box of each of the views. The first pass communicates for it.
 
         Of a buffer, which may differ on ranks, the first one counts.
 
         Raises:
             CheckpointError: on all ranks, if the boxes of a tensor do not make it up.
         """
-        if self._owners is None:
-            self.held = {name: held_parts(view) for name, view in self.views.items()}
-            owners: dict[str, dict[Box, list[int]]] = {name: {} for name in self.views}
-            for rank, held in enumerate(self.ranks.all_gather({name: [*parts] for name, parts in self.held.items()})):
-                for name, box in ((name, box) for name, boxes in held.items() for box in boxes):
-                    ranks = owners.setdefault(name, {}).setdefault(box, [])
-                    if not (ranks and name in self.views and is_of_first_rank(self.views[name])):
-                        ranks.append(rank)
-            for name, boxes in owners.items():
-                if name not in self.views:
-                    raise CheckpointError(f"only some ranks have {name}; give the same model on every rank")
-                have = sum(math.prod(sizes) for _, sizes in boxes)
-                if have != self.views[name].numel():
-                    raise CheckpointError(
-                        f"ranks hold {have} elements of {name}, which has {self.views[name].numel()}; give the views "
-                        "of one model, and the group of all ranks that hold it"
-                    )
-            self._owners = owners
-        return self._owners
+        owners = owners_of(
+            dict(enumerate(self.ranks.all_gather({name: [*parts] for name, parts in self.held.items()})))
+        )
+        for name, boxes in owners.items():
+            if name not in self.views:
+                raise CheckpointError(f"only some ranks have {name}; give the same model on every rank")
+            have = sum(math.prod(sizes) for _, sizes in boxes)
+            if have != self.views[name].numel():
+                raise CheckpointError(
+                    f"ranks hold {have} elements of {name}, which has {self.views[name].numel()}; give the views "
+                    "of one model, and the group of all ranks that hold it"
+                )
+            if is_of_first_rank(self.views[name]):
+                owners[name] = {box: ranks[:1] for box, ranks in boxes.items()}
+        return owners
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.buckets():
@@ -217,23 +218,23 @@ class TensorStream:
 
         A tensor may be the model's own memory, where this rank holds all of it: do not write to it.
         """
-        for names, sent in self._buckets():
-            yield self._made(sent, self._gather(names))
+        for bucket in self._buckets:
+            yield self._made(bucket, self._gather(list(dict.fromkeys(name for of in bucket for name in of.sources))))
 
-    def _made(self, sent: list[tuple[Outgoing, ParamMeta]], wholes: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for tensor, meta in sent:
-            made = tensor.make(wholes) if self.receives else torch.empty(meta.shape, device="meta")
-            yield meta.name, made.to(meta.dtype)
+    def _made(self, bucket: Sequence[Outgoing], wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for tensor in bucket:
+            made = tensor.make(wholes) if self.receives else torch.empty(tensor.shape, device="meta")
+            yield tensor.name, made.to(self._metadata[tensor].dtype)
 
     def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
-        owners, wholes, targets = self.owners(), dict[str, Tensor](), dict[str, dict[Box, Tensor]]()
+        wholes, targets = dict[str, Tensor](), dict[str, dict[Box, Tensor]]()
         boxes = {name: ((0,) * self.views[name].ndim, tuple(self.views[name].shape)) for name in names}
         for name, box in boxes.items() if self.receives else ():
-            if self.ranks.rank in owners[name].get(box, ()):
+            if self.ranks.rank in self.owners[name].get(box, ()):
                 wholes[name] = self.held[name][box].to(self.dtypes[name])
             else:
                 wholes[name] = torch.empty(box[1], dtype=self.dtypes[name], device=self.views[name].device)
                 targets[name] = {box: wholes[name]}
         wanted = {rank: {name: [box] for name, box in boxes.items()} for rank in self.receivers}
-        move(names, owners, self.held, wanted, targets, self.ranks, self.dtypes, self.bucket_bytes)
+        move(names, self.owners, self.held, wanted, targets, self.ranks, self.dtypes, self.bucket_bytes)
         return wholes

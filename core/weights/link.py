@@ -38,11 +38,9 @@ _ROW_BYTES = 8 * 4093
 sizes that change places change columns."""
 
 
-def _gloo(store: Store, rank: int, size: int, limit: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, limit)
-
-
-def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+def _group(store: Store, rank: int, size: int, limit: timedelta, backend: Backend) -> Any:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -61,12 +59,12 @@ class Link:
     def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: Backend) -> None:
         self.limit = timedelta(seconds=limit_s)
         self.rank, self.num_receivers = rank, num_receivers
-        make, device = (_nccl, "cuda") if backend == "nccl" else (_gloo, "cpu")
+        device = "cuda" if backend == "nccl" else "cpu"
         try:
             self.store = _store(meeting, rank == 0, self.limit) if isinstance(meeting, str) else meeting
             self.store.set_timeout(self.limit)
             # The connections. `close` sets it to None, once a receiver is lost.
-            self.group = make(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit)
+            self.group = _group(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit, backend)
             self.broadcast(torch.zeros(1, device=device))()  # connects, or fails here
         except (RuntimeError, dist.DistError) as error:
             who = "the sender and the other receivers" if rank else f"{num_receivers} receivers"

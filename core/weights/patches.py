@@ -76,7 +76,7 @@ class PatchStream:
 
     def _own(self, name: str, *, copies: bool = False) -> Iterator[tuple[_Key, Tensor]]:
         """Yields the boxes that this rank sends, flattened, in the wire's dtype: those that it holds first."""
-        owners, dtype = self.stream.owners()[name], self.stream.dtypes[name]
+        owners, dtype = self.stream.owners[name], self.stream.dtypes[name]
         for box, part in self.stream.held[name].items():
             if owners[box][0] == self.stream.ranks.rank:
                 yield (name, box), part.to(dtype, copy=copies, memory_format=torch.contiguous_format).view(-1)

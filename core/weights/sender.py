@@ -16,8 +16,8 @@ from .patches import PatchStream
 from .stream import WeightStream
 
 T = TypeVar("T")
-_Bucket = tuple[list[ParamMeta], Iterable[Tensor]]
-"""What a bucket has, and its tensors, which are made when they are asked for."""
+_Bucket = tuple[list[ParamMeta], Iterable[tuple[str, Tensor]]]
+"""What a bucket has, and its tensors by name, which are made when they are asked for."""
 
 _ANSWER_S = 5.0
 """Seconds in which a receiver answers whose broadcast has failed. One that does not is the one that is lost."""
@@ -89,7 +89,10 @@ class WeightSender:
         if self._patches is not None:
             self._patches.restart()
         header = {"kind": "full", "version": version, "base": "", "tensors": as_json(self.stream.metadata())}
-        self._send_round(header, self._full_buckets())
+        described = self.stream.bucket_metadata()
+        if self.sends:
+            self._memory = self._memory.new_empty(max(map(bytes_of, described)))
+        self._send_round(header, zip(described, self.stream.buckets(), strict=True))
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -108,18 +111,10 @@ class WeightSender:
         self._send_round(header, self._patch_buckets(self._patches))
         self._patches.acknowledge()
 
-    def _full_buckets(self) -> Iterator[_Bucket]:
-        metas = {meta.name: meta for meta in self.stream.metadata()}
-        buckets = [[metas[name] for name in names] for names in self.stream.bucket_names()]
-        if self.sends:
-            self._memory = self._memory.new_empty(max(map(bytes_of, buckets)))
-        for described, bucket in zip(buckets, self.stream.buckets(), strict=True):
-            yield described, (tensor for _, tensor in bucket)
-
     def _patch_buckets(self, patches: PatchStream) -> Iterator[_Bucket]:
         for bucket in patches.changes():
             parts = [(patch.name, part) for patch in bucket for part in (patch.indices, patch.values)]
-            yield [ParamMeta(name, part.dtype, tuple(part.shape)) for name, part in parts], [part for _, part in parts]
+            yield [ParamMeta(name, part.dtype, tuple(part.shape)) for name, part in parts], parts
 
     def _send_round(self, header: Mapping[str, Any], buckets: Iterator[_Bucket]) -> None:
         self._round += 1
@@ -167,7 +162,7 @@ class WeightSender:
         if len(self._memory) < num_bytes:
             self._memory = self._memory.new_empty(num_bytes)
         memory = self._memory[:num_bytes]
-        for view, tensor in zip(views_of(memory, metas), tensors, strict=True):
+        for view, (_, tensor) in zip(views_of(memory, metas), tensors, strict=True):
             view.copy_(tensor)
         link.write(f"{key}/bucket/{number}", as_json(metas))
         self._wait = link.broadcast(memory)

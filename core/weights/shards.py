@@ -6,7 +6,7 @@ one to the other, in the dtype of the stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import itemgetter
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import ConfigError, WeightsError
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.flat_range import Box
-from ..dist_checkpointing.gathering import held_parts, move
+from ..dist_checkpointing.gathering import held_parts, move, owners_of
 from .stream import WeightStream
 
 
@@ -41,7 +41,7 @@ def send_shards(stream: WeightStream, group: ProcessGroup) -> None:
     stream.check_between_steps()
     held = {tensor.name: held_parts(stream.views[tensor.sources[0]]) for tensor in stream.outgoing}
     metas = {meta.name: (dtype_name(meta.dtype), meta.shape) for meta in stream.metadata()}
-    _move_all(held, metas, group, stream.bucket_names())
+    _move_all(held, metas, group, stream.bucket_bytes)
 
 
 def receive_shards(targets: Mapping[str, Tensor], group: ProcessGroup) -> None:
@@ -64,29 +64,24 @@ def _move_all(
     held: Mapping[str, Mapping[Box, Tensor]],
     metas: Mapping[str, tuple[str, tuple[int, ...]]],
     group: ProcessGroup,
-    buckets: Sequence[Sequence[str]] | None = None,
+    bucket_bytes: int = 0,
 ) -> None:
-    """Moves what senders hold into what receivers, which have no `buckets`, hold.
+    """Moves what senders hold into what receivers hold.
 
     Args:
         metas: dtype and shape of each tensor.
+        bucket_bytes: of copies that a rank holds; 0 on receivers.
     """
     ranks = Ranks(group)
-    sides = dict(enumerate(ranks.all_gather((buckets, metas, {name: [*boxes] for name, boxes in held.items()}))))
-    wanted = {rank: boxes for rank, (order, _, boxes) in sides.items() if order is None}
-    senders = [rank for rank in sides if rank not in wanted]
+    sides = ranks.all_gather((bucket_bytes, metas, {name: [*boxes] for name, boxes in held.items()}))
+    senders = {rank: boxes for rank, (sends, _, boxes) in enumerate(sides) if sends}
+    wanted = {rank: boxes for rank, (sends, _, boxes) in enumerate(sides) if not sends}
     if not senders or not wanted:
         raise WeightsError(f"shards need senders and receivers in one group, which has {len(senders)} senders")
-    order, sent, _ = sides[senders[0]]
+    limit_bytes, sent, _ = sides[min(senders)]
     for rank in wanted:
         for name, meta in sides[rank][1].items():
             if sent.get(name) != meta:
                 raise WeightsError(f"rank {rank} wants {name} as {meta}, and it is sent as {sent.get(name)}")
-    owners: dict[str, dict[Box, list[int]]] = {name: {} for name in sent}
-    for rank in senders:
-        for name, boxes in sides[rank][2].items():
-            for box in boxes:
-                owners[name].setdefault(box, []).append(rank)
     dtypes = {name: DTYPES[dtype] for name, (dtype, _) in sent.items()}
-    for names in order or ():
-        move(names, owners, held, wanted, held, ranks, dtypes)
+    move([*sent], owners_of(senders), held, wanted, held, ranks, dtypes, limit_bytes)

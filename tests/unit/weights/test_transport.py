@@ -304,16 +304,19 @@ def test_a_killed_receiver_stops_training_that_lets_it(killable: tuple[Path, Pat
 
 
 def _live(kind: str, path: Path, bucket: int) -> tuple[int, int]:
-    """Returns the most bytes that a rank of the trainer holds in a round on top of its state, and the bound."""
+    """Returns the most bytes that a rank holds in a round on top of its state, and the bound: of a receiver with the
+    version that comes."""
     start()
     group, store = _roles(path)
     if dist.get_rank() >= TRAINERS:
-        _receiver(store).receive()
-        return 0, 0
+        receiver = _receiver(store)
+        with LiveBytes() as live:
+            receiver.receive()
+        return live.peak, 2 * bucket + sum(value.nbytes for value in receiver.weights.values())
     model = wrapped(kind, gpt(num_layers=4), group=group)
     stream = WeightStream(model, receivers=[0], bucket_bytes=bucket, process_group=group)
     sender = WeightSender(stream, store, RECEIVERS, limit_s=LIMIT_S)
-    stream.owners()
+    assert stream.owners
     largest = max(view.numel() * view.element_size() for view in stream.views.values())
     with LiveBytes() as live:
         sender.send(0)
