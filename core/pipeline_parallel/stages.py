@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
 from ..diagnostics.out_of_step import is_failure_of_backend
+from ..distributed import _BaseDataParallel
+from ..tensor_parallel.weight_gradients import Product, compute_deferred, deferring
 from ..transformer.moe.load_balancing import take_pending
 from ..transformer.pipeline_stages import PipelineStage, check_rounds, stage_index, stages_of
 from ..utils import get_attr_wrapped_model, get_model_config
@@ -102,13 +104,13 @@ class _Pipeline:
                     input_args=() if chunk.stage.is_first else between,
                     output_args=(torch.empty((), device="meta"),) if chunk.stage.is_last else between,
                     group=group,
-                    # A weight's gradient is computed with its input's: hooks of wrappers run in no other backward.
-                    dw_builder=(lambda: _nothing) if config.pipeline_schedule == "ZBVZeroBubble" else None,
+                    dw_builder=chunk.take_deferred if config.pipeline_schedule == "ZBVZeroBubble" else None,
                 )
             )
             self._stages[-1].pipeline, self._stages[-1].chunk = self, chunk
         check_rounds(config, num_microbatches)
         self._num_microbatches, self._forward_only = num_microbatches, forward_only
+        self._splits_backward = config.pipeline_schedule == "ZBVZeroBubble" and not forward_only
         self.schedule = self._make_schedule(config.pipeline_schedule)
 
     def _make_schedule(self, name: str) -> Any:
@@ -125,7 +127,8 @@ class _Pipeline:
         with ExitStack() as stack:
             for chunk, model in zip(self._chunks, chunks, strict=True):
                 stack.callback(chunk.end_step)
-                chunk.begin_step(model, run, 0 if self._forward_only else self._num_microbatches)
+                splits = self._splits_backward and _may_defer(model)
+                chunk.begin_step(model, run, 0 if self._forward_only else self._num_microbatches, splits)
             try:
                 yield
             except Exception as error:
@@ -171,6 +174,9 @@ class _Chunk(nn.Module):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._run: MicroBatch | None = None
         self._backwards_left = 0
+        # Weights' gradients that the backward under way leaves for later; `take_deferred` takes them. None: it leaves
+        # none.
+        self._deferred: list[Product] | None = None
         # Holds the wrapper's `no_sync` until the last backward of a step begins, or the step fails.
         self._unsynced = ExitStack()
 
@@ -180,18 +186,48 @@ class _Chunk(nn.Module):
         losses = torch.empty((), dtype=_loss_dtype(self._dtype), device="meta", requires_grad=True)
         return (hidden, losses) if self._has_experts else (hidden,)
 
-    def begin_step(self, model: nn.Module, run: MicroBatch, num_backwards: int) -> None:
-        """Sets the step's model and function, and keeps its gradients on this rank until the last backward."""
+    def begin_step(self, model: nn.Module, run: MicroBatch, num_backwards: int, splits_backward: bool) -> None:
+        """Sets the step's model and function, and keeps its gradients on this rank until the last backward.
+
+        Args:
+            splits_backward: weights' gradients are computed by the functions that `take_deferred` returns.
+        """
         self._model, self._run, self._backwards_left = weakref.ref(model), run, num_backwards
-        if num_backwards > 1:
+        self._deferred = [] if splits_backward else None
+        if num_backwards > 1 or splits_backward:
             given = getattr(get_model_config(model), "no_sync_func", None)
             given = given[self.index] if isinstance(given, (list, tuple)) else given
             no_sync = given or getattr(model, "no_sync", None)
             if no_sync is not None:
                 self._unsynced.enter_context(no_sync())
 
-    def begin_backward(self) -> None:
-        """Lets the step's last backward reduce gradients."""
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Lets the step's last backward inside it reduce gradients, unless weights' gradients come later."""
+        if self._deferred is None:
+            self._note_backward()
+            yield
+        else:
+            with deferring(self._deferred):
+                yield
+
+    def take_deferred(self) -> Callable[[], None]:
+        """Returns a function that computes the weights' gradients which the last backward has deferred."""
+        products = self._deferred
+        if products is None:
+            return _nothing
+        self._deferred = []
+
+        def compute() -> None:
+            self._note_backward()
+            compute_deferred(products)
+            model = self._model()
+            if self._backwards_left == 0 and isinstance(model, _BaseDataParallel) and model.plan.overlaps_grads:
+                model.start_grad_sync()  # gradients that were not deferred came before
+
+        return compute
+
+    def _note_backward(self) -> None:
         self._backwards_left -= 1
         if self._backwards_left == 0:
             self._unsynced.close()
@@ -199,7 +235,7 @@ class _Chunk(nn.Module):
     def end_step(self) -> None:
         """Drops the step's model and function, after an error too."""
         self._unsynced.close()
-        self._model, self._run = lambda: None, None
+        self._model, self._run, self._deferred = lambda: None, None, None
 
     def forward(self, hidden: Tensor | None = None, losses: Tensor | None = None) -> Any:
         """Runs the next micro-batch on what the stage before it computed, if there is one."""
@@ -209,7 +245,8 @@ class _Chunk(nn.Module):
         if not self.stage.is_first:
             get_attr_wrapped_model(model, "set_input_tensor")([hidden, losses] if self._has_experts else [hidden])
         parallel_state.set_virtual_pipeline_model_parallel_rank(self.index)
-        output = self._run(model, self.index)
+        with nullcontext() if self._deferred is None else deferring(self._deferred):
+            output = self._run(model, self.index)
         if self.stage.is_last:
             return output
         if output.shape != self._shape:
@@ -265,8 +302,8 @@ class _Stage(pipelining.PipelineStage):
         if not self.has_backward:
             return None
         self._note("backward", bwd_chunk_id)
-        self.chunk.begin_backward()
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self.chunk.backward():
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # Where neighbours are on one rank, torch passes gradients by these two, without a backward too.
 
@@ -311,3 +348,12 @@ def _own_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def _nothing() -> None:
     """Computes the weights' gradients of a stage whose backward has computed them."""
+
+
+def _may_defer(model: nn.Module) -> bool:
+    """Returns whether weights' gradients may come after those of inputs: not where a backward frees weights, nor where
+    each backward is reduced or counted."""
+    if not isinstance(model, _BaseDataParallel):
+        return True
+    plan = model.plan
+    return not (plan.shards_parameters or plan.reduces_every_micro_batch or plan.is_reproducible)

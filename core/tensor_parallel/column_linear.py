@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ..comm.collectives import all_reduce_by_backend
 from .groups import Group, group_size
 from .partition import gather_first_dim, reduce_scatter_first_dim
-from .weight_gradients import borrow_gradient_memory, lender_of, linear
+from .weight_gradients import lender_of, linear, weight_gradient
 
 _INPUT, _GRADIENT = "the input of a column-parallel layer", "the input gradient of a column-parallel layer"
 
@@ -81,7 +81,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             if gathering is not None:
                 gathering.wait()
             whole = input_.reshape(-1, input_.shape[-1])
-            grad_weight = torch.mm(flat_grad.t(), whole, out=borrow_gradient_memory(ctx, ctx.lender))
+            grad_weight = weight_gradient(ctx, ctx.lender, lambda memory: torch.mm(flat_grad.t(), whole, out=memory))
         if needs_bias:
             grad_bias = flat_grad.sum(0)
         if adding is not None:

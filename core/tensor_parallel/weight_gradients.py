@@ -6,11 +6,15 @@ gradient, so that weights used several times, recomputation and hooks need no sp
 usual, and the wrapper then finds the result in its buffer, or copies it there. If the buffer has the sum of earlier
 micro-batches, the new gradient needs other memory, because a product accumulated into the sum rounds differently. The
 arithmetic is that of torch's own functions, bit for bit.
+
+Inside `deferring` a backward leaves these products for later: pipeline stages send the gradient of their input first,
+and compute weights' gradients while they would wait for a neighbour (Qi et al., 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +25,47 @@ from ..base._torch_compat import accumulates_into_leaf
 Lender = Callable[[], torch.Tensor | None]
 """Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored, or None."""
 
+Product = tuple[torch.Tensor, Lender | None, Callable[[torch.Tensor | None], torch.Tensor]]
+"""A weight, its lender, and a function that computes the gradient, in memory that it is given or in its own."""
+
+_deferred: list[Product] | None = None
+"""Products that the running backward leaves for later, `deferring` sets and restores it."""
+
+
+@contextmanager
+def deferring(products: list[Product]) -> Iterator[None]:
+    """Lets backwards inside it append the products of weights' gradients to a list, for `compute_deferred`.
+
+    Run the forward inside it too: otherwise torch's own functions may compute the gradient.
+    """
+    global _deferred
+    before, _deferred = _deferred, products
+    try:
+        yield
+    finally:
+        _deferred = before
+
+
+def compute_deferred(products: Sequence[Product]) -> None:
+    """Accumulates deferred gradients in one backward, in the order of their list. Hooks run as in any other."""
+    if products:
+        torch.autograd.backward([_Deferred.apply(*product) for product in reversed(products)])
+
+
+def weight_gradient(
+    ctx: Any, lender: Lender | None, compute: Callable[[torch.Tensor | None], torch.Tensor]
+) -> torch.Tensor | None:
+    """Computes the gradient of the weight, the last argument of `ctx`'s function, or defers it and returns None."""
+    if _deferred is not None and _is_accumulated(ctx):
+        _deferred.append((ctx.next_functions[-1][0].variable, lender, compute))
+        return None
+    return compute(borrow_gradient_memory(ctx, lender))
+
 
 def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Computes torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
-    if _has_lender(weight) and not torch.is_autocast_enabled(input_.device.type):
+    is_ours = _has_lender(weight) or (_deferred is not None and _is_trained(weight))
+    if is_ours and not torch.is_autocast_enabled(input_.device.type):
         # If torch has to copy the input, it adds the bias after the product, which rounds differently.
         joins = input_.dim() == 2 or input_.is_contiguous()
         output: torch.Tensor = _Linear.apply(input_, bias if joins else None, weight)
@@ -110,9 +151,27 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_bias, _ = ctx.needs_input_grad
         flat_grad = _flat(grad)
         grad_input = flat_grad.mm(weight).view(input_.shape) if needs_input else None
-        grad_weight = torch.mm(flat_grad.t(), _flat(input_), out=borrow_gradient_memory(ctx, ctx.lender))
+        grad_weight = weight_gradient(
+            ctx, ctx.lender, lambda memory: torch.mm(flat_grad.t(), _flat(input_), out=memory)
+        )
         grad_bias = flat_grad.sum(0) if needs_bias else None
         return grad_input, grad_bias, grad_weight
+
+
+class _Deferred(torch.autograd.Function):
+    """A number whose backward computes a product, so that autograd accumulates it as any gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, lender: Lender | None, compute: Callable[[torch.Tensor | None], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.lender, ctx.compute = lender, compute
+        return weight.new_empty(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.compute(borrow_gradient_memory(ctx, ctx.lender)), None, None
 
 
 class _Embedding(torch.autograd.Function):

@@ -25,7 +25,7 @@ from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import load_hugging_face, save_hugging_face
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.pipeline_parallel import get_forward_backward_func
+from core.pipeline_parallel import get_forward_backward_func, stages
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
@@ -228,29 +228,49 @@ def export_from_stages(case: Case, folder: Path) -> tuple[list[tuple[str, torch.
     return stream, all(torch.equal(after[name], before[name]) for name in before)
 
 
-def reductions_of_steps(cases: list[Case]) -> list[int]:
-    """Returns how often this rank's replicas reduce gradients in a step of each case."""
-    return [_reductions(case) for case in cases]
+def events_of_steps(cases: list[Case]) -> list[list[str]]:
+    """Returns what this rank does in a step of each case, in order: backwards of its stages and deferred gradients of
+    their weights, reductions over replicas, and the end of the schedule."""
+    return [_events(case) for case in cases]
 
 
-def _reductions(case: Case) -> int:
+def _events(case: Case) -> list[str]:
     parallel_state.initialize_model_parallel(1, case.pp, case.vpp)
     torch.manual_seed(7)
     turns = [None] if case.vpp is None else range(case.vpp)
     chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
     replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    kinds: list[str] = []
-    collective = CollectiveRecord.collective
+    events: list[str] = []
 
-    def counted(record: CollectiveRecord, kind: str, *args: Any, **kwargs: Any) -> Any:
-        if list(record.ranks) == replicas:
-            kinds.append(kind)
-        return collective(record, kind, *args, **kwargs)
+    def collective(record: CollectiveRecord, kind: str, *args: Any, **kwargs: Any) -> Any:
+        if list(record.ranks) == replicas and "reduce" in kind:
+            events.append("reduction")
+        return _collective(record, kind, *args, **kwargs)
 
-    with mock.patch.object(CollectiveRecord, "collective", counted):
+    def note(stage: stages._Stage, what: str, *args: Any) -> None:
+        if what == "backward":
+            events.append(f"backward of stage {stage.stage_index}")
+        _note(stage, what, *args)
+
+    def compute_deferred(products: Any) -> None:
+        events.append("weights")
+        _compute_deferred(products)
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        events.append("end of the schedule")
+        _finalize(*args, **kwargs)
+
+    _collective, _note, _finalize = CollectiveRecord.collective, stages._Stage._note, finalize_model_grads
+    _compute_deferred = stages.compute_deferred
+    with (
+        mock.patch.object(CollectiveRecord, "collective", collective),
+        mock.patch.object(stages._Stage, "_note", note),
+        mock.patch.object(stages, "compute_deferred", compute_deferred),
+        mock.patch(f"{__name__}.finalize_model_grads", finalize),
+    ):
         train_step(case, chunks, 0, Curve([], [], {}))
     parallel_state.destroy_model_parallel()
-    return sum("reduce" in kind for kind in kinds)
+    return events
 
 
 def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:

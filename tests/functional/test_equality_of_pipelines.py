@@ -37,7 +37,7 @@ SHORT = [
     Case("zero3", dp=2, tied=True, per_token=True),
     Case("ddp", tp=2, tied=True),
     Case("fsdp2", freeze=("embedding.*", "decoder.layers.[01].*")),  # all of the first stage
-    Case("zero3", vpp=2, schedule="ZBVZeroBubble", fields=EXPERTS),
+    Case("zero1, overlapped", vpp=2, schedule="ZBVZeroBubble", fields=EXPERTS),
     Case("ddp, overlapped", dp=2, fields=EXPERTS, per_token=True),
     Case("fsdp2", first=1, lora=2, packed=True, fields=RECOMPUTED),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional._pipelines import Case, build, export_from_stages, reductions_of_steps, train_at_other_times
+from tests.functional._pipelines import Case, build, events_of_steps, export_from_stages, train_at_other_times
 from tests.functional._program import run_program
 from tests.unit._spawn import run_distributed
 
@@ -79,14 +80,26 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
     assert {name: staged[2].get(name) for name in COMPARED} == {name: started[2].get(name) for name in COMPARED}
 
 
-def test_reductions_do_not_depend_on_the_number_of_micro_batches():
-    """Each unit of each stage reduces once a step, under any schedule."""
-    few = [
-        Case(wrapper, dp=2, vpp=vpp, micro_batches=2) for wrapper in ("zero2", "zero3", "fsdp2") for vpp in (None, 2)
-    ]
+def test_a_stage_reduces_once_a_step_in_its_last_backward():
+    """Each unit of each stage reduces once, under any schedule, while later backwards of the step are to come."""
+    overlapped = ("zero2", "zero3", "fsdp2", "ddp, overlapped")
+    few = [Case(wrapper, dp=2, vpp=vpp, micro_batches=2) for wrapper in overlapped for vpp in (None, 2)]
     many = [replace(case, micro_batches=6) for case in few]
-    for found in run_distributed(reductions_of_steps, 4, [*few, *many]):
-        assert found[: len(few)] == found[len(few) :] and min(found) > 0
+    deferred = Case("ddp, overlapped", dp=2, vpp=2, schedule="ZBVZeroBubble", micro_batches=6)
+    for rank, found in enumerate(run_distributed(events_of_steps, 4, [*few, *many, deferred])):
+        counts = [events.count("reduction") for events in found]
+        assert counts[: len(few)] == counts[len(few) : -1] and min(counts) > 0
+        for case, events in zip([*few, *many], found[:-1], strict=True):
+            backwards = [index for index, event in enumerate(events) if event.startswith("backward")]
+            # Of virtual stages the last is done while the first has a micro-batch to come.
+            end = events.index("end of the schedule") if case.vpp is None else backwards[-1]
+            assert backwards[case.micro_batches - 1] < events.index("reduction") < end, (case, events)
+        # The input's gradients of two stages leave before the weights' are computed, where these fill the cool-down.
+        steps = [event for event in found[-1] if event != "reduction"]
+        assert steps.count("weights") == 12
+        of_inputs = [a.startswith("backward") and b.startswith("backward") for a, b in itertools.pairwise(steps)]
+        assert any(of_inputs) == (rank >= 2), steps
+        assert found[-1].index("reduction") < found[-1].index("end of the schedule")
 
 
 @pytest.mark.parametrize("case", [Case("zero3", dp=2, tied=True), Case("fsdp2", vpp=2, tied=True)], ids=str)

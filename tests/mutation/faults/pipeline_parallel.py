@@ -9,9 +9,16 @@ _EQUALITY = ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stag
 MUTATIONS = (
     Mutation(
         "pipelines: a stage reduces before its last micro-batch",
-        "core.pipeline_parallel.stages._Chunk.begin_backward",
+        "core.pipeline_parallel.stages._Chunk._note_backward",
         r"self\._backwards_left == 0",
         "self._backwards_left == 1",
+        _EQUALITY,
+    ),
+    Mutation(
+        "pipelines: weights' deferred gradients come after the reduction",
+        "core.pipeline_parallel.stages._Chunk.backward",
+        r"if self\._deferred is None:",
+        "if True:",
         _EQUALITY,
     ),
     Mutation(
