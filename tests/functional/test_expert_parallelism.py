@@ -148,7 +148,6 @@ def _is_quick_wrapped(case: Any) -> bool:
     return (layout, balancing, per_token) == ((2, 2, 1, 1), "aux", True) or case in (
         ((4, 2, 1, 1), "zero3", "aux", True),
         ((2, 2, 2, 1), "fsdp2", "aux", False),
-        ((2, 2, 1, 1), "zero3", "bias", False),
     )
 
 
