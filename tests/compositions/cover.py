@@ -2,7 +2,8 @@
 
 Greedy: the next composition is the one that covers most missing pairs for the work of its training, of a number of
 candidates that begin with a missing pair and are filled up value by value (as in AETG; Cohen, Dalal, Fredman and
-Patton, 1997). Pairs in a composition that is refused cover nothing: there the training has not met them.
+Patton, 1997), or that are one of those already chosen under another wrapper, which share what they are compared with.
+Pairs in a composition that is refused cover nothing: there the training has not met them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import functools
 import itertools
 import json
 import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.compositions.compare import adds_in_one_order
-from tests.compositions.composition import AXES, Composition
+from tests.compositions.composition import AXES, WRAPPER_AXES, Composition
 from tests.compositions.data import STEPS
 from tests.compositions.refusals import refusal_of
 
@@ -41,23 +44,44 @@ them."""
 
 SAMPLED = {axis: [value for value in values if (axis, value) not in LEFT_OUT] for axis, values in AXES.items()}
 
-CANDIDATES = 60
-"""From which each composition of the sample is chosen."""
+CANDIDATES = 100
+"""From which each composition of the sample is chosen, of either kind."""
 
 
 START = 4
 """Micro-batches that take as long as wrapping a model and gathering its weights at the end."""
 
+SLOWER = {"zero3": 1.5, "fsdp2": 2.0}
+"""Times that a micro-batch takes under these wrappers, where it takes 1 under the others."""
 
-def work(composition: Composition) -> float:
-    """Returns the cost of a composition and of the same under DDP, in micro-batches of all ranks."""
-    parts = list(composition.parts)
-    if refusal_of(composition) is None and adds_in_one_order(composition):
-        parts += composition.plain_parts
-    micro_batches = composition.shape.dp * composition.number
-    steps = STEPS if composition.continues == "no" else STEPS / 2
-    layers = 1.5 if composition.depth == "four" else 1.0  # not twice: embeddings and the head stay
-    return sum(part.shape.ranks * (START + steps * layers * micro_batches / part.shape.dp) for part in parts)
+TORCH_STEPS = 20
+"""Micro-batches that take as long as steps of torch's optimizer on DTensors, for each dimension of their mesh."""
+
+TWIN = 1.35
+"""Worth of a pair that is compared with DDP's bits too, where one that is compared with one process alone has 1."""
+
+Reference = tuple[str, Composition]
+
+
+def references(composition: Composition) -> frozenset[Reference]:
+    """Returns what a composition is compared with: one process, and where the bits are the same, DDP."""
+    twin = {("DDP", composition.plain)} if adds_in_one_order(composition) else set()
+    return frozenset({("one process", composition.serial), *twin})
+
+
+def work(composition: Composition, known: frozenset[Reference] = frozenset()) -> float:
+    """Returns the cost of a composition and of its references that are not known, in micro-batches of a rank."""
+    total = sum(map(_work, composition.parts))
+    for kind, reference in references(composition) - known:
+        total += _work(reference) if kind == "one process" else sum(map(_work, reference.plain_parts))
+    return total
+
+
+def _work(part: Composition) -> float:
+    steps = STEPS if part.continues == "no" else STEPS / 2
+    layers = 1.5 if part.depth == "four" else 1.0  # not twice: embeddings and the head stay
+    by_torch = TORCH_STEPS * (1 + part.is_hybrid) if part.is_fsdp2 and part.steps_by_torch else 0
+    return part.shape.ranks * (SLOWER.get(part.wrapper, 1.0) * (START + steps * layers * part.number) + by_torch)
 
 
 def pairs_of(composition: Composition) -> set[Pair]:
@@ -101,9 +125,36 @@ def _with(pair: Pair) -> Composition | None:
     return None
 
 
+@functools.cache
+def short_sample() -> tuple[Composition, ...]:
+    """Returns those of the sample that run each time: in them every value meets every wrapper and precision."""
+    return _read("each time")
+
+
+@functools.cache
 def sample() -> tuple[Composition, ...]:
     """Returns the compositions of `SAMPLE`, in which every allowed pair meets at least once."""
-    return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8")))
+    return short_sample() + _read("long")
+
+
+def _read(part: str) -> tuple[Composition, ...]:
+    return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8"))[part])
+
+
+def meets_each_time(pair: Pair) -> bool:
+    """Returns whether `short_sample` has to cover a pair that is allowed."""
+    return bool({"wrapper", "precision"} & dict(pair).keys())
+
+
+def _chosen(missing: dict[Pair, None], candidates: Callable[[], Sequence[Composition]]) -> Iterator[Composition]:
+    """Yields the best of some candidates for its work, until no pair is missing; takes its pairs from `missing`."""
+    known: frozenset[Reference] = frozenset()
+    while missing:
+        best = max(candidates(), key=lambda c: _worth(c, missing) / work(c, known))
+        known |= references(best)
+        for pair in pairs_of(best):
+            missing.pop(pair, None)
+        yield best
 
 
 def write_sample(seed: int = 2) -> int:
@@ -112,27 +163,54 @@ def write_sample(seed: int = 2) -> int:
     allowed = allowed_pairs()
     missing = dict.fromkeys(allowed)
     chosen: list[Composition] = []
-    while missing:
-        candidates = [_filled(draw.choice(list(missing)), allowed, missing, draw) for _ in range(CANDIDATES)]
-        best = max(candidates, key=lambda c: len(pairs_of(c) & missing.keys()) / work(c))
+
+    def candidates() -> list[Composition]:
+        found = [_from_pair(draw.choice(list(missing)), allowed, missing, draw) for _ in range(CANDIDATES)]
+        return found + [_filled(draw.choice(chosen), WRAPPER_AXES, missing, draw) for _ in range(CANDIDATES) if chosen]
+
+    for best in _chosen(missing, candidates):
         chosen.append(best)
-        for pair in pairs_of(best):
-            missing.pop(pair, None)
-    chosen.sort(key=lambda c: (c.ranks, c.layout, repr(c)))
-    given = [{axis: getattr(c, axis) for axis in AXES if getattr(c, axis) != AXES[axis][0]} for c in chosen]
-    SAMPLE.write_text("[\n" + ",\n".join(json.dumps(values) for values in given) + "\n]\n", encoding="utf-8")
+    chosen = _needed(chosen)
+    missing = {pair: None for pair in allowed if meets_each_time(pair)}
+    short = set(_chosen(missing, lambda: [c for c in chosen if pairs_of(c) & missing.keys()]))
+    parts = {"each time": [c for c in chosen if c in short], "long": [c for c in chosen if c not in short]}
+    text = ",\n".join(f"{json.dumps(part)}: [\n{_lines(of_part)}\n]" for part, of_part in parts.items())
+    SAMPLE.write_text(f"{{{text}}}\n", encoding="utf-8")
     return len(chosen)
 
 
-def _filled(
+def _lines(compositions: list[Composition]) -> str:
+    """Returns the values that differ from the first of their axis, a line for each composition."""
+    compositions.sort(key=lambda c: (c.ranks, c.layout, repr(c)))
+    given = [{axis: getattr(c, axis) for axis in AXES if getattr(c, axis) != AXES[axis][0]} for c in compositions]
+    return ",\n".join(map(json.dumps, given))
+
+
+def _needed(chosen: list[Composition]) -> list[Composition]:
+    """Drops compositions whose pairs all meet in others, the most work first."""
+    met = Counter(pair for composition in chosen for pair in pairs_of(composition))
+    for composition in sorted(chosen, key=work, reverse=True):
+        pairs = pairs_of(composition)
+        if all(met[pair] > 1 for pair in pairs):
+            chosen = [other for other in chosen if other is not composition]
+            met.subtract(pairs)
+    return chosen
+
+
+def _worth(composition: Composition, missing: dict[Pair, None]) -> float:
+    return len(pairs_of(composition) & missing.keys()) * (TWIN if adds_in_one_order(composition) else 1.0)
+
+
+def _from_pair(
     pair: Pair, allowed: dict[Pair, Composition], missing: dict[Pair, None], draw: random.Random
 ) -> Composition:
     """Adds to a pair the values on other axes that meet most others for the first time."""
-    found = allowed[pair]
-    fixed = dict(pair)
-    axes = [axis for axis in AXES if axis not in fixed]
-    draw.shuffle(axes)
-    for axis in axes:
+    return _filled(allowed[pair], [axis for axis in AXES if axis not in dict(pair)], missing, draw)
+
+
+def _filled(found: Composition, axes: Sequence[str], missing: dict[Pair, None], draw: random.Random) -> Composition:
+    """Chooses the values on these axes, one by one in any order, that meet most others for the first time."""
+    for axis in draw.sample(axes, len(axes)):
         best, most = found, -1
         values = list(AXES[axis])
         draw.shuffle(values)

@@ -14,8 +14,17 @@ import pytest
 
 from tests.compositions.__main__ import main
 from tests.compositions.check import as_test, check_all
+from tests.compositions.compare import adds_in_one_order
 from tests.compositions.composition import AXES, Composition
-from tests.compositions.cover import LEFT_OUT, allowed_pairs, is_sampled, pairs_of, sample
+from tests.compositions.cover import (
+    LEFT_OUT,
+    allowed_pairs,
+    is_sampled,
+    meets_each_time,
+    pairs_of,
+    sample,
+    short_sample,
+)
 from tests.compositions.refusals import REFUSALS, refusal_of
 from tests.functional._program import REPOSITORY
 
@@ -38,17 +47,20 @@ SAMPLE = _by_layout(sample())
 
 
 @functools.cache
-def _problems(layout: str) -> dict[Composition, str]:
-    """Checks all compositions of a layout, which share their jobs."""
-    return check_all(SAMPLE[layout])
+def _problems(layout: str, is_short: bool) -> dict[Composition, str]:
+    """Checks all compositions of a layout that run each time, or all that do not: they share their jobs."""
+    return check_all([c for c in SAMPLE[layout] if (c in short_sample()) == is_short])
 
 
 @pytest.mark.parametrize(
     "composition",
-    [pytest.param(c, id=f"{c.layout}-{c.wrapper}") for c in itertools.chain(*SAMPLE.values())],
+    [
+        pytest.param(c, id=f"{c.layout}-{c.wrapper}", marks=() if c in short_sample() else pytest.mark.long)
+        for c in itertools.chain(*SAMPLE.values())
+    ],
 )
 def test_a_composition_trains_as_one_process_does(composition: Composition):
-    problem = _problems(composition.layout).get(composition)
+    problem = _problems(composition.layout, composition in short_sample()).get(composition)
     assert problem is None, f"{problem}\n\n{as_test(composition)}"
 
 
@@ -62,6 +74,9 @@ def test_every_pair_of_values_meets_in_the_sample():
     missing = allowed_pairs().keys() - met
     assert not missing, f"{len(missing)} pairs, as {sorted(missing)[:3]}; python -m tests.compositions --write-sample"
     assert f"every pair in {len(set(sample()))} trainings" in (REPOSITORY / "README.md").read_text()
+    short = set().union(*map(pairs_of, short_sample()))
+    assert not set(filter(meets_each_time, allowed_pairs())) - short, "python -m tests.compositions --write-sample"
+    assert 4 * sum(map(adds_in_one_order, sample())) > len(sample())  # `docs/compositions.md`
     values = {(axis, value) for axis, values in AXES.items() for value in values}
     assert {side for pair in met for side in pair} == values - LEFT_OUT
 

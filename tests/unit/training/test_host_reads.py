@@ -169,17 +169,19 @@ def test_the_host_reads_once_a_step_and_a_step_late(wrapper: str, mode: dict[str
         assert at == [4, 6, 8, 8]
 
 
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"attention_dropout": 0.0},  # with a fused kernel
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"context_parallel_size": 2, "attention_dropout": 0.0},
+)
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"attention_dropout": 0.0},  # with a fused kernel
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"context_parallel_size": 2, "attention_dropout": 0.0},
-    ],
+    ("wrapper", "changes"),
+    quick(product(WRAPPERS, CHANGES), lambda case: case[0] == "fsdp2" or case == ("ddp", {})),
     ids=str,
 )
-@pytest.mark.parametrize("wrapper", quick(WRAPPERS, lambda wrapper: wrapper in ("ddp", "fsdp2")))
 def test_features_of_a_model_read_nothing(wrapper: str, changes: dict[str, Any]) -> None:
     for at, _, _ in run_distributed(_steps, 2, WRAPPERS[wrapper] | FEATURES | changes, watched, True):
         assert at == [4, 6, 8, 8]
