@@ -53,6 +53,8 @@ class ModuleToFill:
         resets: list[Callable[[], Any]] = [method for method in methods if callable(method)][:1]
         if self.hook is not None:
             resets.append(functools.partial(self.hook, self.module))
+        if callable(adapters := getattr(self.module, "reset_lora_parameters", None)):  # of PEFT, around its factors
+            resets += [functools.partial(adapters, name, True) for name in self.module.r]  # type: ignore[union-attr]
         return resets
 
 

@@ -6,10 +6,12 @@ sender      sends both to receivers in processes of their own
 receiver    receives them
 shards      straight into the shards of receivers
 adapters    LoRA adapters as PEFT's files
+files       models of transformers from and to their files
 """
 
 from ..dist_checkpointing.gathering import ParamMeta
 from .adapters import save_adapter
+from .files import load_pretrained, save_pretrained
 from .patches import PatchStream, WeightPatch
 from .receiver import WeightReceiver
 from .sender import WeightSender
@@ -23,7 +25,9 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "WeightStream",
+    "load_pretrained",
     "receive_shards",
     "save_adapter",
+    "save_pretrained",
     "send_shards",
 ]

@@ -39,7 +39,8 @@ _EXPERTS = {
         ("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3"), ("mlp", ("gate_proj", "up_proj", "down_proj"))
     ),
 }
-"""Of transformers' models that stack their experts: the block and the weights of an expert in files."""
+"""Of transformers' models that stack their experts: the block and the weights of an expert in files. Those of gpt-oss
+are stacked in files too."""
 
 _Update = tuple[float, str, str]
 """Scale of a LoRA adapter, and the names of its factors: the one next to the input, and the other."""
@@ -60,7 +61,7 @@ def outgoing(
         ConfigError: adapters alone of a model without any, or names that this model's layout does not have.
         CheckpointError: no model of Hugging Face's computes what this one does.
     """
-    recipes = list(_recipes(stages[0], views, names))
+    recipes = list(recipes_of(stages[0], views, names))
     if adapters == "only":
         sent = list(_adapters_only(views, recipes, names))
         if not sent:
@@ -85,13 +86,17 @@ def outgoing(
     ]
 
 
-def _recipes(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> Iterator[Recipe]:
+def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> Iterator[Recipe]:
+    """Yields what each tensor is made of, in other systems' names. Arguments and errors are those of `outgoing`.
+
+    Leaves out LoRA adapters.
+    """
     if names == "hugging_face" and isinstance(model, GPTModel):
         architecture = architecture_of(model)
         yield from hf_recipes(choose_layout(architecture), architecture)
         return
     kind = getattr(getattr(model, "config", None), "model_type", "")
-    stacks = names == "hugging_face" and any(name.endswith(_STACKED) for name in views)
+    stacks = names == "hugging_face" and kind != "gpt_oss" and any(name.endswith(_STACKED) for name in views)
     if stacks and kind not in _EXPERTS:
         raise ConfigError(
             f"a model of type {kind!r} keeps its experts as 3-D tensors, and whether its files do is not known here; "

@@ -192,7 +192,7 @@ MUTATIONS = (
         "core.transformer.moe.stock_experts._cut",
         r"\[rank\]",
         "[0]",
-        ("tests/unit/distributed/test_hugging_face_experts.py::test_each_rank_has_its_experts_of_the_files",),
+        ("tests/unit/distributed/test_hugging_face_experts.py::test_each_rank_has_its_experts_of_a_whole_model",),
     ),
     # ---- streams
     Mutation(

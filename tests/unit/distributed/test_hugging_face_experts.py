@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from core import parallel_state
 from core.base.errors import ShardstackError
+from core.dist_checkpointing import load, model_state_dict, save
 from core.dist_checkpointing.flat_range import whole_view
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -22,9 +25,11 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
+from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.moe import cut_experts
-from core.weights import WeightStream
+from core.weights import WeightStream, load_pretrained, save_pretrained
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole
 from tests.unit.distributed._hugging_face import assert_close, hugging_face_model, loss_of, token_batches
@@ -109,24 +114,27 @@ def _model(case: str) -> nn.Module:
     return hugging_face_model(kind, initializer_range=0.3, **{"experts_implementation": "eager", **fields})
 
 
-def _steps(module: nn.Module, wrapper: str | None) -> dict[str, Any]:
-    model = module
-    if wrapper is not None:
-        model = wrap_model(module, SimpleNamespace(), CUT_WRAPPERS[wrapper])
+def _steps(model: nn.Module, replicas: int = RANKS) -> dict[str, Any]:
+    """Trains a wrapped model on this rank's batches, or a plain one on those of all replicas."""
+    module = unwrap_model(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD), [model])
-    batches, norms = token_batches(STEPS * RANKS), []
+    batches, norms = token_batches(STEPS * replicas), []
     for step in range(STEPS):
         optimizer.zero_grad()
-        both = batches[step * RANKS : (step + 1) * RANKS]
-        if wrapper is None:
-            for tokens in both:
-                (loss_of(model, tokens) / RANKS).backward()
-            give_unused_zero_gradients(module.parameters())
+        of_all = batches[step * replicas : (step + 1) * replicas]
+        if model is module:
+            for tokens in of_all:
+                (loss_of(model, tokens) / replicas).backward()
+            give_unused_zero_gradients(p for p in module.parameters() if p.requires_grad)
         else:
-            loss_of(model, both[dist.get_rank()]).backward()
+            loss_of(model, of_all[dist.get_rank()]).backward()
             finalize_model_grads([model])
         norms.append(optimizer.step()[1])
     return {"norms": torch.tensor(norms), **_whole_weights(module)}
+
+
+def _wrapped(module: nn.Module, wrapper: str) -> Any:
+    return wrap_model(cut_experts(module), SimpleNamespace(), CUT_WRAPPERS[wrapper])
 
 
 def _whole_weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -140,7 +148,7 @@ def _over_ranks(wrapper: str) -> dict[str, dict[str, Any]]:
         module = cut_experts(_model(case))
         experts = [p for p in module.parameters() if getattr(p, "expert_model_parallel", False)]
         assert len(experts) in (4, 8) and {len(p) for p in experts} == {2}
-        found[case] = _steps(module, wrapper)
+        found[case] = _steps(wrap_model(module, SimpleNamespace(), CUT_WRAPPERS[wrapper]))
     return found
 
 
@@ -154,7 +162,7 @@ def test_experts_over_ranks_equal_one_process(wrapper: str):
 
 @functools.cache
 def _alone(case: str) -> dict[str, Any]:
-    return _steps(_model(case), None)
+    return _steps(_model(case))
 
 
 def _one_expert(wrapper: str) -> list[float]:
@@ -165,7 +173,7 @@ def _one_expert(wrapper: str) -> list[float]:
         layer.mlp.gate.weight.data[2:] = 0.0
         layer.mlp.gate.weight.data[:2] = layer.mlp.gate.weight.data[:1].abs() + 1
         layer.post_attention_layernorm.weight.data.zero_()
-    model = wrap_model(cut_experts(module), SimpleNamespace(), CUT_WRAPPERS[wrapper])
+    model = _wrapped(module, wrapper)
     model.zero_grad_buffer()
     loss_of(model, token_batches(RANKS)[dist.get_rank()]).backward()
     finalize_model_grads([model])
@@ -179,29 +187,142 @@ def test_a_rank_without_tokens_waits_for_nothing(wrapper: str):
     assert run_distributed(_one_expert, RANKS, wrapper, limit_s=120)[1] == [0.0] * 4
 
 
-def _loaded(folder: str) -> list[str]:
-    """Loads a folder on each rank; returns names of tensors that are not the file's, whole or on this rank."""
+# Models that are never whole: from the meta device, filled from files.
+
+HYBRID = {"num_distributed_optimizer_instances": 2}
+CUT_WRAPPERS |= {
+    "hybrid zero3": FullyShardedDataParallelConfig(**HYBRID),
+    "hybrid fsdp2": TorchFullyShardedDataParallelConfig(**HYBRID),
+}
+
+
+def _on_meta(folder: Path, draws: bool = False) -> nn.Module:
+    """Returns the model of a folder on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, experts_implementation="eager")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    module.config.perform_initialization = draws
+    return module
+
+
+class _Shapes(TorchDispatchMode):
+    """Notes the shapes of tensors that operations inside allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {tuple(t.shape) for t in tree_leaves(result) if type(t) is torch.Tensor and not t.is_meta}
+        return result
+
+
+def _from_files(folder: Path, wrapper: str) -> dict[str, Any]:
+    """Trains a model that each rank has filled from its files, never with all experts of a layer, and writes it."""
     from safetensors.torch import load_file
+
+    instances = 2 if "hybrid" in wrapper else 1
+    sizes = {"expert_model_parallel_size": 2, "num_distributed_optimizer_instances": instances}
+    parallel_state.initialize_model_parallel(**sizes)
+    with _Shapes() as shapes:
+        model = _wrapped(_on_meta(folder), wrapper)
+        load_pretrained(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.7.w2.weight" in stored  # as on the hub
+    sent = dict(WeightStream(model))
+    wrong = [name for name, tensor in stored.items() if not torch.equal(sent[name], tensor)]
+    wrong += [str(shape) for shape in shapes.found if len(shape) == 3 and shape[0] == _WIDE["num_local_experts"]]
+    values = {"wrong": wrong, **_steps(model, dist.get_world_size())}
+    save_pretrained(model, folder / wrapper)
+    save(model_state_dict(unwrap_model(model)), folder / f"{wrapper} checkpoint")
+    parallel_state.destroy_model_parallel()
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=4 if dist.get_world_size() == 4 else 1)
+    again = unwrap_model(_wrapped(_on_meta(folder), "zero2"))
+    load(model_state_dict(again), folder / f"{wrapper} checkpoint")
+    values["again"] = _whole_weights(again)
+    parallel_state.destroy_model_parallel()
+    return values
+
+
+def _all_from_files(folder: str, wrappers: str) -> dict[str, dict[str, Any]]:
+    return {wrapper: _from_files(Path(folder), wrapper) for wrapper in wrappers.split(", ")}
+
+
+_WIDE = {"num_local_experts": 8, "intermediate_size": 48}
+
+
+_FILLED = [(2, "zero3, fsdp2"), (4, "zero3, hybrid fsdp2"), (4, "zero2, fsdp2, hybrid zero3")]
+
+
+@pytest.mark.parametrize(("ranks", "wrappers"), quick(_FILLED, lambda case: case[0] == 2))
+def test_models_filled_from_files_equal_one_process(ranks: int, wrappers: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    module = hugging_face_model("mixtral", initializer_range=0.3, **_WIDE, experts_implementation="eager")
+    module.save_pretrained(tmp_path)
+    expected = _steps(module, ranks)
+    by_rank = run_distributed(_all_from_files, ranks, str(tmp_path), wrappers)
+    for wrapper in by_rank[0]:
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / wrapper)
+        written = dict(again.named_parameters())
+        for found in by_rank:
+            values = found[wrapper]
+            assert values.pop("wrong") == []
+            reloaded = values.pop("again")
+            assert_close(values, expected, 2 * BOUND)  # sums of up to twice as many tokens
+            for name, tensor in reloaded.items():
+                assert torch.equal(tensor, values[name]) and torch.equal(written[name], tensor), name
+
+
+def _with_adapters(module: nn.Module) -> Any:
+    import peft
+
+    return peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def _tuned(folder: str, wrapper: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Trains adapters of attention next to experts over ranks. Returns the adapters' first values, and the results."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+    model = _wrapped(_with_adapters(_on_meta(Path(folder), draws=True)), wrapper)
+    load_pretrained(model, folder)
+    start = {name: value for name, value in _whole_weights(unwrap_model(model)).items() if "lora_" in name}
+    return start, _steps(model)
+
+
+@pytest.mark.parametrize("wrapper", quick(["zero3", "fsdp2"], lambda wrapper: wrapper == "fsdp2"))
+def test_adapters_train_next_to_experts_over_ranks(wrapper: str, tmp_path: Path):
+    pytest.importorskip("peft")
+    module = _model("mixtral")
+    module.save_pretrained(tmp_path)
+    alone = _with_adapters(module)
+    start, _ = by_rank = run_distributed(_tuned, RANKS, str(tmp_path), wrapper)[0]
+    for name, value in start.items():
+        assert ("lora_B" in name) != value.any()  # zeros, and values that differ
+        alone.get_parameter(name).data.copy_(value)
+    assert_close(by_rank[1], _steps(alone), BOUND)
+
+
+def test_each_rank_has_its_experts_of_a_whole_model(tmp_path: Path):
+    pytest.importorskip("transformers")
+    _model("mixtral").save_pretrained(tmp_path)
+    assert run_distributed(_cut_from_whole, RANKS, str(tmp_path)) == [[]] * RANKS
+
+
+def _cut_from_whole(folder: str) -> list[str]:
+    """Loads a whole model on each rank and cuts it; returns names of 3-D tensors that are not this rank's."""
     from transformers import AutoModelForCausalLM
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     module, rank = AutoModelForCausalLM.from_pretrained(folder), dist.get_rank()
     stacked = {name: p.detach().clone() for name, p in module.named_parameters() if p.dim() == 3}
-    model = wrap_model(cut_experts(module), SimpleNamespace(), CUT_WRAPPERS["zero3"])
-    stored = load_file(f"{folder}/model.safetensors")
-    sent = dict(WeightStream(model))
-    assert len(stacked) == 4 and sent.keys() == stored.keys()
-    wrong = [name for name, tensor in stored.items() if not torch.equal(sent[name], tensor)]
+    model = _wrapped(module, "zero3")
+    assert len(stacked) == 4
     with model.whole_parameters():
         own = dict(module.named_parameters())
-        return wrong + [n for n, tensor in stacked.items() if not torch.equal(own[n], tensor.chunk(RANKS)[rank])]
-
-
-def test_each_rank_has_its_experts_of_the_files(tmp_path: Path):
-    pytest.importorskip("transformers")
-    for case in ("mixtral", "qwen3, balanced, grouped"):
-        _model(case).save_pretrained(tmp_path / case)
-        assert run_distributed(_loaded, RANKS, str(tmp_path / case)) == [[]] * RANKS
+        return [n for n, tensor in stacked.items() if not torch.equal(own[n], tensor.chunk(RANKS)[rank])]
 
 
 def _refused() -> list[str]:

@@ -1,0 +1,82 @@
+"""Loads stock models of transformers from their files and writes them, under any wrapper, each rank its part."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ..base.errors import ConfigError
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.foreign_layout import load_foreign
+from ..dist_checkpointing.model_state import model_state_dict
+from ..dist_checkpointing.safetensors_io import read_safetensors_index, save_folder
+from ..distributed.data_parallel_base import unwrap_model
+from .names import recipes_of
+from .stream import WeightStream
+
+
+def load_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str], *, process_group: ProcessGroup | None = None
+) -> None:
+    """Fills a model of transformers in place from its files. Collective.
+
+    Each rank reads its part of each tensor, of experts that `cut_experts` has cut those that it has, so that a model
+    from the meta device is never whole anywhere. Experts are one 3-D tensor in the model and one tensor each in files.
+    Leaves adapters of PEFT alone. An optimizer built before has fp32 masters of low-precision weights: call its
+    `reload_model_params`.
+
+    Args:
+        model: a wrapped model, or a plain one.
+        folder: a folder of safetensors files, as `save_pretrained` of transformers writes it.
+        process_group: the ranks that call together; None means all.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is written: the files are of another model, or damaged.
+        ConfigError: how files of such a model name its experts is not known.
+        MissingExtraError: `safetensors` is not installed.
+    """
+    folder, ranks, module = Path(folder), Ranks(process_group), unwrap_model(model)
+    views = model_state_dict(module)
+    recipes = list(recipes_of(module, views, "hugging_face"))
+    index = ranks.on_all(lambda: read_safetensors_index(folder))
+    # Second names of tied weights, and what transformers itself leaves in its files, such as further layers.
+    patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    left = {name for name in index.tensors if any(re.search(pattern, name) for pattern in patterns)}
+    left |= module.state_dict(keep_vars=True).keys() - views.keys()
+    filled = {recipe.name: views[recipe.name] for recipe in recipes}
+    load_foreign(filled, recipes, index, folder, ignored=left, process_group=process_group)
+
+
+def save_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str], *, process_group: ProcessGroup | None = None
+) -> None:
+    """Writes a model of transformers to a new folder, with the tensors that its own `save_pretrained` writes.
+
+    Collective. The first rank writes; no rank has more than a bucket of whole tensors. Experts are one tensor each, as
+    transformers 4 and 5 and vLLM read them.
+
+    Args:
+        model: a wrapped model, or a plain one. LoRA adapters are merged.
+        folder: a new or empty folder.
+        process_group: the ranks that hold the model; None means all.
+
+    Raises:
+        CheckpointError: on all ranks: the folder is in use, or cannot be written.
+        ConfigError: it is no model of transformers, or how its files name experts is not known.
+        MissingExtraError: `safetensors` is not installed; with several ranks, a CheckpointError that says so.
+    """
+    base: Any = unwrap_model(model)
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base  # of PEFT's
+    if not hasattr(getattr(base, "config", None), "save_pretrained"):
+        raise ConfigError(f"{type(base).__name__} is no model of transformers; write a GPTModel by save_hugging_face")
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]  # which servers read
+    stream = WeightStream(model, receivers=[0], process_group=process_group)
+    plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
+    save_folder(Path(folder), plan, iter(stream), config.save_pretrained, Ranks(process_group))
