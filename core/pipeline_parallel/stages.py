@@ -5,6 +5,10 @@ stages are given no model, but a `_Chunk` that calls it: torch then does nothing
 works as it does without a pipeline. Its `no_sync` is entered before the first forward of a step and left for the last
 backward, so that each stage reduces its gradients once, while later micro-batches cool down elsewhere.
 
+ZBV sends the gradient of a stage's input before it computes those of weights, which linear layers defer
+(`tensor_parallel.weight_gradients`). The stage then reduces with the last of these. Where a wrapper frees weights in
+backward, both are computed at once.
+
 Losses that balance experts travel with the activations, as a second tensor: the gradient of their sum is their weight
 in the loss, which the last stage alone knows, and which flows back like any other gradient.
 """

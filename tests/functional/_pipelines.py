@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
 from core.comm.call import CollectiveRecord
+from core.comm.collectives import all_reduce_by_backend
 from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.flat_range import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
@@ -24,7 +26,7 @@ from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import load_hugging_face, save_hugging_face
-from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer import AveragedWeights, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func, stages
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage
@@ -34,6 +36,7 @@ from tests.functional._runs import ddp_config, in_precision
 
 VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
 SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+MUON = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.01, "clip_grad": 1.0}
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Case:
     lora: int | None = None
     precision: str = "fp32"
     """``fp16`` has a dynamic loss scale that starts too high, so that steps are skipped."""
+    muon: bool = False
+    """Matrices are updated by Muon, and the curve has an average of the weights too."""
     packed: bool = False
     """Each sequence holds two documents, which do not see each other."""
 
@@ -78,6 +83,9 @@ class Case:
         """Whether one process adds in the same order: a tied weight's two gradients of all micro-batches are added at
         the end of a step, and other ranks of a stage add after micro-batches."""
         return not self.tied and self.tp == self.dp == 1
+
+    def optimizer(self, **fields: Any) -> OptimizerConfig:
+        return OptimizerConfig(**(MUON if self.muon else SGD), **fields)
 
     def config(self, *, is_serial: bool) -> TransformerConfig:
         cut = {
@@ -108,7 +116,7 @@ class Curve:
     """Of each step: the mean over tokens, or the mean of micro-batches' means."""
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
-    """After the last step, whole."""
+    """After the last step, whole. Those of the average begin with ``average.``."""
 
 
 def build(case: Case, *, is_serial: bool = False, vp_stage: int | None = None) -> GPTModel:
@@ -165,7 +173,8 @@ def train_on_stages(case: Case) -> Curve:
     freeze_parameters(models, case.freeze)
     chunks = wrapped(models, case.wrapper)
     fields = {"fp16": {"fp16": True, "initial_loss_scale": 2.0**18, "hysteresis": 1}, "bf16": {"bf16": True}}
-    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD, **fields.get(case.precision, {})), chunks)
+    optimizer = get_megatron_optimizer(case.optimizer(**fields.get(case.precision, {})), chunks)
+    average = AveragedWeights(optimizer, 0.5) if case.muon else None
     curve = Curve([], [], {})
     for step in range(STEPS):
         for chunk in chunks:
@@ -173,12 +182,15 @@ def train_on_stages(case: Case) -> Curve:
         train_step(case, chunks, step, curve)
         _, norm, _ = optimizer.step()
         curve.grad_norms.append(norm)
-    curve.weights = whole_weights(chunks, optimizer)
+    curve.weights = whole_weights(chunks, optimizer, average)
     return curve
 
 
-def train_at_other_times(case: Case, silent: int | None, failing: int | None) -> str:
+def train_at_other_times(case: Case, silent: int | None, failing: int | None, is_elsewhere: bool = False) -> str:
     """Makes a step, and then one that the pipeline rank `silent` does not join, or in which `failing` raises.
+
+    Args:
+        is_elsewhere: the silent rank waits for the others in an all-reduce of the pipeline.
 
     Returns:
         What this rank's second step raised.
@@ -189,6 +201,10 @@ def train_at_other_times(case: Case, silent: int | None, failing: int | None) ->
     train_step(case, chunks, 0, curve)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     if rank == silent:
+        if is_elsewhere:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            with pytest.raises(RuntimeError):
+                all_reduce_by_backend(torch.ones(1), group, what="the loss")
         return ""
     data = micro_batches(1, 0, case.micro_batches)
     if rank == failing:
@@ -305,10 +321,18 @@ def mean_loss(case: Case, reports: list[Any]) -> float:
     return sum(total / number for total, number in zip(totals, numbers, strict=True)) / len(reports)
 
 
-def whole_weights(chunks: list[Any], optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
-    """Returns the weights of all stages, whole."""
+def whole_weights(
+    chunks: list[Any], optimizer: MegatronOptimizer, average: AveragedWeights | None
+) -> dict[str, torch.Tensor]:
+    """Returns the weights of all stages and their average, whole."""
     optimizer.finish_step()
-    return whole({name: view for chunk in chunks for name, view in model_state_dict(unwrap_model(chunk)).items()})
+    found: dict[str, torch.Tensor] = {}
+    if average is not None:
+        with average.swapped():
+            found = {f"average.{name}": t.clone() for name, t in whole_weights(chunks, optimizer, None).items()}
+    return found | whole(
+        {name: view for chunk in chunks for name, view in model_state_dict(unwrap_model(chunk)).items()}
+    )
 
 
 def whole(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -335,7 +359,8 @@ def train_in_one_process(case: Case) -> Curve:
     torch.manual_seed(7)
     model = build(case, is_serial=True)
     freeze_parameters(model, case.freeze)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
+    optimizer = get_megatron_optimizer(case.optimizer(), [model])
+    average = AveragedWeights(optimizer, 0.5) if case.muon else None
     curve = Curve([], [], {})
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -353,7 +378,7 @@ def train_in_one_process(case: Case) -> Curve:
         curve.losses.append(mean_loss(case, reports))
         _, norm, _ = optimizer.step()
         curve.grad_norms.append(norm)
-    curve.weights = whole_weights([model], optimizer)
+    curve.weights = whole_weights([model], optimizer, average)
     return curve
 
 

@@ -40,6 +40,7 @@ SHORT = [
     Case("zero1, overlapped", vpp=2, schedule="ZBVZeroBubble", fields=EXPERTS),
     Case("ddp, overlapped", dp=2, fields=EXPERTS, per_token=True),
     Case("fsdp2", first=1, lora=2, packed=True, fields=RECOMPUTED),
+    Case("zero1, overlapped", muon=True),
 ]
 LAYOUTS = ({}, {"vpp": 2}, {"pp": 4}, {"tp": 2}, {"dp": 2})
 LONG = [
@@ -48,6 +49,12 @@ LONG = [
         itertools.product((*WRAPPERS, "hybrid fsdp2"), LAYOUTS, (False, True), (False, True))
     )
     if wrapper != "hybrid fsdp2" or "dp" in layout
+]
+LONG += [
+    Case("ddp, overlapped", vpp=2, schedule="ZBVZeroBubble", dp=2, per_token=True),
+    Case("zero2", vpp=2, schedule="ZBVZeroBubble", tp=2, fields=RECOMPUTED),
+    Case("zero3", vpp=2, muon=True),
+    Case("fsdp2", muon=True),
 ]
 LONG = [  # torch's interleaved stages take no 5 or 7 micro-batches over two ranks
     replace(case, micro_batches=8) if case.vpp is not None and case.micro_batches in (5, 7) else case for case in LONG

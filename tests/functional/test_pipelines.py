@@ -114,9 +114,10 @@ def test_weights_of_all_stages_go_out_and_come_in(tmp_path: Path, case: Case):
     assert [name for name in stream if not torch.equal(stream[name], expected[name])] == []
 
 
-def test_a_silent_neighbour_is_named_with_its_micro_batch():
-    silent = Case(micro_batches=2)
-    _, said = run_distributed(train_at_other_times, 2, silent, 0, None)
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_silent_neighbour_is_named_with_its_micro_batch(is_elsewhere: bool):
+    """One that does nothing, and one that waits in a collective, where the watch for deadlocks looks."""
+    _, said = run_distributed(train_at_other_times, 2, Case(micro_batches=2), 0, None, is_elsewhere)
     assert "OutOfStepError: rank 1, pipeline stage 1 of 2 (layers 2 to 3)" in said
     assert "waits for the activations of micro-batch 0 from stage 0 (rank 0), and nothing came" in said
 

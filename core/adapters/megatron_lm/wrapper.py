@@ -45,8 +45,9 @@ def _is_several(value: Any) -> bool:
 
 _UNSUPPORTED = (
     refused(
-        "pipeline_model_parallel_size",
-        "units are gathered for one micro-batch at a time, and stages have several under way; use pipeline size 1",
+        "virtual_pipeline_model_parallel_size",
+        "each virtual stage has a config and a no_sync of its own, and the schedule calls that of the first; use one "
+        "stage a rank",
         _is_several,
     ),
     refused(
@@ -102,8 +103,8 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
         pg_collection: Megatron-LM's; its ``dp_cp`` serves as `process_group`.
 
     Raises:
-        ParallelConfigError: pipeline or expert parallelism, gradient accumulation fusion, a ``config.no_sync_func`` of
-            another origin, or a field that FSDP2 cannot honour.
+        ParallelConfigError: virtual pipeline stages, expert parallelism, gradient accumulation fusion, a
+            ``config.no_sync_func`` of another origin, or a field that FSDP2 cannot honour.
         WrapError: a model that is wrapped already.
     """
 

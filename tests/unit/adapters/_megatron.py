@@ -51,12 +51,12 @@ def cuda_is_cpu() -> Iterator[None]:
 
 
 @contextmanager
-def groups() -> Iterator[None]:
+def groups(pipeline: int = 1) -> Iterator[None]:
     """Makes process groups of megatron-core over all ranks, and its random streams."""
     from megatron.core import parallel_state, tensor_parallel
 
     with cuda_is_cpu():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         try:
             yield
@@ -64,7 +64,7 @@ def groups() -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def build(tied: bool = False, **fields: Any) -> nn.Module:
+def build(tied: bool = False, *, pre_process: bool = True, post_process: bool = True, **fields: Any) -> nn.Module:
     """Builds a GPT of two layers, with the same weights on every rank."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -89,10 +89,29 @@ def build(tied: bool = False, **fields: Any) -> nn.Module:
         VOCAB,
         SEQUENCE,
         parallel_output=True,
+        pre_process=pre_process,
+        post_process=post_process,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="learned_absolute",
     )
     return Float16Module(config, model) if config.bf16 or config.fp16 else model
+
+
+def build_stage() -> nn.Module:
+    """Builds this rank's stage of two pipeline stages, with weights of `build`."""
+    whole = dict(build().named_parameters())
+    is_first = dist.get_rank() == 0
+    fields = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "batch_p2p_sync": False}
+    model = build(pre_process=is_first, post_process=not is_first, **fields)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(whole[name_in_model(name)])
+    return model
+
+
+def name_in_model(name: str) -> str:
+    """Returns the name in the whole model of this rank's stage's parameter."""
+    return name.replace("decoder.layers.0.", f"decoder.layers.{dist.get_rank()}.")
 
 
 def wrap(kind: type[nn.Module], model: nn.Module) -> nn.Module:
@@ -126,13 +145,14 @@ def train(
     model: nn.Module, steps: int = STEPS, each_step: Callable[[Any], None] = lambda optimizer: None, **fields: Any
 ) -> tuple[list[float], list[float | None], Any]:
     """Trains as Megatron-LM's `train_step`; returns this rank's losses, each step's norm (None: skipped), and the
-    optimizer."""
+    optimizer. All pipeline stages read the same tokens."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
-    config = get_model_config(model)
+    config, replica = get_model_config(model), parallel_state.get_data_parallel_rank()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=LR, min_lr=LR, weight_decay=0.0, clip_grad=CLIP, **fields), [model]
     )
@@ -144,7 +164,7 @@ def train(
         optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, per_token=config.calculate_per_token_loss),
-            data_iterator=iter([tokens(step, micro, dist.get_rank()) for micro in range(MICRO_BATCHES)]),
+            data_iterator=iter([tokens(step, micro, replica) for micro in range(MICRO_BATCHES)]),
             model=[model],
             num_microbatches=MICRO_BATCHES,
             seq_length=SEQUENCE,

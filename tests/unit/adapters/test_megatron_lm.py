@@ -47,6 +47,28 @@ def test_it_trains_as_one_process_with_one_reduction_a_step(tied: bool, per_toke
     run_distributed(_trains_as_one_process, 2, tied, per_token)
 
 
+def _trains_over_stages() -> None:
+    from core.adapters import megatron_lm
+
+    with _megatron.groups(pipeline=2), _megatron.counted() as calls:
+        model = _megatron.wrap(megatron_lm.TorchFullyShardedDataParallel, _megatron.build_stage())
+        losses, norms, _ = _megatron.train(model)
+        found = _megatron.weights(model)
+        expected_losses, expected_norms, expected = _megatron.serial(1)
+    rank = dist.get_rank()
+    # The first stage has the embedding and a layer; the second a layer, the output layer, and the root's last norm.
+    assert calls["foreach_reduce"] == (2, 3)[rank] * _megatron.STEPS, "more than one reduction a step"
+    torch.testing.assert_close(losses, expected_losses[0] if rank else [], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=0.0)
+    for name, weight in found.items():
+        whole = expected[_megatron.name_in_model(name)]
+        torch.testing.assert_close(weight, whole, rtol=0.0, atol=1e-2 * _megatron.LR, msg=name)
+
+
+def test_its_stages_train_by_megatrons_schedule_as_one_process() -> None:
+    run_distributed(_trains_over_stages, 2)
+
+
 def _skips_together() -> list[Any]:
     from core.adapters import megatron_lm
 
@@ -154,7 +176,7 @@ def _rejects() -> None:
         _megatron.wrap(kind, model)
         for name, value, match in (
             ("no_sync_func", print, "leave it None"),
-            ("pipeline_model_parallel_size", 2, "use pipeline size 1"),
+            ("virtual_pipeline_model_parallel_size", 2, "use one stage a rank"),
             ("expert_model_parallel_size", 2, "use expert size 1"),
             ("gradient_accumulation_fusion", True, "--no-gradient-accumulation-fusion"),
         ):
