@@ -34,9 +34,11 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 
 .PHONY: train test test-short test-long test-gpu gpu-first drill fuzz-files fuzz mutation docs check fix clean
 
-# A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
+# A stamp per set of extras: nothing is installed again until setup.py or the constraints change. All cores compile what
+# is imported; pip would compile the rest too, on one.
 $(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
+	@$(BIN)/python -m compileall -q -j 0 -x '/(ray|transformers/models|tests?)/' $(VENV)/lib > $(VENV)/compiled.log 2>&1 || true
 	@touch $@
 
 # With TORCH everything but torch stays as constrained, and setuptools is free: torch 2.11 needs one before 82. The

@@ -28,7 +28,7 @@ NO_DEVICE = 100
 
 def install(version: str) -> None:
     """Installs torch into this Python's environment; what else it needs comes with the project."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-deps", f"torch=={version}"], check=True)
     installed = importlib.metadata.distribution("torch")
     folder = Path(str(installed.locate_file("torch/lib")))
