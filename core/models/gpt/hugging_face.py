@@ -195,7 +195,10 @@ def save_hugging_face(
         raise CheckpointError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
     architecture = replace(architecture, vocab_size=vocab_size or architecture.vocab_size)
     recipes = hf_recipes(layout, architecture)
-    stages = [gpt] if isinstance(model, nn.Module) else [gpt_of(stage) for stage in model]
+    wrappers = [model] if isinstance(model, nn.Module) else model
+    for wrapper in wrappers:
+        getattr(wrapper, "settle_parameters", bool)()  # waits for the last update
+    stages = [gpt_of(wrapper) for wrapper in wrappers]
     ours, base = stages_state_dict(stages), base_state_dict(stages)
     if len(base) < len(ours):
         raise CheckpointError(

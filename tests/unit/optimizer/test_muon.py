@@ -252,6 +252,7 @@ class _Fused(nn.Module):
 
 QKV = FusedRows((("q", 4), ("k", 2), ("v", 2)), head_rows=2)
 GATED = FusedRows((("gate", 1), ("up", 1)))
+GATED_QKV = FusedRows((("q", 2), ("gate", 2), ("k", 2), ("v", 2)), head_rows=2)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +261,7 @@ GATED = FusedRows((("gate", 1), ("up", 1)))
         (QKV, {}, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
         (QKV, {"muon_split_qkv_per_head": True}, [[i, i + 1] for i in range(0, 16, 2)]),
         (QKV, {"muon_split_qkv": False}, [list(range(16))]),
+        (GATED_QKV, {}, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
         (GATED, {}, [list(range(0, 16, 2)), list(range(1, 16, 2))]),
         (GATED, {"muon_preset": "megatron"}, [list(range(16))]),
         (GATED, {"muon_split_gate_up": False}, [list(range(16))]),

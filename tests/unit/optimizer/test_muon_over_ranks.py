@@ -45,6 +45,8 @@ from tests.unit.dist_checkpointing._pieces import Shapes, Toy
 STEPS = 2
 SHAPES: Shapes = {
     "qkv.weight": ((72, 40), 0),
+    "attention.weight": ((32, 12), 0),
+    "frozen.weight": ((10, 13), 0),
     "gated.weight": ((20, 24), 0),
     "down.weight": ((24, 10), 1),
     "experts.weight": ((3, 6, 10), 1),
@@ -55,6 +57,7 @@ SHAPES: Shapes = {
 }
 MARKS: dict[str, dict[str, Any]] = {
     "qkv.weight": {"fused_rows": FusedRows((("q", 16), ("k", 4), ("v", 4)), head_rows=4)},
+    "attention.weight": {"fused_rows": FusedRows((("q", 4), ("gate", 4), ("k", 4), ("v", 4)), head_rows=4)},
     "gated.weight": {"fused_rows": FusedRows((("gate", 1), ("up", 1)))},
     "experts.weight": {"fused_rows": FusedRows((("gate", 1), ("up", 1)))},
     "embedding.weight": {"is_embedding_or_output_parameter": True},
@@ -73,7 +76,7 @@ CONFIGS: dict[str, Any] = {
 
 
 class _Squares(Toy):
-    """A loss that every parameter has a part in, and in which every element differs."""
+    """A loss that every parameter has a part in, and in which every element differs. One module is frozen."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(shapes=SHAPES, **kwargs)
@@ -81,6 +84,7 @@ class _Squares(Toy):
             vars(param).update(MARKS.get(name, {}))
             with torch.no_grad():
                 param.copy_((param / 50).sin())
+        self.get_parameter("frozen.weight").requires_grad_(False)
         for child in self.children():  # a parameter is read in its own module's forward, which waits for it
             child.forward = partial(_squares, child)  # type: ignore[method-assign]
 

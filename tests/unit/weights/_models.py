@@ -26,7 +26,9 @@ from core.transformer.transformer_config import TransformerConfig
 
 CONFIGS: dict[str, Any] = {
     "ddp": lambda **f: DistributedDataParallelConfig(**f),
-    "zero1": lambda **f: DistributedDataParallelConfig(use_distributed_optimizer=True, **f),
+    "zero1": lambda **f: DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, **f
+    ),
     "zero2": lambda **f: DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads", **f),
     "zero3": lambda **f: FullyShardedDataParallelConfig(**f),
     "fsdp2": lambda **f: TorchFullyShardedDataParallelConfig(**f),
