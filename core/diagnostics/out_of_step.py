@@ -141,7 +141,10 @@ def _message(error: BaseException, call: Collective) -> str:
 def _advice(call: Collective) -> str:
     if not call.what.startswith(("the parameters of unit", "the gradients of unit")):
         return ""
-    return "Where ranks skip this unit, name its parameters in replicated, or call it with a dummy input on all. "
+    return (
+        "Where ranks skip this unit, set gather_skipped_units, name its parameters in replicated, or call it with a "
+        "dummy input on all. "
+    )
 
 
 def _by_flight_recorder(at: Mapping[int, Position | None], own: Position) -> tuple[str, list[int]]:

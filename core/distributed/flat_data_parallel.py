@@ -164,7 +164,7 @@ class _FlatDataParallel(_BaseDataParallel):
             self.gradient_state.note_late(self._name_of(param))
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         del gradient  # its memory may serve for what the reduction allocates
-        self._schedule.note_gradient(bucket, param, self._syncs_gradients)
+        self._schedule.note_gradients(bucket, (param,), self._syncs_gradients)
 
     def _inspect(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         self._gradient_checks.check(gradients, self._step)

@@ -21,7 +21,9 @@ from ..dist_checkpointing.flat_range import whole_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from .engine.bucket import Bucket
 from .engine.gathering import ParameterGathering, install_call_hooks
+from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, cast_buffers
@@ -107,7 +109,12 @@ class FullyShardedDataParallel(_FlatDataParallel):
         # Tracks which units are gathered and the order in which they run. Module hooks call it in forward and backward
         # (`install_call_hooks`). `note_step`, and writes to the shards, invalidate gathered units.
         self._gathering = ParameterGathering(
-            plan, self.units, self._shards, comm_lane(device), lambda params: self._placement.note_moved(params)
+            plan,
+            self.units,
+            self._shards,
+            comm_lane(device),
+            note_moved=lambda params: self._placement.note_moved(params),
+            note_skipped=self._note_skipped,
         )
         install_call_hooks(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
@@ -118,6 +125,12 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
+
+    def _note_skipped(self, unit: Unit) -> None:
+        """Sends the gradients of a unit that a backward does not reach on this rank."""
+        for bucket in unit.buckets:
+            if isinstance(bucket, Bucket) and (params := [p for p in bucket.params if p.requires_grad]):
+                self._schedule.note_gradients(bucket, params, self._syncs_gradients)
 
     def settle_parameters(self) -> None:
         self._gathering.settle()

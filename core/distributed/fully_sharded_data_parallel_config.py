@@ -64,6 +64,13 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     backward_prefetch: int = 1
     """The same for backward."""
 
+    gather_skipped_units: bool = False
+    """Ranks may skip units that others run: those that skip one take part in its gathers and its reduction.
+
+    Every forward then gathers all units, also those that every rank skips. The model has to run them in the order in
+    which it holds them, each at most once, and none inside another.
+    """
+
     keep_gathered_between_micro_batches: Literal["none", "ends", "all"] = "ends"
     """Units that stay gathered from one micro-batch of a step to the next, while gradients accumulate whole.
 

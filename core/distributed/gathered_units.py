@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.errors import UnitError
 from ..comm import streams
-from .plan import Plan
+from .plan import Plan, UnitPlan
 
 Unit = TypeVar("Unit")
 """What an engine knows a unit by."""
@@ -33,15 +35,22 @@ class UnitOrder(Generic[Unit]):
     An engine calls `begin`, `enter` and `leave` on the thread of the forward, and when backward computes a forward
     again on that of the backward, which counts as backward.
 
+    A program may drop the output of a unit on some ranks alone. There backward never reaches the unit, and `reach`
+    lets the engine do in its place what other ranks do. With `gather_skipped_units` a program may also leave a unit
+    out of forward, and `skipped_before` says where.
+
     Args:
         plan: says how many units are gathered ahead.
-        needed_in_backward: the units whose backward reads their weights.
+        units: in the plan's order, each with its plan.
+        pass_by: takes the place of a unit's backward: called when it would begin (True), and when it would end.
     """
 
-    def __init__(self, plan: Plan, needed_in_backward: Collection[Unit]) -> None:
-        # All fixed.
+    def __init__(self, plan: Plan, units: Mapping[Unit, UnitPlan], pass_by: Callable[[Unit, bool], None]) -> None:
+        # All fixed; `_planned` is empty without `gather_skipped_units`.
+        self._pass_by, self._units = pass_by, units
+        self._planned = list(units) if plan.gather_skipped_units else []
         self._forward_depth, self._backward_depth = plan.forward_prefetch, plan.backward_prefetch
-        self._needed_in_backward = set(needed_in_backward)
+        self._needed_in_backward = {unit for unit, planned in units.items() if planned.is_needed_in_backward}
         # The units of the running forward, or of the last one, in the order in which they ran. Grows in `enter`;
         # backward reads it. `end` moves it to `_last_order`: when a forward of the model begins, or shards change.
         self._order: list[Unit] = []
@@ -51,11 +60,25 @@ class UnitOrder(Generic[Unit]):
         # Units of `_order` whose output needs a gradient, so that backward runs through them. Grows in `leave`, is
         # cleared when a forward of the model begins.
         self._reached_by_backward: set[Unit] = set()
+        # The running forward, or the last one: a unit where it begins (None), and where it ends with a mark that the
+        # graphs of its output and of its first weight hold. Grows in `enter` and `leave`; `begin` clears it.
+        self._trace: list[tuple[Unit, weakref.ref[_GraphMark] | None]] = []
+        # The backward that `reach` was last called in, the places in `_trace` that it has still to pass by, in
+        # ascending order, the units that it has reached, and whether it is passing one by. `reach` sets all.
+        self._reached_in, self._to_pass = NO_BACKWARD, list[int]()
+        self._reached, self._is_passing = set[Unit | None](), False
+        # Whether the output of a unit needed a gradient when it last ran. `leave` sets it.
+        self._needed_gradient: dict[Unit, bool] = {}
+        # Place in `_planned` of the next unit of the running forward, None outside of one. `begin`, `enter` and the
+        # end of `skipped_before` set it.
+        self._next: int | None = None
 
     def begin(self) -> list[Unit]:
         """Begins a forward of the model. Returns the units to gather meanwhile."""
         self.end()
         self._reached_by_backward.clear()
+        self._trace.clear()
+        self._next = 0 if self._planned else None
         return self._last_order[: self._forward_depth]
 
     def end(self) -> None:
@@ -68,24 +91,116 @@ class UnitOrder(Generic[Unit]):
             return self.before(unit)
         if not self._order or self._order[-1] is not unit:
             self._order.append(unit)
+        self._trace.append((unit, None))
+        if self._next is not None:
+            self._next = self._planned.index(unit) + 1
         position, last = len(self._order) - 1, self._last_order
         if not (position < len(last) and last[position] is unit):
             position = _last_index(last, unit)
         return last[position + 1 : position + 1 + self._forward_depth]
 
-    def leave(self, unit: Unit, output: Any) -> None:
-        """Ends a unit's forward, which returned `output`."""
+    def leave(self, unit: Unit, output: Any, parameters: Iterable[Tensor]) -> None:
+        """Ends a unit's forward, which returned `output`. Its parameters are still gathered."""
         # Below the first trained weight, as under adapters, nothing needs a gradient. A forward without gradients may
         # be that of a checkpoint, which backward computes again: then assume that backward reaches it.
-        needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
-        if needs_gradient or not torch.is_grad_enabled():
+        nodes: list[Any] = [
+            leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        if nodes or not torch.is_grad_enabled():
             self._reached_by_backward.add(unit)
+        if torch.is_grad_enabled():
+            self._needed_gradient[unit] = bool(nodes)
+        is_traced = current_backward() == NO_BACKWARD and not torch.compiler.is_compiling()
+        if nodes and None not in nodes and is_traced:
+            if (weight := next((p for p in parameters if p.requires_grad), None)) is not None:
+                view: Any = weight.view_as(weight)
+                nodes.append(view.grad_fn.next_functions[0][0])  # of the weight itself, which a program may use apart
+            mark = _GraphMark()
+            for node in nodes:
+                node.metadata.setdefault(_GraphMark, []).append(mark)  # several units may return one tensor
+            self._trace.append((unit, weakref.ref(mark)))
+
+    def skipped_before(self, unit: Unit | None = None) -> Iterator[Unit]:
+        """Yields the units between the last one and `unit`, which the running forward skips.
+
+        The engine gathers each as if it ran, with `enter` and `leave_skipped`, before it gathers `unit`.
+
+        Args:
+            unit: None is the end of the forward.
+
+        Raises:
+            UnitError: a unit runs a second time, after one that the model holds behind it, or inside another.
+        """
+        if self._next is None or current_backward() != NO_BACKWARD or (self._order and self._order[-1] is unit):
+            return
+        place = len(self._planned) if unit is None else self._planned.index(unit)
+        if place < self._next:
+            name, before = (self._units[self._planned[p]].names[0] for p in (place, self._next - 1))
+            raise UnitError(
+                f"unit {name} runs after unit {before}, and gather_skipped_units takes units that run once, in the "
+                "order in which the model holds them, none inside another; drop it, and name in replicated what ranks "
+                "skip"
+            )
+        while self._next < place:
+            yield self._planned[self._next]
+        if unit is None:
+            self._next = None
+
+    def leave_skipped(self, unit: Unit) -> None:
+        """Ends the place of a unit that this forward skips."""
+        is_trained = any(piece.is_trained for piece in self._units[unit].pieces)
+        if not torch.is_grad_enabled():
+            self._reached_by_backward.add(unit)
+        elif self._needed_gradient.get(unit, is_trained):
+            self._reached_by_backward.add(unit)
+            self._trace.append((unit, _NO_GRAPH))
+
+    def reach(self, unit: Unit | None = None) -> None:
+        """Lets the engine catch up with ranks whose backward has run through units that a program has dropped here.
+
+        Call it before the backward of `unit` gathers anything. None is the end of a backward.
+        """
+        if self._is_passing:
+            return
+        if self._reached_in != current_backward():
+            self._reached_in, self._to_pass, self._reached = current_backward(), self._find_dropped(), set()
+            if self._to_pass:
+                torch.autograd.Variable._execution_engine.queue_callback(self.reach)
+        self._reached.add(unit)
+        if not self._to_pass:
+            return
+        places = (p for p in reversed(range(len(self._trace))) if self._trace[p][0] is unit and self._trace[p][1])
+        reached = -1 if unit is None else next(places, len(self._trace))
+        while self._to_pass and self._to_pass[-1] > reached:
+            passed, mark = self._trace[self._to_pass.pop()]
+            if passed not in self._reached:  # as after a forward whose output nothing used, between this one and now
+                self._is_passing = True
+                try:
+                    self._pass_by(passed, mark is not None)
+                finally:
+                    self._is_passing = False
+
+    def _find_dropped(self) -> list[int]:
+        """Returns the places in `_trace` of units whose outputs have no graph any more, as no backward can need it."""
+        dropped = defaultdict[Unit, list[bool]](list)
+        for unit, mark in self._trace:
+            if mark is not None:
+                dropped[unit].append(mark() is None)
+        return [place for place, (unit, _) in enumerate(self._trace) if dropped[unit] and all(dropped[unit])]
 
     def before(self, unit: Unit | None = None) -> list[Unit]:
         """Returns the units to gather while the backward of `unit` runs, nearest first. None is that of the loss."""
         order, needed = self._order, self._needed_in_backward & self._reached_by_backward - {unit}
         position = len(order) if unit is None else _last_index(order, unit)
         return list(islice((each for each in reversed(order[:position]) if each in needed), self._backward_depth))
+
+
+class _GraphMark:
+    """An object that graphs of one forward of a unit hold, and nothing else: it lives as long as they."""
+
+
+_NO_GRAPH = weakref.ref(_GraphMark())
+"""The mark of an output that was never made."""
 
 
 def _last_index(order: list[Unit], unit: Unit) -> int:

@@ -76,9 +76,8 @@ class DataParallelGroups:
         return {"expert": self.experts, "replicated": self.replicated}.get(kind) or self
 
     def with_replicated(self) -> DataParallelGroups:
-        """Returns the groups with those of parameters left out of sharding. Every rank calls it."""
-        alone = subgroup(self.whole, [self.whole.rank()])
-        return replace(self, replicated=DataParallelGroups(self.whole, alone, replicate=self.whole))
+        """Returns the groups with those of parameters left out of sharding."""
+        return replace(self, replicated=DataParallelGroups(self.whole, _lone_group(), replicate=self.whole))
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> DataParallelGroups:
@@ -202,6 +201,15 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return found
 
 
+def _lone_group() -> dist.ProcessGroup:
+    """Returns a group of this rank alone, made once: torch names two of them alike once other groups are destroyed."""
+    world = dist.distributed_c10d._get_default_group()
+    found = _lone_groups.get(world)
+    if found is None or _is_destroyed(found):
+        found = _lone_groups[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return found
+
+
 def _is_destroyed(group: dist.ProcessGroup) -> bool:
     try:
         dist.get_process_group_ranks(group)
@@ -213,6 +221,9 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """The second group of each group. `twin_group` adds and replaces entries. An entry is dropped when its first group is
 freed."""
+
+_lone_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""The group of this rank alone, by the default group. `_lone_group` adds entries. They are dropped as those above."""
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -299,7 +299,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for unit in self.plan.units:
             for piece in unit.pieces:
                 if piece.kind == "replicated" and piece.is_trained:
-                    gradients = [local_part(parameters[param.name].grad) for param in piece.params]  # type: ignore[arg-type]
+                    held = (parameters[param.name].grad for param in piece.params)  # None of a parameter frozen now
+                    gradients = [local_part(gradient) for gradient in held if gradient is not None]
+                    if not gradients:
+                        continue
                     flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(current_device())
                     reduction.reduce(flat, flat, False, f"the gradients of unit {' + '.join(unit.names) or 'root'}")
                     for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

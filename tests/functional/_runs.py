@@ -67,12 +67,20 @@ HYBRIDS: dict[str, Mapping[str, Any]] = {
 }
 """Sharded within two ranks, replicated across two."""
 
+_LEFT_OUT = {"replicated": ("*norm*", "decoder.layers.3.mlp.*")}
+PARTLY_REPLICATED: dict[str, Mapping[str, Any]] = {
+    "zero2, partly replicated": _ZERO2 | _BUCKETS | _LEFT_OUT,
+    "zero3, partly replicated": _LEFT_OUT,
+    "fsdp2, partly replicated": _LEFT_OUT,
+}
+"""Norms and an MLP, which only one stage of a pipeline has, are whole on every rank."""
+
 
 def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
     """Returns the config that asks `wrap_model` for a wrapper, with more ``fields`` set."""
     kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
     make = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
-    return make(**(WRAPPERS | HYBRIDS)[wrapper], **fields)
+    return make(**(WRAPPERS | HYBRIDS | PARTLY_REPLICATED)[wrapper], **fields)
 
 
 @dataclass(frozen=True)
@@ -267,7 +275,8 @@ def in_precision(module: GPTModel, wrapper: str) -> nn.Module:
     """Rounds a model to low precision as a wrapper needs it: FSDP2 shards fp32 and casts by itself."""
     if module.config.compute_dtype == torch.float32:
         return module
-    for parameter in module.parameters():  # FSDP2 would start from what the others have rounded away
+    # FSDP2 would start from what the others have rounded away.
+    for parameter in filter(torch.is_floating_point, module.parameters()):
         parameter.data = parameter.data.to(module.config.compute_dtype).float()
     return module if "fsdp2" in wrapper else Float16Module(module.config, module)
 

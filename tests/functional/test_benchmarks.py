@@ -32,6 +32,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "meta_construction": ("--millions", "5", "--only", "gpt"),
     "moe_against_dense": ("--minutes", "0.01", "--calibration", "2"),
     "muon": (*ONCE, "--only", "time"),
+    "offloaded_activations": ("--layers", "3", "--width", "64", "--sequence", "64", "--only", "DDP"),
     "parallel_layers": ("--width", "512", "--sequence", "64", *ONCE),
     "pipelines": (*ONCE, "--only", "memory"),
     "planner": ("--only", "21"),

@@ -34,6 +34,7 @@ class ParameterGathering:
         shards: this rank's shards of all parameters.
         lane: runs the gathers, in the order in which they are started.
         note_moved: called with names and parameters when a unit gets other memory.
+        note_skipped: called with a unit that a running backward will not reach.
     """
 
     def __init__(
@@ -43,13 +44,14 @@ class ParameterGathering:
         shards: Sequence[Tensor],
         lane: CommLane,
         note_moved: Callable[[Iterable[tuple[str, nn.Parameter]]], None],
+        note_skipped: Callable[[Unit], None],
     ) -> None:
         # All fixed. The wrapper owns units and shards, and its process the lane.
         self._units, self._shards, self._lane = units, shards, lane
-        self._note_moved = note_moved
+        self._note_moved, self._note_skipped = note_moved, note_skipped
         self._root, self._plan = units[-1], plan
         # Learns the order of units from forwards; `forget` ends an order.
-        self._order = UnitOrder(plan, [unit for unit in units[:-1] if unit.plan.is_needed_in_backward])
+        self._order = UnitOrder(plan, {unit: unit.plan for unit in units[:-1]}, self._pass_by)
         # Writes to the shards since gathered units last had their values. Each forward asks for those of an optimizer
         # or a load, and calls `forget`, which begins anew.
         self._writes = WriteCounts(lambda: [shards._version for shards in self._shards])
@@ -77,9 +79,12 @@ class ParameterGathering:
 
         Returns outputs that are cast.
         """
+        if unit is self._root and unit.running == 1 and output is not None:
+            self._gather_skipped()
         unit.running = max(unit.running - 1, 0)
         has_ended = not unit.running and current_backward() == NO_BACKWARD
-        self._order.leave(unit, output)
+        if unit is not self._root:
+            self._order.leave(unit, output, unit.name_of)
         if unit.saved is not None:
             unit.saved.end()
             if has_ended and unit.takes_turns:
@@ -139,8 +144,13 @@ class ParameterGathering:
             unused: a gradient, where autograd calls it.
         """
         is_backward = current_backward() != NO_BACKWARD
-        if not is_backward and self._writes.find():
-            self.forget()
+        if is_backward:
+            self._order.reach(unit)
+        else:
+            if self._writes.find():
+                self.forget()
+            if unit is not self._root:
+                self._gather_skipped(unit)
         if not unit.is_gathered:
             self._reject_running(unit)
             depth = self._plan.backward_prefetch if is_backward else self._plan.forward_prefetch
@@ -153,6 +163,21 @@ class ParameterGathering:
             owner = None if ahead.slot is None else ahead.slot.owner
             if not ahead.is_gathered and owner is not unit and (owner is None or not owner.running):
                 ahead.start_gather(self._lane, waits=False)
+
+    def _gather_skipped(self, unit: Unit | None = None) -> None:
+        """Gathers the units that this forward skips before `unit`, or before its end."""
+        for skipped in self._order.skipped_before(unit):
+            self.ensure_gathered(skipped)
+            self._order.leave_skipped(skipped)
+            if skipped.saved is not None and skipped.takes_turns:
+                skipped.hide()
+
+    def _pass_by(self, unit: Unit, begins: bool) -> None:
+        """Gathers a unit that backward does not reach on this rank, or ends its part in that backward."""
+        if not begins:
+            self._note_skipped(unit)
+        elif unit.plan.is_needed_in_backward:
+            self.ensure_gathered(unit)
 
     def _reject_running(self, unit: Unit) -> None:
         owner = None if unit.slot is None else unit.slot.owner

@@ -86,8 +86,8 @@ class ReductionSchedule:
         """Whether the last backward raised, before its end or in the reductions there."""
         return self._watched is not None and self._watched() is None
 
-    def note_gradient(self, bucket: Bucket, param: nn.Parameter, reduces: bool) -> None:
-        """Records that a gradient has arrived in a backward, and sends complete buckets.
+    def note_gradients(self, bucket: Bucket, params: Iterable[nn.Parameter], reduces: bool) -> None:
+        """Records that a backward has finished gradients of a bucket, and sends complete buckets.
 
         Args:
             reduces: False inside ``no_sync``: gradients of this backward are not reduced.
@@ -97,7 +97,8 @@ class ReductionSchedule:
             self._watch()
         if self._plan.reduces_during_backward and (reduces or each):
             self._is_sending = True
-            bucket.note_grad_ready(param)
+            for param in params:
+                bucket.note_grad_ready(param)
             self._send_complete()
 
     def send_all(self) -> None:

@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import ShardstackError, warn_once
+from ..call_hooks import watch_outputs
 from ..gathered_units import UnitOrder
 from ..plan import Plan, UnitPlan
 from ..saved_weights import SavedWeights, in_use_message
-from .torch_private import as_fsdp, gathered_tensors_of
+from .torch_private import (
+    as_fsdp,
+    begin_backward,
+    end_backward,
+    gather_for_forward,
+    gathered_tensors_of,
+)
 
 
 def reject_graph_of_gradients(reached: str) -> None:
@@ -83,26 +91,67 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
         the order of units, each known by its first module. The hooks keep it up to date.
     """
     units = {unit.modules[0]: unit for unit in plan.units[:-1]}
-    order = UnitOrder(plan, [module for module, unit in units.items() if unit.is_needed_in_backward])
+    # Units whose inputs needed no gradient when they last ran: torch reduces them when the backward ends. `enter`
+    # keeps it up to date.
+    first: set[nn.Module] = set()
+    # Units that a backward has passed by since the last forward began. `pass_by` adds, `begin` clears.
+    passed: set[nn.Module] = set()
+
+    def pass_by(module: nn.Module, begins: bool) -> None:
+        if begins:
+            # Where others have run the unit, the one after it has an input with a gradient, and is reduced before.
+            for before in units:
+                if before in first and before not in passed:
+                    end_backward(as_fsdp(before))
+            passed.add(module)
+            begin_backward(as_fsdp(module))
+        elif module not in first:
+            end_backward(as_fsdp(module))
+
+    order = UnitOrder(plan, units, pass_by)
 
     def begin(root: nn.Module, args: Any) -> None:
         if current_backward() == NO_BACKWARD:
+            passed.clear()
             _set_forward(root, order.begin())
 
     def end(root: nn.Module, args: Any, output: Any) -> None:
         if current_backward() == NO_BACKWARD:
+            gather_skipped()
             _set_backward(root, order.before())
 
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if current_backward() == NO_BACKWARD:
+            gather_skipped(module)
+            if torch.is_grad_enabled():
+                inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+                (first.discard if any(leaf.requires_grad for leaf in inputs) else first.add)(module)
+        begin_forward(module)
+
+    def begin_forward(module: nn.Module) -> None:
         _set_forward(module, order.enter(module))
         if current_backward() == NO_BACKWARD:
             _set_backward(module, order.before(module))
 
+    def gather_skipped(module: nn.Module | None = None) -> None:
+        for skipped in order.skipped_before(module):
+            begin_forward(skipped)
+            gather_for_forward(as_fsdp(skipped))
+            order.leave_skipped(skipped)
+
+    def reach(module: nn.Module, args: Any, output: Any) -> None:
+        if module in units:
+            order.leave(module, output, module.parameters())
+        if current_backward() == NO_BACKWARD:
+            watch_outputs(output, lambda gradient: order.reach(module))
+
+    # Hooks on outputs run in the order in which they are set: these before torch's, which gather a unit.
+    for module in (*units, plan.root.modules[0]):
+        module.register_forward_hook(reach, prepend=True)
     plan.root.modules[0].register_forward_pre_hook(begin, prepend=True)
     plan.root.modules[0].register_forward_hook(end)
     for unit in units:
-        unit.register_forward_pre_hook(enter, prepend=True)
-        unit.register_forward_hook(lambda module, args, output: order.leave(module, output))
+        unit.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     return order
 
 

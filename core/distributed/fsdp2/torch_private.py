@@ -53,6 +53,31 @@ def gathered_tensors_of(module: FSDPModule) -> list[Tensor]:
     return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
 
 
+def gather_for_forward(module: FSDPModule) -> None:
+    """Gathers a unit, and what is gathered ahead with it, and frees it, as torch does around a forward."""
+    # Under other names a forward raises, on a rank that skips a unit.
+    state = module._get_fsdp_state()
+    state._pre_forward(module, (), {})  # type: ignore[arg-type]
+    state._post_forward(module, (), None)  # type: ignore[arg-type]
+
+
+def begin_backward(module: FSDPModule) -> None:
+    """Gathers a unit, and what is gathered ahead with it, as torch does when a backward reaches its output.
+
+    Does nothing if the unit's gradients were reduced, as where a hook has returned its input in place of its output.
+    """
+    # Under another name a backward raises, on a rank that has dropped the output of a unit.
+    if all(group._training_state != TrainingState.POST_BACKWARD for group in groups_of(module)):  # type: ignore[arg-type]
+        module._get_fsdp_state()._pre_backward(None)  # type: ignore[arg-type]
+
+
+def end_backward(module: FSDPModule) -> None:
+    """Reduces the gradients of a unit whose backward has begun, zeros where it has none, as torch at its end."""
+    for group in groups_of(module):  # type: ignore[arg-type]
+        if group._training_state == TrainingState.PRE_BACKWARD:
+            group.post_backward()
+
+
 def name_of_parameter(parameter: Any) -> str:
     """Returns the name below the root, of torch's object for a sharded parameter."""
     # Without these names the messages that name a parameter raise an AttributeError in place of their own.

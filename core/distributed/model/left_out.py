@@ -28,11 +28,13 @@ def leave_out(
 
     Raises:
         ParallelConfigError: a pattern matches nothing, or one name of a tied parameter alone; a parameter is named by
-            both settings, is replicated and an expert with ranks of its own, or is ignored and on the meta device.
+            both settings, is replicated and an expert with ranks of its own, is ignored and on the meta device, or is
+            a weight of two pipeline stages. Of a stage a pattern may match nothing: it may be of another's.
     """
     names = ParameterNames(model).of
-    replicated = _matching("replicated", settings.replicated, names)
-    ignored = _matching("ignored", settings.ignored, names)
+    is_stage = getattr(getattr(model, "config", None), "pipeline_model_parallel_size", 1) > 1
+    replicated = _matching("replicated", settings.replicated, names, is_stage)
+    ignored = _matching("ignored", settings.ignored, names, is_stage)
     for parameter in names:
         vars(parameter).pop(LEFT_OUT, None)
     for parameter in (*replicated, *ignored):
@@ -41,6 +43,8 @@ def leave_out(
             problem = "named by replicated and by ignored; drop one"
         elif parameter in replicated and groups.experts is not None and is_expert_parameter(parameter):
             problem = "named by replicated, and an expert with ranks of its own; give a pattern without experts"
+        elif is_stage and getattr(parameter, "shared_embedding", False):
+            problem = "left out, and a weight of two pipeline stages; untie the embeddings, or give another pattern"
         elif parameter in ignored and parameter.is_meta:
             problem = "named by ignored, and on the meta device, where no wrapper gives it values; materialize it"
         if problem:
@@ -52,10 +56,10 @@ def leave_out(
 
 
 def _matching(
-    setting: str, patterns: Sequence[str], names: Mapping[nn.Parameter, tuple[str, ...]]
+    setting: str, patterns: Sequence[str], names: Mapping[nn.Parameter, tuple[str, ...]], is_stage: bool
 ) -> dict[nn.Parameter, None]:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for own in names.values() for name in own):
+        if not is_stage and not any(fnmatchcase(name, pattern) for own in names.values() for name in own):
             first = next((own[0] for own in names.values()), "decoder.weight")
             raise ParallelConfigError(
                 f"{setting} has the pattern {pattern!r}, which matches no parameter; give shell patterns of whole "

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...base.errors import MemoryLimitError
+from ...base.text import readable_bytes
 from ...comm import streams
+from ...diagnostics.out_of_memory import is_out_of_memory
 from ..call_hooks import WrapperHook
 from ..plan.parts import UnitTransform
 from ..saved_weights import keep, read_kept
@@ -136,10 +139,10 @@ class _OnHost:
         # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
         # `read` set it, the last reader clears it: a backward through a kept graph copies again.
         self._returned: tuple[Tensor, streams.Event | None] | None = None
+        self._host = _host_memory(tensor, is_pinned=stream is not None)  # fixed once it is copied
         if stream is None:
-            self._host = tensor.clone()
+            self._host.copy_(tensor)
             return
-        self._host = streams.pinned(tensor.shape, tensor.dtype)  # the side stream writes it
         stream.wait_stream(streams.current_stream())
         with streams.stream(stream):
             self._host.copy_(tensor, non_blocking=True)
@@ -172,6 +175,23 @@ class _OnHost:
             streams.used_on(copy, computing)
         self._forward.reach()
         return copy
+
+
+def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
+    """Allocates host memory for a tensor.
+
+    Raises:
+        MemoryLimitError: there is none.
+    """
+    try:
+        return streams.pinned(tensor.shape, tensor.dtype) if is_pinned else torch.empty_like(tensor, device="cpu")
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryLimitError(
+            f"offload_activations needs {readable_bytes(tensor.nbytes)} more of the host's memory, which has no room; "
+            "add activation_checkpointing='full', so that only the inputs of units are copied, or drop it"
+        ) from error
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -193,6 +193,7 @@ def plan_gathered(
         for unit, params, reshard in zip(found, own_parameters(found), reshards, strict=True)
     ]
     if kinds:
+        units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]
         _reject_kinds_among_neighbours(units)
     check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
@@ -201,7 +202,7 @@ def plan_gathered(
         units = _keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)
     transforms = plan_transforms(units[:-1], settings)
     if is_fsdp2:
-        _reject_experts_in_selective_units(transforms, units)
+        _reject_units_in_selective_ones(transforms, units)
     given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
     return Plan(
         **common_plan(module, config, settings, caller, given),
@@ -244,18 +245,19 @@ def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:
             )
 
 
-def _reject_experts_in_selective_units(transforms: Iterable[UnitTransform], units: Iterable[UnitPlan]) -> None:
-    """Raises if FSDP2 would enter a unit of experts inside of a selective recomputation.
+def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: Iterable[UnitPlan]) -> None:
+    """Raises if FSDP2 would enter another unit, of experts or replicated, inside of a selective recomputation.
 
     Torch counts operations of its hooks as those of the layer, and a backward has more of them, gathered or not.
     """
     selective = [module for t in transforms if t.recomputes == "selective" for module in t.modules]
     inside = {below for module in selective for below in module.modules() if below is not module}
     for unit in units:
-        if unit.kind == "expert" and not inside.isdisjoint(unit.modules):
+        if unit.kind != "dense" and not inside.isdisjoint(unit.modules):
+            what = "experts over ranks" if unit.kind == "expert" else "which is replicated"
             raise ParallelConfigError(
-                f"activation_checkpointing is 'selective' for a unit around {unit.names[0]}, experts over ranks, "
-                "which FSDP2 gathers by themselves; take 'full', or FullyShardedDataParallel"
+                f"activation_checkpointing is 'selective' for a unit around {unit.names[0]}, {what}, and FSDP2 runs "
+                "that as a unit of its own; take 'full', or FullyShardedDataParallel"
             )
 
 

@@ -178,6 +178,8 @@ def kind_of_parameter(
         grad_dtype = torch.promote_types(gathered_dtype, torch.float32)
     if is_fsdp2:
         shard_grad_dtype, releases_grads = param.dtype, True
+        if kind_of(param) == "replicated":  # reduced when torch has ended with it
+            grad_dtype = param.dtype
     elif settings.shards_parameters:
         shard_grad_dtype = torch.promote_types(grad_dtype, param.dtype)
         releases_grads = num_parts > 1 or shard_grad_dtype != grad_dtype or getattr(settings, "cpu_offload", False)

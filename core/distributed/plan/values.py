@@ -72,6 +72,8 @@ class Plan:
     """Number of units to prefetch in forward."""
     backward_prefetch: int = 0
     """Number of units to prefetch in backward."""
+    gather_skipped_units: bool = False
+    """Ranks that skip a unit take part in its gathers and its reduction, in the order of `units`."""
     cpu_offload: bool = False
     """Shards are in the host's memory."""
     pins_memory: bool = False
@@ -137,7 +139,14 @@ class Plan:
         if groups is self.groups:
             return self
         shares_update = self.shards_update_over_replicas and kind != "replicated"
-        return replace(self, groups=groups, shards_update_over_replicas=shares_update)
+        # FSDP2's replicated gradients are reduced when those of all micro-batches are there.
+        reduces_early = self.reduces_every_micro_batch and not (kind == "replicated" and self.engine is Engine.FSDP2)
+        return replace(
+            self,
+            groups=groups,
+            shards_update_over_replicas=shares_update,
+            reduces_every_micro_batch=reduces_early,
+        )
 
     @property
     def shards_parameters(self) -> bool:

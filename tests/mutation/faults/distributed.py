@@ -23,6 +23,7 @@ _STARTS = "tests/unit/distributed/model/test_initial_values.py"
 _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
 _EXPERTS_OVER_RANKS = "tests/functional/test_expert_parallelism.py::test_experts_over_other_ranks_equal_one_process"
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
+_SKIPPED = "tests/unit/distributed/test_skipped_modules.py"
 _LEFT_OUT = "tests/unit/distributed/test_left_out.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
@@ -181,6 +182,21 @@ MUTATIONS = (
         r"len\(matched\) < len\(own\)",
         "False",
         (_LEFT_OUT,),
+    ),
+    # ---- what ranks skip
+    Mutation(
+        "skipped: a rank that drops an output leaves its gathers and reductions to others",
+        "core.distributed.gathered_units.UnitOrder.reach",
+        r"self\._pass_by\(.*\)",
+        "pass",
+        (f"{_SKIPPED}::test_ranks_that_skip_a_tower_train_as_one_process",),
+    ),
+    Mutation(
+        "skipped: what ranks agree to skip is gathered without the setting",
+        "core.distributed.gathered_units.UnitOrder.__init__",
+        r"list\(units\) if plan\.gather_skipped_units else \[\]",
+        "list(units)",
+        (f"{_SKIPPED}::test_ranks_that_agree_send_nothing_more",),
     ),
     # ---- the flat engine
     Mutation(

@@ -69,6 +69,17 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x))) * self.gain
 
 
+class Codes(nn.Parameter):
+    """Bytes with a state to unpack them by, in a class of its own: the shape of bitsandbytes' ``Params4bit``."""
+
+    quant_state: Any
+
+    def __new__(cls, data: torch.Tensor, quant_state: Any, requires_grad: bool = False) -> Codes:
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.quant_state = quant_state
+        return made
+
+
 class Toy(nn.Module):
     """Tokens in, logits out: tied or untied, with a buffer and a frozen weight."""
 

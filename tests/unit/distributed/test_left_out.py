@@ -250,6 +250,12 @@ def _refuses(kind: str) -> None:
     both = message(Seeing(), replicated=("head.*",), ignored=("*.bias",))
     assert both == "parameter head.bias is named by replicated and by ignored; drop one"
     assert "on the meta device" in message(Seeing().to("meta"), ignored=("head.*",))
+    stage = Seeing()
+    stage.config = SimpleNamespace(pipeline_model_parallel_size=2)
+    build(kind, stage, unit_classes=(Block,), replicated=("of another stage.*",))
+    stage = Seeing()
+    stage.config, stage.head.weight.shared_embedding = SimpleNamespace(pipeline_model_parallel_size=2), True
+    assert "a weight of two pipeline stages" in message(stage, replicated=("head.*",))
     if kind != "ddp":
         config = {"reproducible_across_ranks": True, "replicated": ("head.*",)}
         assert message(Seeing(), **config).endswith("replicated parameters are reduced by themselves; drop replicated")

@@ -193,6 +193,8 @@ def test_misuse_is_named():
     model, optimizer, average = _run("serial", 0.5)
     with pytest.raises(OptimizerError, match="train first"), average.swapped():
         pass
+    with pytest.raises(ConfigError, match="no trainable parameter"):  # nor anything to average
+        get_megatron_optimizer(optimizer_config(), [Model().requires_grad_(False)])
     with pytest.raises(ConfigError, match="keeps an average already"):
         AveragedWeights(optimizer)
     for decay in (1.0, -0.1):

@@ -95,11 +95,16 @@ def test_hybrids_on_four_ranks_compute_what_one_process_does(tmp_path):
         assert_as_one_process(found, expected)
 
 
-def _with_adapters(kind: str) -> Any:
+def _with_adapters(method: str) -> Any:
     import peft
 
-    model = tiny(kind)
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(5)
+    model = tiny("llama")
+    if method == "prompt tuning":
+        config: Any = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    else:
+        targets = ["q_proj", "v_proj"]
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, use_dora=method == "dora")
     adapted = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -110,29 +115,30 @@ def _with_adapters(kind: str) -> Any:
     return adapted
 
 
-def _trained_adapters(folder: str, strategies: list[str | None]) -> list[Trained]:
+def _trained_adapters(method: str, folder: str, strategies: list[str | None]) -> list[Trained]:
     found = []
     for strategy in strategies:
         with fresh_accelerate():
             where = f"{folder}/{strategy}"
-            trainer = trainer_of(_with_adapters("llama"), where, strategy, gradient_checkpointing=True)
+            trainer = trainer_of(_with_adapters(method), where, strategy, gradient_checkpointing=True)
             found.append(train(trainer))
             trainer.save_model(where)
     return found
 
 
 @pytest.mark.long
-def test_lora_trains_under_recomputation_and_is_saved(tmp_path):
+@pytest.mark.parametrize("method", ["lora", "dora", "prompt tuning"])
+def test_adapters_train_under_recomputation_and_are_saved(method, tmp_path):
     pytest.importorskip("peft")
     import peft
 
-    strategies = ["optim", "optim_grads_params", "fsdp2"]
-    ((expected,),) = run_distributed(_trained_adapters, 1, str(tmp_path / "one"), [None])
-    found, _ = run_distributed(_trained_adapters, 2, str(tmp_path), strategies)
-    for strategy, trained in zip(strategies, found, strict=True):
+    start = dict(_with_adapters(method).named_parameters())
+    ((expected,),) = run_distributed(_trained_adapters, 1, method, str(tmp_path / "one"), [None])
+    found, _ = run_distributed(_trained_adapters, 2, method, str(tmp_path), list(STRATEGIES))
+    for strategy, trained in zip(STRATEGIES, found, strict=True):
         assert_as_one_process(trained, expected)
-        assert any("lora_A" in name and not torch.equal(w, _with_adapters("llama").state_dict()[name])
-                   for name, w in trained.weights.items())  # fmt: skip
+        for name, weight in trained.weights.items():
+            assert torch.equal(weight, start[name]) != start[name].requires_grad, name
         loaded = peft.PeftModel.from_pretrained(tiny("llama"), str(tmp_path / strategy))
         for name, weight in loaded.named_parameters():
             assert torch.equal(weight, trained.weights[name]), name

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.base.errors import ParallelConfigError
+from core.base.errors import MemoryLimitError, ParallelConfigError
 from core.distributed.model import offloaded_activations
 from core.distributed.model.offloaded_activations import offload_activations
 from core.distributed.plan.parts import UnitTransform
@@ -153,6 +153,17 @@ def test_nothing_is_left_after_an_exception(copies):
     with torch.no_grad():
         layer(torch.randn(4, 6))
     assert not copies.to_host
+
+
+def test_a_full_host_is_named_in_one_line(copies):
+    layer = Layer()
+    _offloaded(layer)
+    full = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96 bytes.")
+    with mock.patch.object(torch, "empty_like", side_effect=full), pytest.raises(MemoryLimitError) as caught:
+        layer(torch.randn(4, 6, requires_grad=True))
+    message = str(caught.value)
+    assert message.startswith("offload_activations needs 96 B more of the host's memory") and "\n" not in message
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_expanded_and_small_tensors_stay():

@@ -18,21 +18,10 @@ from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import build
+from tests.unit.distributed._toys import Codes, build
 
 WIDTH, INNER = 8, 13
 KINDS = ["ddp", "zero1", "zero2_overlap", "zero3", "fsdp2"]
-
-
-class Codes(nn.Parameter):
-    """Bytes with a state to unpack them by, in a class of its own: the shape of bitsandbytes' ``Params4bit``."""
-
-    quant_state: Any
-
-    def __new__(cls, data: Tensor, quant_state: Any, requires_grad: bool = False) -> Codes:
-        made = torch.Tensor._make_subclass(cls, data, requires_grad)
-        made.quant_state = quant_state
-        return made
 
 
 class CodedLinear(nn.Module):

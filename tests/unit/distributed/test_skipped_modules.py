@@ -1,0 +1,192 @@
+"""Modules that a part of the ranks does not run, or whose output they do not use: the numbers of one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core.base.errors import UnitError
+from core.comm.call import Collective, CollectiveRecord
+from core.distributed import finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Block, build, full
+from tests.unit.distributed._unused import give_unused_zero_gradients
+
+STEPS = 3
+GATHERS: dict[str, Any] = {"gather_skipped_units": True}
+
+Case = tuple[str, str, dict[str, Any]]
+"""Where the tower runs, what becomes of it on one rank, and the wrapper's settings."""
+
+WHOLE: list[Case] = [("between", "skipped", {}), ("before", "unused", {})]
+SHARDED: list[Case] = [
+    *(("before", "unused", fields) for fields in ({}, {"reshard_after_forward": False})),
+    ("between", "unused", {}),
+    ("between", "unused", {"forward_prefetch": 0, "backward_prefetch": 0}),
+    ("after", "unused", {"reduce_every_micro_batch": True}),
+    ("between", "times 0", {}),
+    ("between", "skipped", {"unit_classes": ()}),  # with all parameters in the unit of the model itself
+    ("before", "skipped", GATHERS),
+    ("between", "skipped", GATHERS | {"forward_prefetch": 3, "backward_prefetch": 3}),
+    ("after", "skipped", GATHERS | {"reduce_every_micro_batch": True}),
+]
+
+
+class Seeing(nn.Module):
+    """Blocks of one size, of which a tower of three runs before, between or after others."""
+
+    def __init__(self, place: str = "between") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        parts = {"before": (0, 4), "between": (2, 2), "after": (4, 0)}[place]
+        self.first = nn.ModuleList([Block() for _ in range(parts[0])])
+        self.tower = nn.ModuleList([Block() for _ in range(3)])
+        self.last = nn.ModuleList([Block() for _ in range(parts[1])])
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, tower: str = "used") -> Tensor:
+        x = _run(self.first, x)
+        if tower != "skipped":
+            seen = _run(self.tower, 2.0 * x)  # so that the tower has a gradient of its own to add to that of x
+            x = x + {"used": seen, "unused": 0.0, "times 0": 0.0 * seen}[tower]
+            del seen
+        return self.head(_run(self.last, x)).square().mean()
+
+
+def _run(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def _batches(step: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.randn(4, 7, generator=generator) for _ in range(2)]
+
+
+def _tower_of(how: str, step: int, rank: int) -> str:
+    """Returns what becomes of the tower: in the first step both use it, then one rank does not, then the other."""
+    return how if step and (rank + step) % 2 else "used"
+
+
+def _optimizer(model: nn.Module) -> Any:
+    return get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.5, weight_decay=0.1), [model])
+
+
+def _serial(place: str, how: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Returns gradient norms and weights of one process: ranks' gradients, added in the order of ranks."""
+    model = Seeing(place)
+    optimizer, norms = _optimizer(model), []
+    for step in range(STEPS):
+        totals: dict[nn.Parameter, Tensor] = {}
+        for rank in range(2):
+            optimizer.zero_grad()
+            for batch in _batches(step, rank):
+                model(batch, _tower_of(how, step, rank)).backward()
+            give_unused_zero_gradients(model.parameters())
+            totals = {p: totals[p] + p.grad if totals else p.grad for p in model.parameters()}
+        for p, total in totals.items():
+            p.grad = total / 2
+        norms.append(float(optimizer.step()[1]))
+    return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _trained(kind: str, place: str, how: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    model = build(kind, Seeing(place), config=SimpleNamespace(), **({"unit_classes": (Block,)} | fields))
+    optimizer, norms, rank = _optimizer(model), [], dist.get_rank()
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        first, last = _batches(step, rank)
+        with model.no_sync():
+            model(first, _tower_of(how, step, rank)).backward()
+        model(last, _tower_of(how, step, rank)).backward()
+        finalize_model_grads([model])
+        norms.append(float(optimizer.step()[1]))
+        with torch.no_grad():
+            model(first, _tower_of(how, step, rank))
+    return norms, {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _train_all(kind: str, cases: list[Case]) -> list[Any]:
+    return [_trained(kind, *case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cases"), [*((kind, WHOLE) for kind in ("ddp", "zero2_overlap")), ("zero3", SHARDED), ("fsdp2", SHARDED)]
+)
+def test_ranks_that_skip_a_tower_train_as_one_process(kind, cases):
+    for found in run_distributed(_train_all, 2, kind, cases):
+        for (place, how, fields), (norms, weights) in zip(cases, found, strict=True):
+            expected_norms, expected = _serial(place, how)
+            wrong = [name for name, weight in expected.items() if not torch.equal(weights[name], weight)]
+            if fields.get("reduce_every_micro_batch"):  # another order: by some eps of a step of 0.05
+                for name in wrong:
+                    torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
+            else:
+                assert (wrong, norms) == ([], expected_norms), (place, how, fields)
+
+
+def _counted(kind: str, fields: dict[str, Any], tower: str) -> list[Counter[str]]:
+    """Returns the collectives of parameters and gradients in each step, of which the first uses the tower."""
+    model, found = build(kind, Seeing(), unit_classes=(Block,), **fields), list[Counter[str]]()
+    collective = CollectiveRecord.collective
+
+    def note(record: CollectiveRecord, of: str, what: str, nbytes: int, **options: Any) -> Collective:
+        if "unit" in what:
+            found[-1][what] += 1
+        return collective(record, of, what, nbytes, **options)
+
+    optimizer = _optimizer(model)
+    with mock.patch.object(CollectiveRecord, "collective", note):
+        for step in range(4):
+            found.append(Counter())
+            model.zero_grad_buffer()
+            model(torch.ones(2, 7), tower if step else "used").backward()
+            finalize_model_grads([model])
+            optimizer.step()
+    return found
+
+
+def _sends_nothing_more(kind: str) -> None:
+    assert _counted(kind, GATHERS, "used") == _counted(kind, {}, "used")
+    dropped = _counted(kind, {}, "skipped")[-1]
+    assert not [what for what in dropped if what.startswith("the parameters of unit tower")]
+    assert [what for what in dropped if what.startswith("the parameters of unit last")]
+    assert _counted(kind, GATHERS, "skipped")[-1] == _counted(kind, {}, "used")[-1]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_ranks_that_agree_send_nothing_more(kind):
+    run_distributed(_sends_nothing_more, 2, kind)
+
+
+class Unordered(nn.Module):
+    def __init__(self, nests: bool) -> None:
+        super().__init__()
+        self.first, self.last = Block(), nn.Sequential(Block())
+        self.nests = nests
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x).sum() if self.nests else self.first(self.last(x)).sum()
+
+
+def _refuses(kind: str) -> None:
+    for nests, said in ((False, r"unit first runs after unit last"), (True, r"unit last.0 runs after unit last,")):
+        module = Unordered(nests)
+        units = (module.first, module.last, *(module.last if nests else ()))
+        model = build(kind, module, unit_classes=units, **GATHERS)
+        with pytest.raises(UnitError, match=said):
+            model(torch.ones(2, 7))
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_units_out_of_order_cannot_be_skipped(kind):
+    run_distributed(_refuses, 1, kind)
