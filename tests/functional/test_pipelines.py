@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from core.base.errors import ParallelConfigError
+from core.pipeline_parallel import stages
 from tests.functional._pipelines import Case, build, events_of_steps, export_from_stages, train_at_other_times
 from tests.functional._program import run_program
 from tests.unit._spawn import run_distributed
@@ -153,3 +155,9 @@ def test_bad_settings_are_one_line(tmp_path: Path, corpus: Path, flags: tuple[st
     ended = run_program("pretrain_gpt", *arguments, folder=tmp_path, ranks=2)
     lines = [line for line in ended.err.splitlines() if line.startswith("error:")]
     assert ended.status == 2 and len(lines) == 1 and said in lines[0], ended.err[-2000:]
+
+
+def test_a_model_that_cannot_be_cut_is_one_line():
+    config = Case().config(is_serial=True)
+    with pytest.raises(ParallelConfigError, match="a Linear cannot be cut into pipeline stages: it has no set_input"):
+        stages._Chunk(torch.nn.Linear(1, 1), 0, (1, 1, 16), config)
