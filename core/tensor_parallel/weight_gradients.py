@@ -36,7 +36,8 @@ _deferred: list[Product] | None = None
 def deferring(products: list[Product]) -> Iterator[None]:
     """Lets backwards inside it append the products of weights' gradients to a list, for `compute_deferred`.
 
-    Run the forward inside it too: otherwise torch's own functions may compute the gradient.
+    Run the forward inside it too: otherwise torch's own functions may compute the gradient. Hooks after accumulation
+    run in this backward too, without the gradient.
     """
     global _deferred
     before, _deferred = _deferred, products
@@ -57,8 +58,10 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """Computes the gradient of the weight, the last argument of `ctx`'s function, or defers it and returns None."""
     if _deferred is not None and _is_accumulated(ctx):
-        _deferred.append((ctx.next_functions[-1][0].variable, lender, compute))
-        return None
+        weight = ctx.next_functions[-1][0].variable
+        if not weight._backward_hooks:  # autograd calls hooks without a gradient too
+            _deferred.append((weight, lender, compute))
+            return None
     return compute(borrow_gradient_memory(ctx, lender))
 
 

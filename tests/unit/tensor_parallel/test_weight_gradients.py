@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tensor_parallel.weight_gradients import embedding, linear
+from core.tensor_parallel.weight_gradients import compute_deferred, deferring, embedding, linear
 
 S, B, K, N = 7, 3, 33, 21
 
@@ -162,3 +163,41 @@ def test_frozen_and_no_grad_calls_use_torch():
     x = _numbers(S, K).requires_grad_()
     linear(x, weight).sum().backward()
     assert x.grad is not None and memory.times == 0
+
+
+def _arrivals(weights: list[nn.Parameter]) -> list[int]:
+    """Returns a list to which a backward adds the number of each weight that has a gradient then."""
+    arrived: list[int] = []
+    for number, weight in enumerate(weights):
+
+        def note(parameter: torch.Tensor, number: int = number) -> None:
+            if parameter.grad is not None:
+                arrived.append(number)
+
+        weight.register_post_accumulate_grad_hook(note)
+    return arrived
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_deferred_gradients_are_those_of_one_backward(lends: bool):
+    """Of three layers, one weight has a hook, which autograd would call without a gradient, and computes at once."""
+    found, hooked = [], []
+    for defers in (False, True):
+        weights = [nn.Parameter(_numbers(K, K, seed=seed)) for seed in range(3)]
+        weights[1].register_hook(lambda gradient: gradient * 0.5)
+        for weight in weights if lends else ():
+            Memory(weight)
+        arrived = _arrivals(weights)
+        leaf, products = _numbers(S, B, K).requires_grad_(), []
+        with deferring(products) if defers else nullcontext():
+            hidden = leaf
+            for weight in weights:
+                hidden = linear(hidden, weight)
+            hidden.square().sum().backward()
+        hooked.append(arrived[:])
+        compute_deferred(products)
+        assert sorted(arrived) == [0, 1, 2]
+        found.append([leaf.grad, *(weight.grad for weight in weights)])
+    assert hooked == [[2, 1, 0], [1]]
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
