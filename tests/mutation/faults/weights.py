@@ -6,6 +6,13 @@ from tests.mutation.mutation import Mutation
 
 MUTATIONS = (
     Mutation(
+        "a rank merges the adapters of its own pipeline stages alone",
+        "core.weights.names.outgoing",
+        r"pipeline\.all_gather\(adapted\)",
+        "[adapted]",
+        ("tests/unit/weights/test_stream.py",),
+    ),
+    Mutation(
         "the base of patches advances before they are acknowledged",
         "core.weights.patches.PatchStream._compare",
         r"self\._pending\[key\] = \(changed, current\[changed\]\)",
