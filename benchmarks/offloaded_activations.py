@@ -1,6 +1,6 @@
 """Counts what a step holds on the device and on the host, with activations on the device, on the host or recomputed.
 
-    python benchmarks/offloaded_activations.py [--layers 8] [--width 512] [--sequence 256]
+    python benchmarks/offloaded_activations.py [--layers 8] [--width 256] [--sequence 256]
 
 Two gloo ranks of one thread run forward and backward of a GPT under each wrapper. Counts the bytes of all tensors that
 the step makes: those in the copies of `offload_activations` as host memory, all others as device memory. They are
@@ -69,9 +69,17 @@ def _storage(leaf: Any) -> torch.UntypedStorage | None:
     return leaf.untyped_storage() if is_dense else None
 
 
-def measure(strategy: str, setting: str, options: argparse.Namespace) -> dict[str, int]:
-    """Returns this rank's peaks of the second of two steps, above its start."""
+def measure(strategy: str, options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Returns this rank's peaks with each setting."""
     from core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    _gpt.LAYERS, _gpt.WIDTH, _gpt.VOCABULARY = options.layers, options.width, 512
+    return {setting: _peaks(strategy, fields, options.sequence) for setting, fields in SETTINGS.items()}
+
+
+def _peaks(strategy: str, fields: dict[str, Any], sequence: int) -> dict[str, int]:
+    """Returns the peaks of the second of two steps, above its start."""
     from core.distributed import (
         DistributedDataParallelConfig,
         FullyShardedDataParallelConfig,
@@ -89,17 +97,14 @@ def measure(strategy: str, setting: str, options: argparse.Namespace) -> dict[st
             super().__init__(*arguments)
             memory.place = PLAIN
 
-    parallel_state.initialize_model_parallel()
-    _gpt.LAYERS, _gpt.WIDTH, _gpt.VOCABULARY = options.layers, options.width, 512
-    module = _gpt.build_model(options.sequence, 512)
-    fields = SETTINGS[setting]
+    module = _gpt.build_model(sequence, 512)
     if not strategy:
         config: Any = TorchFullyShardedDataParallelConfig(**fields)
     else:
         kind = FullyShardedDataParallelConfig if strategy == "optim_grads_params" else DistributedDataParallelConfig
         config = kind(data_parallel_sharding_strategy=strategy, **fields)
     model = wrap_model(module, module.config, config)  # type: ignore[attr-defined]
-    tokens = _gpt.micro_batches(2, options.sequence)[0]
+    tokens = _gpt.micro_batches(2, sequence)[0]
     with mock.patch.object(offloaded_activations, "_OnHost", OnHost):
         for step in range(2):
             model.zero_grad_buffer()
@@ -114,13 +119,13 @@ def measure(strategy: str, setting: str, options: argparse.Namespace) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--only", choices=STRATEGIES, action="append")
     options = parser.parse_args()
     saves = True
     for name in options.only or STRATEGIES:
-        found = {s: run_on_ranks(measure, RANKS, STRATEGIES[name], s, options)[0] for s in SETTINGS}
+        found = run_on_ranks(measure, RANKS, STRATEGIES[name], options)[0]
         whole = found[PLAIN][PLAIN]
         for setting, peaks in found.items():
             device, host = peaks[PLAIN], peaks[ON_HOST]
