@@ -89,9 +89,11 @@ class Run:
         return "".join(path.read_text() for path in sorted(self.folder.parent.glob("launcher.*")))
 
 
-def disturb(run: Run, draw: random.Random, policy: str, counts: Counter[str], seconds: dict[str, list[float]]) -> None:
-    """Loses ranks of a run at random moments, until one is left or the run has ended."""
-    while run.wait_for_step(run.step() + 1):
+def disturb(
+    run: Run, draw: random.Random, policy: str, counts: Counter[str], seconds: dict[str, list[float]], until: float
+) -> None:
+    """Loses ranks of a run at random moments, until one is left, the run has ended, or the time is over."""
+    while time.monotonic() < until and run.wait_for_step(run.step() + 1):
         if draw.random() < 0.7:
             time.sleep(draw.uniform(0.0, 0.4))  # else at once, which falls into a recovery if that takes two steps
         ranks, before = children(run.launcher.pid), run.step()
@@ -116,30 +118,47 @@ def disturb(run: Run, draw: random.Random, policy: str, counts: Counter[str], se
             seconds.setdefault(f"{policy}: {kind}", []).append(time.monotonic() - begun)
 
 
-def drill(folder: Path, corpus: Path, seconds: float, seed: int) -> tuple[Counter[str], dict[str, list[float]], int]:
-    """Returns what was lost, the seconds to the second step after it, and the number of runs."""
-    draw, until = random.Random(seed), time.monotonic() + seconds
-    counts: Counter[str] = Counter()
-    lost_s: dict[str, list[float]] = {}
-    expected = {}
-    for policy in ITERATIONS:
-        whole = Run(folder / f"whole-{policy}", corpus, policy, 1, ())
-        whole.launcher.communicate(SILENT_S)
-        expected[policy] = whole.hashes()
-        if len(expected[policy]) != ITERATIONS[policy]:
-            raise SystemExit(f"a run on one rank did not end:\n{whole.said()[-4000:]}")
-    runs = 0
-    while time.monotonic() < until:
-        policy, ranks, flags = RUNS[runs % len(RUNS)]
-        run = Run(folder / f"run{runs}", corpus, policy, ranks, flags)
-        disturb(run, draw, policy, counts, lost_s)
-        run.launcher.communicate(SILENT_S)
-        if run.launcher.poll() != 0 or run.hashes() != expected[policy]:
-            raise SystemExit(f"{run.folder} {flags} ended with {run.launcher.poll()}:\n{run.said()[-6000:]}")
-        shutil.rmtree(run.folder.parent)
-        runs += 1
-        print(f"{runs} runs, {dict(counts)}", file=sys.stderr, flush=True)
-    return counts, lost_s, runs
+class Drill:
+    """Counts of the runs that have ended right."""
+
+    def __init__(self, folder: Path, corpus: Path, seed: int) -> None:
+        self.folder, self.corpus, self.seed = folder, corpus, seed
+        self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, list[float]] = {}
+        self.runs = 0
+
+    def run(self, seconds: float) -> None:
+        draw, until, expected = random.Random(self.seed), time.monotonic() + seconds, {}
+        for policy, iterations in ITERATIONS.items():
+            whole = Run(self.folder / f"whole-{policy}", self.corpus, policy, 1, ())
+            whole.launcher.communicate(SILENT_S)
+            expected[policy] = whole.hashes()
+            if len(expected[policy]) != iterations:
+                raise SystemExit(f"a run on one rank did not end:\n{whole.said()[-4000:]}")
+        while time.monotonic() < until:
+            policy, ranks, flags = RUNS[self.runs % len(RUNS)]
+            run = Run(self.folder / f"run{self.runs}", self.corpus, policy, ranks, flags)
+            counts: Counter[str] = Counter()
+            taken: dict[str, list[float]] = {}
+            disturb(run, draw, policy, counts, taken, until)
+            run.launcher.communicate(SILENT_S)
+            if run.launcher.poll() != 0 or run.hashes() != expected[policy]:
+                raise SystemExit(f"{run.folder} {flags} ended with {run.launcher.poll()}:\n{run.said()[-6000:]}")
+            shutil.rmtree(run.folder.parent)
+            self.runs += 1
+            self.counts += counts
+            for name, values in taken.items():
+                self.seconds.setdefault(name, []).extend(values)
+            print(f"{self.runs} runs, {dict(self.counts)}", file=sys.stderr, flush=True)
+
+    def rows(self) -> list[str]:
+        """Returns a line of a table for each policy and kind of loss."""
+        rows, date = [], f"{datetime.now(timezone.utc):%Y-%m-%d}"
+        for name, count in sorted(self.counts.items()):
+            taken = self.seconds.get(name, [])
+            spread = f"{statistics.median(taken):.1f} ({max(taken):.1f})" if taken else ""
+            rows.append(f"| {date} | {self.seed} | {name} | {count} | {spread} | {self.runs} |\n")
+        return rows
 
 
 def main() -> None:
@@ -149,20 +168,19 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="a table to add a row to for each policy and kind of loss")
     options = parser.parse_args()
     os.environ.update(SHARDSTACK_DEVICE="cpu", OMP_NUM_THREADS="1")
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
     folder = Path(tempfile.mkdtemp(prefix="drill-lost-"))
     from tests.drill.__main__ import corpus_in
 
-    counts, seconds, runs = drill(folder, corpus_in(folder), 60.0 * options.minutes, options.seed)
-    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    rows = []
-    for name, count in sorted(counts.items()):
-        taken = seconds.get(name, [])
-        spread = f"{statistics.median(taken):.1f} ({max(taken):.1f})" if taken else ""
-        rows.append(f"| {date} | {options.seed} | {name} | {count} | {spread} | {runs} |\n")
-    print("".join(rows))
-    if options.results is not None:
-        with options.results.open("a") as results:
-            results.writelines(rows)
+    drill = Drill(folder, corpus_in(folder), options.seed)
+    try:
+        drill.run(60.0 * options.minutes)
+    finally:  # what has ended counts, also if the last run did not
+        rows = drill.rows()
+        print("".join(rows))
+        if options.results is not None:
+            with options.results.open("a") as results:
+                results.writelines(rows)
     shutil.rmtree(folder)
 
 
