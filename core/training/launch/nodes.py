@@ -206,11 +206,12 @@ class Joining:
             connection = self._listener.accept()[0]
             heard: list[dict[str, Any]] = []
             lines = Lines(connection, heard.append)
-            lines.read(_HELLO_S)
-            if not heard:
+            try:
+                lines.read(_HELLO_S)
+                number, machine, num_ranks = int(heard[0]["node"]), heard[0]["machine"], int(heard[0]["num_ranks"])
+            except (LookupError, TypeError, ValueError):  # no launcher of ours
                 connection.close()
                 continue
-            number, machine = heard[0]["node"], heard[0]["machine"]
             if refused := self._refusal(number, machine):
                 lines.send({"refused": refused})
                 connection.close()
@@ -220,7 +221,7 @@ class Joining:
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._machines[number] = machine
-            self._nodes[number] = OtherNode(number, heard[0]["num_ranks"], lines, events, take)
+            self._nodes[number] = OtherNode(number, num_ranks, lines, events, take)
             yield self._nodes[number]
 
     def wait_for_all(self, events: Events, take: Take, signals: SignalCount) -> list[OtherNode]:

@@ -75,8 +75,11 @@ def test_ranks_end_with_the_first_launcher(monkeypatch, capfd):
     assert "the launcher of node 0" in capfd.readouterr().err
 
 
-def test_two_launchers_of_one_machine_are_refused(monkeypatch):
+def test_strangers_and_launchers_of_one_machine_are_refused(monkeypatch):
     first, joined = _First(monkeypatch, num_nodes=3), []
+    with socket.create_connection(first.listener.getsockname()) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\n\n")
+        assert list(first.joining.read(first.events, print)) == []
     thread = first.follow(2)
     first.wait(lambda: joined.extend(first.joining.read(first.events, print)) or joined)
     first.follow(1)
