@@ -136,7 +136,7 @@ class Drill:
             if len(expected[policy]) != iterations:
                 raise SystemExit(f"a run on one rank did not end:\n{whole.said()[-4000:]}")
         while time.monotonic() < until:
-            policy, ranks, flags = RUNS[self.runs % len(RUNS)]
+            policy, ranks, flags = RUNS[(self.seed + self.runs) % len(RUNS)]
             run = Run(self.folder / f"run{self.runs}", self.corpus, policy, ranks, flags)
             counts: Counter[str] = Counter()
             taken: dict[str, list[float]] = {}
