@@ -5,8 +5,8 @@
 time: two steps of 4 micro-batches of one sequence of 256 tokens with copies, the last one waited for, next to the same
 steps without, on two gloo ranks of one thread each, which are of one machine or stand for two. memory: bytes of the
 copies and bytes sent next to their formulas. losses: seconds from the kill -9 of one of two ranks of `examples/gpt` to
-the next step in its log: replaced, left out, and all restarted from a checkpoint of the step before. Exits with 1 when
-a limit is exceeded, or a formula is missed.
+the next step in its log: replaced, also by a spare process, left out, and all restarted from a checkpoint of the step
+before. Exits with 1 when a limit is exceeded, or a formula is missed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
     "FSDP2": {},
 }
+MOST_SPARES = 5
+"""Processes that wait as spares, of some hundred MB each."""
 REST_BYTES = 0.01
 """What copies may hold more than parameters and moments: padding, random state; a share of the formula."""
 PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "gpt" / "pretrain_gpt.py"
@@ -172,7 +174,9 @@ def report_bytes(name: str, machines: int) -> bool:
 
 def seconds_after_losses(policy: str, corpus: Path, folder: Path, losses: int) -> list[float]:
     """Kills a rank of a run every so many steps. Returns the seconds from each kill to the next step in the log."""
-    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", str(RANKS), "--on-lost-rank", policy]
+    kind, *spare = policy.split()
+    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", str(RANKS), "--on-lost-rank", kind]
+    command += ["--spare-processes", str(losses)] if spare else []
     if policy == "restart":
         command += ["--max-restarts", str(losses)]
     command += [str(PROGRAM), *LOSS_FLAGS, "--train-iters", "100000", "--log-interval", "1", "--keep-last", "2"]
@@ -188,7 +192,7 @@ def seconds_after_losses(policy: str, corpus: Path, folder: Path, losses: int) -
             _wait_for_step(run, folder, _step(folder) + 3)
             children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
             killed_at, before = time.monotonic(), _step(folder)
-            os.kill(int(children[-1]), signal.SIGKILL)
+            os.kill(int(children[1]), signal.SIGKILL)  # not a spare: those start last
             time.sleep(0.02)  # a line that is under way
             _wait_for_step(run, folder, max(before, _step(folder)) + 1)
             found.append(time.monotonic() - killed_at)
@@ -218,11 +222,13 @@ def report_losses(losses: int) -> None:
         text = Path(scratch, "text.txt")
         text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(4000)))
         prepare([text], Path(scratch, "numbers"), tokenizer="byte", split_on="line")
-        for policy in ("replace", "shrink", "restart"):
-            count = min(losses, RANKS - 1) if policy == "shrink" else losses
-            found = seconds_after_losses(policy, Path(scratch, "numbers"), Path(scratch, policy), count)
+        for policy in ("replace", "replace by a spare", "shrink", "restart"):
+            count = min(losses, {"shrink": RANKS - 1, "replace by a spare": MOST_SPARES}.get(policy, losses))
+            found = seconds_after_losses(
+                policy, Path(scratch, "numbers"), Path(scratch, policy.replace(" ", "-")), count
+            )
             print(
-                f"  {policy:8} {count} kills: median {statistics.median(found):.2f} s, worst {max(found):.2f} s",
+                f"  {policy:18} {count} kills: median {statistics.median(found):.2f} s, worst {max(found):.2f} s",
                 flush=True,
             )
 
