@@ -148,7 +148,7 @@ LAYOUTS = {
     "tensor parallel": (4, "replace", "1:3:backward:kill", (PLAIN, "--tensor-model-parallel-size", "2", *ZERO1)),
     "pipeline stages": (2, "replace", "1:3:backward:kill", (PLAIN, "--pipeline-model-parallel-size", "2")),
     "experts over ranks": (2, "replace", "1:3:backward:kill", (PLAIN, *EXPERTS, *ZERO1)),
-    "8 ranks": (8, "shrink", "5:2:backward:kill,6:4:forward:kill", (*ZERO3, "--global-batch-size", "16")),
+    "8 ranks": (8, "shrink", "5:2:backward:kill,2:4:forward:kill", (*ZERO3, "--global-batch-size", "16")),
 }
 
 
