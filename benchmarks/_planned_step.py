@@ -28,9 +28,10 @@ from core import parallel_state
 from core.base.host_memory import transient_memory_seen_by_profilers
 from core.distributed import wrap_model
 from core.optimizer import get_megatron_optimizer
-from core.planner.simulation import batches, build_model, collectives_at_once
+from core.planner.world import balanced_experts, batches, build_model, collectives_at_once
 from core.tensor_parallel.random import seed_everything
 from core.training.config.arguments import parse_arguments
+from core.training.initialize import make_groups
 from core.training.state import build_scheduler
 from core.training.train_step import train_step
 
@@ -47,14 +48,7 @@ def real_steps(lines: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
 
 def _real_step(line: Sequence[str]) -> tuple[int, int]:
     config = parse_arguments(line)
-    model = config.model
-    parallel_state.initialize_model_parallel(
-        model.tensor_model_parallel_size,
-        context_parallel_size=model.context_parallel_size,
-        expert_model_parallel_size=model.expert_model_parallel_size,
-        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
-        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
-    )
+    make_groups(config)
     seed_everything(config.run.seed)
     gc.collect()  # tensors of the run before would count as released in this one
     with (
@@ -62,21 +56,22 @@ def _real_step(line: Sequence[str]) -> tuple[int, int]:
         mock.patch.object(dist.Work, "wait", _wait_and_rest),
         transient_memory_seen_by_profilers(),
         collectives_at_once(),
+        balanced_experts(),
         _WithoutGloosCopies(),
         warnings.catch_warnings(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         warnings.simplefilter("ignore")
-        wrapped = wrap_model(build_model(config), model, config.ddp)
-        optimizer = get_megatron_optimizer(config.optimizer, [wrapped])
+        chunks = [wrap_model(stage, config.model, config.ddp) for stage in build_model(config)]
+        optimizer = get_megatron_optimizer(config.optimizer, chunks)
         scheduler = build_scheduler(config, optimizer)
         number = config.num_microbatches(dist.get_world_size())
-        train_step(wrapped, optimizer, scheduler, batches(config), number).result()
+        train_step(chunks, optimizer, scheduler, batches(config), number).result()
         began = time.time_ns()
-        train_step(wrapped, optimizer, scheduler, batches(config), number).result()
+        train_step(chunks, optimizer, scheduler, batches(config), number).result()
     peak = _peak(profiler, began)
-    with mock.patch.dict(os.environ, DIRECT_EXCHANGE), collectives_at_once(), _SentBytes() as sent:
-        train_step(wrapped, optimizer, scheduler, batches(config), number).result()
+    with mock.patch.dict(os.environ, DIRECT_EXCHANGE), collectives_at_once(), balanced_experts(), _SentBytes() as sent:
+        train_step(chunks, optimizer, scheduler, batches(config), number).result()
     parallel_state.destroy_model_parallel()
     return peak, sent.total
 
@@ -126,11 +121,12 @@ class _SentBytes(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func._schema.name != "c10d::recv_":
             ranks = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)).size()
             sides = ([leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args[:2])
             largest = max(sum(tensor.nbytes for tensor in side) for side in sides)
-            self.total += largest * (2 if "allreduce" in func._schema.name else 1) * (ranks - 1) // ranks
+            passes = 2 if "allreduce" in func._schema.name else 1
+            self.total += largest if func._schema.name == "c10d::send" else passes * largest * (ranks - 1) // ranks
         return func(*args, **(kwargs or {}))
 
 

@@ -1,10 +1,15 @@
 """Predicted peak memory and wire bytes of a step compared with those of the same step, run for real on gloo ranks.
 
-    .venv/bin/python benchmarks/planner.py
+    .venv/bin/python benchmarks/planner.py [--only N ...]
+    .venv/bin/python benchmarks/planner.py --growth docs/planner-growth.svg
 
-Runs 30 configurations on 1, 2 and 4 ranks, with every wrapper: depth, width, batch, recomputation, accumulation,
-precision and topology change. Exits with 1 if a predicted peak is below the measured one by more than 1 %, or above it
-by more than 3 %, or if other bytes are sent than predicted.
+Runs 40 configurations on 1, 2 and 4 ranks, with every wrapper: depth, width, batch, recomputation, accumulation,
+precision, topology, experts, pipelines and offloaded activations change. Of a pipeline each rank that differs is
+compared. Exits with 1 if a predicted peak is below the measured one by more than 1 %, or above it by more than 3 %, or
+if other bytes are sent than predicted.
+
+The second draws and prints the predicted throughput of Llama 3 8B on 8 to 16,384 H100s, under each wrapper but the
+replicated one, under which it does not fit.
 """
 
 from __future__ import annotations
@@ -14,12 +19,17 @@ import statistics
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from io import StringIO
+from pathlib import Path
 
 from _measure import machine, run_on_ranks, section
 from _planned_step import real_steps
 
-from core.planner.simulation import simulate
-from core.training.config import validate
+from core.planner.estimates import wrapper_configs
+from core.planner.hardware import find_hardware
+from core.planner.search import scalings
+from core.planner.simulation import pipeline_ranks, simulate
+from core.planner.tables import sweep_table
+from core.training.config import PretrainConfig, validate
 from core.training.config.arguments import parse_arguments
 
 BASE = "--num-attention-heads 8 --train-iters 10 --lr 1e-3 --vocab-size 1000 --hidden-dropout 0 --attention-dropout 0"
@@ -36,6 +46,9 @@ DEEP = "--num-layers 8 --hidden-size 128 --seq-length 128 --micro-batch-size 1"
 WIDE = "--num-layers 2 --hidden-size 512 --seq-length 64 --micro-batch-size 1"
 LARGE_BATCH = "--num-layers 2 --hidden-size 128 --seq-length 256 --micro-batch-size 4"
 ACCUMULATED = "--num-layers 3 --hidden-size 256 --seq-length 128 --micro-batch-size 1 --global-batch-size 8"
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
+SPREAD = "--expert-model-parallel-size 2 --moe-token-dispatcher-type"
+PIPELINE = "--pipeline-model-parallel-size 2"
 
 CONFIGURATIONS: list[tuple[int, str, str]] = [
     *((2, wrapper, SMALL) for wrapper in WRAPPERS),
@@ -52,6 +65,16 @@ CONFIGURATIONS: list[tuple[int, str, str]] = [
     (4, "FSDP2", f"{LARGE_BATCH} --torch-fsdp2-no-reshard-after-forward"),
     (2, "replicated", f"{DEEP} --optimizer muon"),
     (2, "ZeRO-3", f"{ACCUMULATED} --reduce-every-micro-batch"),
+    (2, "ZeRO-1", f"{SMALL} {LLAMA} {EXPERTS}"),
+    (2, "FSDP2", f"{SMALL} {LLAMA} {EXPERTS} --moe-grouped-gemm --activation-checkpointing full"),
+    (2, "ZeRO-2", f"{SMALL} {LLAMA} {EXPERTS} {SPREAD} alltoall"),
+    (4, "ZeRO-3", f"{SMALL} {LLAMA} {EXPERTS} {SPREAD} alltoall --moe-shared-expert-intermediate-size 256"),
+    (4, "FSDP2", f"{SMALL} {LLAMA} {EXPERTS} {SPREAD} allgather"),
+    (2, "replicated", f"{DEEP} {PIPELINE} --global-batch-size 8"),
+    (2, "ZeRO-1", f"{DEEP} {PIPELINE} {LLAMA} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16"),
+    (4, "FSDP2", f"{DEEP} {PIPELINE} {LLAMA} --activation-checkpointing full --global-batch-size 8"),
+    (2, "ZeRO-1", f"{LARGE_BATCH} --offload-activations"),
+    (2, "FSDP2", f"{DEEP} {LLAMA} --offload-activations --activation-checkpointing full"),
 ]
 """Ranks, wrapper and flags of each."""
 
@@ -59,7 +82,13 @@ CONFIGURATIONS: list[tuple[int, str, str]] = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="only these configurations, from 1")
+    parser.add_argument(
+        "--growth", type=Path, metavar="FILE.svg", help="draw throughput over numbers of ranks instead"
+    )
     options = parser.parse_args()
+    if options.growth is not None:
+        draw_growth(options.growth)
+        return 0
     numbers = options.only or range(1, len(CONFIGURATIONS) + 1)
     print(machine())
     with section("Predicted and measured peak of tensors of rank 0, and the bytes that it sends in a step"):
@@ -70,32 +99,70 @@ def compare(numbers: Sequence[int]) -> int:
     lines = {number: command_line(number) for number in numbers}
     for number, line in lines.items():
         validate(parse_arguments(line), CONFIGURATIONS[number - 1][0])
-    real: dict[int, tuple[int, int]] = {}
+    real: dict[int, list[tuple[int, int]]] = {}
     for ranks in sorted({CONFIGURATIONS[number - 1][0] for number in numbers}):
         own = [number for number in numbers if CONFIGURATIONS[number - 1][0] == ranks]
-        real.update(zip(own, run_on_ranks(real_steps, ranks, [lines[n] for n in own])[0], strict=True))
+        of_ranks = run_on_ranks(real_steps, ranks, [lines[n] for n in own])
+        real.update({number: [steps[index] for steps in of_ranks] for index, number in enumerate(own)})
     ratios, others = [], 0
     print("| # | ranks | wrapper | flags | predicted, MiB | measured, MiB | predicted / measured | bytes sent |")
     print("| ---: | ---: | --- | --- | ---: | ---: | ---: | --- |")
     for number in numbers:
         ranks, wrapper, flags = CONFIGURATIONS[number - 1]
-        with redirect_stderr(StringIO()):
-            simulated = simulate(parse_arguments(lines[number]), ranks, on_gpu=False)
-        (measured, sent), predicted = real[number], simulated.peak.nbytes
-        ratios.append(predicted / measured)
-        planned = sum(simulated.wire().values())
-        others += planned != sent
-        bytes_sent = f"{sent:,}" if planned == sent else f"{planned:,} predicted, {sent:,} sent"
-        print(
-            f"| {number} | {ranks} | {wrapper} | `{flags}` | {predicted / 2**20:.2f} | {measured / 2**20:.2f} "
-            f"| {ratios[-1]:.4f} | {bytes_sent} |"
-        )
+        config = parse_arguments(lines[number])
+        for stage in pipeline_ranks(config):
+            with redirect_stderr(StringIO()):
+                simulated = simulate(config, ranks, pipeline_rank=stage, on_gpu=False)
+            (measured, sent), predicted = real[number][simulated.rank], simulated.peak.nbytes
+            ratios.append(predicted / measured)
+            planned = sum(simulated.wire().values())
+            others += planned != sent
+            bytes_sent = f"{sent:,}" if planned == sent else f"{planned:,} predicted, {sent:,} sent"
+            of_stage = f", stage {stage}" if simulated.schedule else ""
+            print(
+                f"| {number} | {ranks} | {wrapper}{of_stage} | `{flags}` | {predicted / 2**20:.2f} "
+                f"| {measured / 2**20:.2f} | {ratios[-1]:.4f} | {bytes_sent} |"
+            )
     below = sum(ratio < 1 for ratio in ratios)
     print(
         f"\npredicted / measured: minimum {min(ratios):.4f}, median {statistics.median(ratios):.4f}, maximum "
         f"{max(ratios):.4f}; below one in {below} of {len(ratios)}; other bytes sent than predicted in {others}"
     )
     return int(not 0.99 <= min(ratios) <= max(ratios) <= 1.03 or others > 0)
+
+
+GROWN = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 "
+    "--vocab-size 128256 --untie-embeddings-and-output-weights --seq-length 8192 --micro-batch-size 1 --bf16 "
+    f"--activation-checkpointing selective --train-iters 10 --lr 1e-3 {LLAMA}"
+)
+
+
+def draw_growth(picture: Path) -> None:
+    """Draws tokens a second of a rank over numbers of ranks, a line for each wrapper, as SVG, and prints the table."""
+    from matplotlib import pyplot
+
+    hardware = find_hardware("h100")
+    configs = wrapper_configs(GROWN.split(), [name for name in WRAPPERS if name != "replicated"])
+    planned = {name: config for name, config in configs.items() if isinstance(config, PretrainConfig)}
+    with redirect_stderr(StringIO()):
+        sweep = scalings(planned, 8, hardware, hardware.memory_bytes)
+    print(sweep_table(sweep))
+    pyplot.rcParams["svg.hashsalt"] = "planner"  # the same numbers give the same file
+    figure, axes = pyplot.subplots(figsize=(7, 3.2))
+    for scaling in sweep:
+        ranks = [point.world_size for point in scaling.points]
+        style = "--" if scaling.name.startswith("hybrid") else "-"
+        axes.plot(ranks, [point.tokens_per_second for point in scaling.points], style, label=scaling.name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{number:,}" for number in ranks], rotation=45)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("tokens/s of a rank")
+    axes.set_xlabel("H100s, 8 a node")
+    axes.legend(frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(picture, metadata={"Date": None})
 
 
 def command_line(number: int) -> list[str]:

@@ -4,6 +4,7 @@ The model, its wrapper and its optimizer run a step as one rank of any number, o
 without messages. What they allocate, compute and send is recorded, and set against the numbers of a hardware.
 
     phantom      tensors whose values are never computed, and a record of allocations, operations and collectives
+    world        fake process groups, and what else a simulated run has around it
     simulation   the step of a run on them: memory over time by category, operations and collectives in order
     hardware     rates and latencies: presets with sources
     step_time    how long a simulated step takes, and which communication is hidden

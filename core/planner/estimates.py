@@ -11,8 +11,8 @@ from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
 from . import formula
 from .hardware import Hardware
-from .phantom import Collective
-from .simulation import CATEGORIES, Simulation, simulate
+from .phantom import HOST, Collective
+from .simulation import CATEGORIES, Simulation, pipeline_ranks, simulate
 from .step_time import StepTime, step_time
 
 WRAPPERS: dict[str, tuple[str, ...]] = {
@@ -51,6 +51,9 @@ class Estimate:
     config: PretrainConfig
     world_size: int
     simulation: Simulation
+    """Of the pipeline rank with the highest peak."""
+    num_parameters: int
+    """Of the whole model, tied weights once."""
     formula_bytes: Mapping[str, int]
     """Memory by category, in closed formulas."""
     wire: tuple[Wire, ...]
@@ -66,7 +69,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return max(self.peak_bytes, self.simulation.construction_peak) + RESERVED_BYTES <= self.gpu_memory
+        return self.simulation.most_bytes + RESERVED_BYTES <= self.gpu_memory
 
     @property
     def mfu(self) -> float:
@@ -86,7 +89,7 @@ class Estimate:
             "wrapper": self.wrapper,
             "world_size": self.world_size,
             "micro_batches": simulation.num_microbatches,
-            "parameters": simulation.num_parameters,
+            "parameters": self.num_parameters,
             "peak_bytes": self.peak_bytes,
             "peak_at": simulation.peak.where,
             "bytes_at_peak": dict(zip(CATEGORIES, simulation.peak.held, strict=True)),
@@ -96,7 +99,9 @@ class Estimate:
             "wire": [vars(entry) for entry in self.wire],
             "model_flops": self.model_flops,
             "hardware_flops_per_rank": simulation.hardware_flops,
-            **{name: getattr(self.time, name) for name in ("step_s", "compute_s", "exposed_s", "hidden_s")},
+            **{
+                name: getattr(self.time, name) for name in ("step_s", "compute_s", "exposed_s", "hidden_s", "bubble_s")
+            },
             "mfu": self.mfu,
             "tokens_per_second_per_rank": self.tokens_per_second,
         }
@@ -116,16 +121,20 @@ def estimate(
     """
     if config.run.fp32_matmul_precision != "highest":
         hardware = replace(hardware, fp32_flops=hardware.matmul_flops / 2)
-    simulation = simulate(config, world_size)
+    ranks = pipeline_ranks(config)
+    simulations = [simulate(config, world_size, pipeline_rank=rank) for rank in ranks]
+    fullest = max(range(len(ranks)), key=lambda index: simulations[index].most_bytes)
+    simulation, between = simulations[fullest], config.model.pipeline_model_parallel_size - len(ranks)
     return Estimate(
         wrapper=wrapper,
         config=config,
         world_size=world_size,
         simulation=simulation,
-        formula_bytes=formula.memory(config, simulation.plan),
+        num_parameters=sum(s.num_parameters for s in (*simulations, *simulations[1:2] * between)),
+        formula_bytes=formula.memory(config, simulation.plans, ranks[fullest], simulation.num_microbatches),
         wire=_wire(simulation, hardware),
         model_flops=formula.model_flops(config, world_size),
-        time=step_time(simulation, hardware),
+        time=step_time(simulations, hardware),
         hardware=hardware,
         gpu_memory=hardware.memory_bytes if gpu_memory is None else gpu_memory,
     )
@@ -134,10 +143,16 @@ def estimate(
 def _wire(simulation: Simulation, hardware: Hardware) -> tuple[Wire, ...]:
     collectives: dict[tuple[str, int], list[Collective]] = {}
     for _, event in simulation.events:
-        if isinstance(event, Collective) and event.sent_bytes:
+        if isinstance(event, Collective) and (event.sent_bytes or event.ranks == HOST):
             collectives.setdefault((event.kind, len(event.ranks)), []).append(event)
     return tuple(
-        Wire(kind, ranks, len(found), sum(c.sent_bytes for c in found), sum(map(hardware.crossing_bytes, found)))
+        Wire(
+            kind,
+            ranks,
+            len(found),
+            sum(c.sent_bytes or c.nbytes for c in found),
+            sum(map(hardware.crossing_bytes, found)),
+        )
         for (kind, ranks), found in sorted(collectives.items())
     )
 

@@ -6,30 +6,39 @@ tensors that this library keeps. They leave out what lives for moments, such as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..distributed.plan import Plan
 from ..tensor_parallel.vocab import pad_vocab_size
 from ..training.config import PretrainConfig
 
 
-def memory(config: PretrainConfig, plan: Plan) -> Mapping[str, int]:
-    """Returns bytes by category when the loss has been computed, about the moment with the most memory."""
-    gathered = [unit.gathered_bytes for unit in plan.units if unit.is_gathered and unit is not plan.root]
-    is_freed = any(unit.is_freed for unit in plan.units)
-    most_gathered = sum(sorted(gathered)[-2:]) if is_freed else sum(gathered)
-    root = plan.root.gathered_bytes if plan.root.is_gathered else 0
-    trained = [piece for unit in plan.units for piece in unit.pieces if piece.is_trained]
+def memory(
+    config: PretrainConfig, plans: Sequence[Plan], pipeline_rank: int, num_microbatches: int
+) -> Mapping[str, int]:
+    """Returns bytes by category when the loss has been computed, about the moment with the most memory.
+
+    Args:
+        plans: of the stages of one pipeline rank.
+    """
+    units = [unit for plan in plans for unit in plan.units]
+    roots = [plan.root for plan in plans]
+    gathered = [unit.gathered_bytes for unit in units if unit.is_gathered and unit not in roots]
+    most_gathered = sum(sorted(gathered)[-2:]) if any(unit.is_freed for unit in units) else sum(gathered)
+    root = sum(unit.gathered_bytes for unit in roots if unit.is_gathered)
+    trained = [piece for unit in units for piece in unit.pieces if piece.is_trained]
+    stages = config.model.pipeline_model_parallel_size
+    under_way = min(stages - pipeline_rank, num_microbatches)
     masters = sum(p.numel * 4 // p.params[0].num_parts for p in trained if p.param_dtype.itemsize < 4)
     states = {"adam": 8, "sgd": 4}.get(config.optimizer.optimizer, 4)
     moments = sum(piece.numel * states // piece.params[0].num_parts for piece in trained)
     return {
-        "parameters": sum(unit.kept_bytes for unit in plan.units),
+        "parameters": sum(unit.kept_bytes for unit in units),
         "gathered units": most_gathered + root,
-        "gradients": sum(unit.gradient_bytes for unit in plan.units),
+        "gradients": sum(unit.gradient_bytes for unit in units),
         "optimizer state": masters + moments,
-        "activations": _activations(config),
-        "logits and loss": _logits(config),
+        "activations": _activations(config) * under_way // stages,
+        "logits and loss": _logits(config) if pipeline_rank == stages - 1 else 0,
     }
 
 
@@ -43,23 +52,19 @@ def _activations(config: PretrainConfig) -> int:
     itemsize = 2 if model.bf16 or model.fp16 else 4
     tp = model.tensor_model_parallel_size
     rows = tokens // tp if model.sequence_parallel else tokens  # of what is outside of products
-    width, query, key = model.hidden_size, _query_width(config), _key_width(config)
-    ffn = (model.ffn_hidden_size or 0) * (2 if model.gated_linear_unit else 1)
-    products = {  # results, in elements
-        "qkv": tokens * (query + 2 * key) // tp,
-        "attention": tokens * query // tp,
-        "projection": rows * width,
-        "fc1": tokens * ffn // tp,
-        "activation": tokens * (model.ffn_hidden_size or 0) // tp,
-        "fc2": rows * width,
-    }
-    layer = sum(products.values()) + 2 * rows * width  # with the results of two norms
+    outside, attention = rows * model.hidden_size, tokens * _query_width(config) // tp
+    qkv = attention + 2 * tokens * _key_width(config) // tp
+    inside = 2 + model.gated_linear_unit  # tensors of the width inside an MLP
+    mlp = tokens * (model.ffn_hidden_size or 0) * inside // tp + outside
+    expert = model.moe_router_topk * tokens * (2 * model.hidden_size + model.expert_ffn_size * inside)
+    layer = 3 * outside + qkv + attention + mlp  # with two norms and the projection
+    whole = model.num_layers * layer + model.num_expert_layers * max(expert - mlp, 0)
     recomputes = config.ddp.activation_checkpointing
     if recomputes == "none":
-        return model.num_layers * layer * itemsize
-    kept = rows * width + (products["attention"] + products["projection"] + products["fc2"]) * (recomputes != "full")
+        return whole * itemsize
+    kept = outside + (attention + 2 * outside) * (recomputes != "full")
     recomputed = len(range(0, model.num_layers, config.ddp.activation_checkpointing_interval))
-    return (recomputed * kept + (model.num_layers - recomputed) * layer + layer) * itemsize
+    return (recomputed * kept + whole // model.num_layers * (model.num_layers - recomputed + 1)) * itemsize
 
 
 def _logits(config: PretrainConfig) -> int:
@@ -88,10 +93,20 @@ def model_flops(config: PretrainConfig, world_size: int) -> int:
     lookup not. Attention is causal and exact: a token attends to itself and the tokens before it. Backward takes twice
     as many as forward.
     """
-    model, length = config.model, config.data.seq_length
-    width, query, key = model.hidden_size, _query_width(config), _key_width(config)
-    mlp = width * (model.ffn_hidden_size or 0) * (3 if model.gated_linear_unit else 2)
-    weights = model.num_layers * (width * (2 * query + 2 * key) + mlp) + width * _vocab_size(config)
+    length = config.data.seq_length
+    weights = layer_weights(config) + config.model.hidden_size * _vocab_size(config)
     pairs = length * (length + 1) // 2
-    attention = model.num_layers * 2 * 2 * pairs * query
+    attention = config.model.num_layers * 2 * 2 * pairs * _query_width(config)
     return 3 * config.global_batch_size(world_size) * (2 * length * weights + attention)
+
+
+def layer_weights(config: PretrainConfig) -> int:
+    """Returns the elements of the matrices of all layers that a token is multiplied by: of experts, its own."""
+    model = config.model
+    width, query, key = model.hidden_size, _query_width(config), _key_width(config)
+    matrices = 3 if model.gated_linear_unit else 2
+    of_experts = model.moe_router_topk * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
+    experts = model.num_expert_layers
+    mlps = width * matrices * ((model.num_layers - experts) * (model.ffn_hidden_size or 0) + experts * of_experts)
+    routers = experts * width * (model.num_moe_experts or 0)
+    return model.num_layers * width * (2 * query + 2 * key) + mlps + routers

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ..base.errors import ConfigError
-from .phantom import Collective, Ranks, Work
+from .phantom import HOST, Collective, Ranks, Work
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Hardware:
     """Of one accelerator to others in its node, in one direction, as a ring of NCCL reaches it."""
     network_bandwidth: float
     """Of one accelerator to other nodes, in one direction."""
+    host_bandwidth: float
+    """Of copies between an accelerator and its host's pinned memory, in one direction."""
     source: str
 
     def work_seconds(self, work: Work) -> float:
@@ -53,8 +55,15 @@ class Hardware:
     def collective_seconds(self, collective: Collective) -> float:
         """Returns the time of a collective, with NCCL's model of its rings and trees: the fastest of its protocols."""
         ranks, nodes = len(collective.ranks), _num_nodes(collective.ranks, self.node_size)
+        if collective.ranks == HOST:
+            return collective.nbytes / self.host_bandwidth
         if ranks == 1:
             return 0.0
+        if collective.kind == "all-to-all":  # messages of all pairs, at once
+            across = self.crossing_bytes(collective)
+            latency = min(base + link + (nodes > 1) * network for base, link, network, _ in _RING.values())
+            inside = (collective.sent_bytes - across) / self.link_bandwidth
+            return latency + max(inside, across / self.network_bandwidth)
         bandwidth = self.link_bandwidth
         if nodes > 1:
             bandwidth = min(bandwidth, ranks / nodes * self.network_bandwidth)
@@ -72,10 +81,12 @@ class Hardware:
     def crossing_bytes(self, collective: Collective) -> int:
         """Returns how many of `Collective.sent_bytes` leave the node, on average over the group's ranks.
 
-        Of the links of a ring, one a node leaves it.
+        Of the links of a ring, one a node leaves it. Of all-to-all, the messages to ranks of other nodes do.
         """
-        nodes = _num_nodes(collective.ranks, self.node_size)
-        return 0 if nodes == 1 else collective.sent_bytes * nodes // len(collective.ranks)
+        nodes, ranks = _num_nodes(collective.ranks, self.node_size), len(collective.ranks)
+        if collective.kind == "all-to-all":
+            return int(collective.sent_bytes * (ranks - ranks / nodes) / max(ranks - 1, 1))
+        return 0 if nodes == 1 else collective.sent_bytes * nodes // ranks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -108,22 +119,22 @@ PRESETS = {
     preset.name: preset
     for preset in (
         Hardware(
-            *("a100", 80 * 2**30, 312e12, 271.2e12, 18e12, 175e12, 0.85 * 2.039e12, 5e-6, 8, 235e9, 0.92 * 25e9),
+            *("a100", 80 * 2**30, 312e12, 271.2e12, 18e12, 175e12, 0.85 * 2.039e12, 5e-6, 8, 235e9, 0.92 * 25e9, 25e9),
             source=f"A100 80 GB SXM datasheet; {_MATMULS}; attention: Dao, 2023 (FlashAttention-2, A100), mean of "
-            "forward and backward; link: the limit in NCCL's tuning; network: 200 Gb/s; 90 % of fp32, 85 % of memory "
-            "and 92 % of the network assumed",
+            "forward and backward; link: the limit in NCCL's tuning; network: 200 Gb/s; 90 % of fp32, 85 % of memory, "
+            "92 % of the network and 80 % of the host's PCIe assumed",
         ),
         Hardware(
-            *("h100", 80 * 2**30, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 3.35e12, 5e-6, 8, 360e9, 0.92 * 50e9),
+            *("h100", 80 * 2**30, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 3.35e12, 5e-6, 8, 360e9, 0.92 * 50e9, 50e9),
             source=f"H100 SXM datasheet; {_MATMULS}; attention: Shah et al., 2024 (FlashAttention-2 on H100); link: "
-            "80 % of NVLink 4's 450 GB/s; network: 400 Gb/s; shares of fp32, memory, link and network assumed",
+            "80 % of NVLink 4's 450 GB/s; network: 400 Gb/s; shares of fp32, memory, link, network and PCIe assumed",
         ),
         Hardware(
-            *("h200", 141 * 10**9, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 4.8e12, 5e-6, 8, 360e9, 0.92 * 50e9),
+            *("h200", 141 * 10**9, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 4.8e12, 5e-6, 8, 360e9, 0.92 * 50e9, 50e9),
             source="H200 SXM datasheet for memory; all else as of h100",
         ),
         Hardware(
-            *("b200", 180 * 10**9, 2250e12, 1807e12, 72e12, 790e12, 0.85 * 7.7e12, 5e-6, 8, 720e9, 0.92 * 50e9),
+            *("b200", 180 * 10**9, 2250e12, 1807e12, 72e12, 790e12, 0.85 * 7.7e12, 5e-6, 8, 720e9, 0.92 * 50e9, 50e9),
             source="DGX B200 datasheet; shares of products, attention, memory and link assumed to be those of h100",
         ),
     )

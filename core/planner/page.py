@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from ..base.text import readable_bytes
-from ..distributed.report.page import STYLE
+from ..distributed.report.page import page
 from .estimates import Estimate
 from .search import Scaling
 from .simulation import CATEGORIES
@@ -19,29 +18,21 @@ _MOST_MOMENTS = 500
 """Moments that are drawn. Of those that are closer together, the one with the most memory is."""
 
 
+_STYLE = (
+    "h2 { font-size: 1rem; } svg { width: 100%; overflow: visible; } text { fill: currentColor; font-size: 13px; }"
+)
+
+
 def as_html(results: Mapping[str, Result], text: str, sweep: Sequence[Scaling]) -> str:
     """Returns the page. Escapes every name."""
     found = [result for result in results.values() if isinstance(result, Estimate)]
     most = max((estimate.peak_bytes for estimate in found), default=1)
-    title = escape(headline(found[0])) if found else "nothing was planned"
-    pictures = [f"<h2>{escape(e.wrapper)}: memory over the step</h2>{_memory(e, most)}" for e in found]
+    parts = [f'<div class="scroll"><pre>{escape(text)}</pre></div>']
+    for estimate in found:
+        parts.append(f"<h2>{escape(estimate.wrapper)}: memory over the step</h2>{_memory(estimate, most)}")
     if sweep:
-        pictures.append(f"<h2>tokens/s of a rank over ranks</h2>{_throughput(sweep)}")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{STYLE}h2 {{ font-size: 1rem; }} svg {{ width: 100%; }} text {{ fill: currentColor; font-size: 11px; }}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<div class="scroll"><pre>{escape(text)}</pre></div>
-{"".join(pictures)}
-</body>
-</html>
-"""
+        parts.append(f"<h2>tokens/s of a rank over ranks</h2>{_throughput(sweep)}")
+    return page(escape(headline(found[0])) if found else "nothing was planned", "".join(parts), _STYLE)
 
 
 def _memory(estimate: Estimate, most: int) -> str:
@@ -50,45 +41,40 @@ def _memory(estimate: Estimate, most: int) -> str:
     width = -(-len(moments) // _MOST_MOMENTS)
     starts = range(0, len(moments), width)
     timeline = [max(moments[start : start + width], key=lambda moment: moment.nbytes) for start in starts]
-    below = [0.0] * len(timeline)
-    areas = []
+    places = [_WIDTH * index / max(len(timeline) - 1, 1) for index in range(len(timeline))]
+    below, areas = [0] * len(timeline), []
     for index, color in enumerate(_COLORS):
         above = [low + moment.held[index] for low, moment in zip(below, timeline, strict=True)]
-        areas.append(f'<polygon fill="{color}" points="{_points([*above, *below[::-1]], most)}"/>')
+        outline = [*zip(places, above, strict=True), *reversed([*zip(places, below, strict=True)])]
+        areas.append(f'<polygon fill="{color}" points="{_points(outline, most)}"/>')
         below = above
-    legend = _legend(zip(CATEGORIES, _COLORS, strict=True))
     peak = estimate.simulation.peak
-    note = escape(f"peak {readable_bytes(peak.nbytes)}, {peak.where}")
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(areas)}</svg><p class="legend">{legend} {note}</p>'
-
-
-def _points(heights: Sequence[float], most: float) -> str:
-    """Returns the points of an area: its upper edge from the left, then its lower one from the right."""
-    half = len(heights) // 2
-    places = [*range(half), *range(half - 1, -1, -1)]
-    scale = _WIDTH / max(half - 1, 1)
-    return " ".join(f"{scale * x:.1f},{_HEIGHT * (1 - y / most):.1f}" for x, y in zip(places, heights, strict=True))
+    note = escape(f"peak {readable_bytes(peak.nbytes)}, {peak.where}; height {readable_bytes(most)}")
+    return _picture(areas, zip(CATEGORIES, _COLORS, strict=True), note)
 
 
 def _throughput(sweep: Sequence[Scaling]) -> str:
     points = [point for scaling in sweep for point in scaling.points]
-    most, first = max(p.tokens_per_second for p in points), min(p.world_size for p in points)
-    scale = _WIDTH / max(math.log2(max(p.world_size for p in points) / first), 1)
+    most, ranks = max(p.tokens_per_second for p in points), sorted({p.world_size for p in points})
+    places = {number: _WIDTH * index / max(len(ranks) - 1, 1) for index, number in enumerate(ranks)}
     lines = [
         f'<polyline fill="none" stroke-width="2" stroke="{color}" points="'
-        + " ".join(
-            f"{scale * math.log2(p.world_size / first):.1f},{_HEIGHT * (1 - p.tokens_per_second / most):.1f}"
-            for p in scaling.points
-        )
-        + '"/>'
+        f'{_points([(places[p.world_size], p.tokens_per_second) for p in scaling.points], most)}"/>'
         for scaling, color in zip(sweep, _COLORS, strict=False)
     ]
-    ranks = sorted({p.world_size for p in points})
-    marks = [f'<text x="{scale * math.log2(n / first):.1f}" y="{_HEIGHT - 2}">{n}</text>' for n in ranks]
-    legend = _legend(zip((scaling.name for scaling in sweep), _COLORS, strict=False))
-    picture = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(lines + marks)}</svg>'
-    return f'{picture}<p class="legend">{legend} up to {most:,.0f} tokens/s</p>'
+    marks = [
+        f'<text x="{place:.0f}" y="{_HEIGHT + 16}" text-anchor="middle">{number:,}</text>'
+        for number, place in places.items()
+    ]
+    names = zip((scaling.name for scaling in sweep), _COLORS, strict=False)
+    return _picture([*lines, *marks], names, f"up to {most:,.0f} tokens/s")
 
 
-def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    return "".join(f'<i style="background: {color}"></i>{escape(name)}' for name, color in entries)
+def _points(points: Iterable[tuple[float, float]], most: float) -> str:
+    return " ".join(f"{x:.1f},{_HEIGHT * (1 - y / most):.1f}" for x, y in points)
+
+
+def _picture(shapes: Iterable[str], legend: Iterable[tuple[str, str]], note: str) -> str:
+    names = "".join(f'<i style="background: {color}"></i>{escape(name)}' for name, color in legend)
+    drawn = "".join(shapes)
+    return f'<svg viewBox="-20 0 {_WIDTH + 40} {_HEIGHT + 20}">{drawn}</svg><p class="legend">{names}. {note}</p>'

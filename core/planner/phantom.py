@@ -7,6 +7,7 @@ counts. `FakeTensorMode` would replace the class of parameters, which engines de
 
 from __future__ import annotations
 
+import functools
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 MOST_VALUES = 2**12
@@ -34,17 +35,21 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 def _has_values(tensor: Tensor) -> bool:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.numel() <= (2**22 if is_integer else MOST_VALUES)
+    return tensor.numel() <= (2**24 if is_integer else MOST_VALUES)
 
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all"]
+Kind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send", "to the host", "from the host"
+]
 
 _COLLECTIVES: dict[str, tuple[Kind, int]] = {
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
     "c10d::allreduce_": ("all-reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
+    "c10d::allgather_": ("all-gather", 0),
     "c10d::alltoall_base_": ("all-to-all", 1),
+    "c10d::send": ("send", 0),
 }
 """The kind of each collective of torch, and which argument is its whole tensor."""
 
@@ -65,9 +70,14 @@ class Ranks(tuple[int, ...]):
         return self._hash
 
 
+HOST = Ranks((-1,))
+"""The host of an accelerator, in place of a group."""
+
+
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """A collective of this rank. Equal ones are different calls."""
+    """A collective of this rank, a message between pipeline stages, or a copy between an accelerator and its host.
+    Equal ones are different calls."""
 
     kind: Kind
     nbytes: int
@@ -79,6 +89,8 @@ class Collective:
     def sent_bytes(self) -> int:
         """Bytes that this rank sends at least, as in a ring: ``(n - 1) / n`` of the tensor, twice that to all-reduce
         it."""
+        if self.kind == "send":
+            return self.nbytes
         passes = 2 if self.kind == "all-reduce" else 1
         return passes * self.nbytes * (len(self.ranks) - 1) // len(self.ranks)
 
@@ -96,6 +108,19 @@ class Work:
     """Bytes of an element of its result."""
     awaits: tuple[Collective, ...]
     """Collectives whose results it is the first to read."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The begin of a micro-batch. With pipeline stages the begin of one pass of it through one stage."""
+
+    stage: int
+    is_forward: bool
+    micro_batch: int
+    """From 0."""
+
+
+Event = Collective | Work | Mark
 
 
 @dataclass
@@ -119,17 +144,13 @@ class Recorder:
 
     where: str = ""
     """What the run is doing, for `Block.where`. Set by the code that follows the run."""
-    events: list[tuple[str, Collective | Work | str]] = field(default_factory=list)
-    """Each place with a collective, an operation or a mark of `mark`."""
+    events: list[tuple[str, Event]] = field(default_factory=list)
+    """Each with its place."""
     live: dict[int, Block] = field(default_factory=dict)
     """Memory by the address of its storage's object."""
     changes: list[tuple[str, int, Block]] = field(default_factory=list)
     """Place, signed bytes and block of each allocation and release."""
     _seen: dict[int, Any] = field(default_factory=dict)
-
-    def mark(self, text: str) -> None:
-        """Adds a mark to the events."""
-        self.events.append((self.where, text))
 
     def follow(self, tensor: Tensor) -> None:
         """Records the memory of a tensor until it is released. Does nothing where it is known."""
@@ -207,12 +228,14 @@ class PhantomMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # which first becomes its local tensors
+        if _is_view(func):
+            return func(*args, **kwargs)
         name = func._schema.name
         if name.startswith("c10d::"):
             return self._collective(name, args)
         output = self._run(func, name, args, kwargs)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and not tensor.is_sparse:
+        for tensor in _tensors(output):
+            if tensor.device.type == "cpu" and not tensor.is_sparse:
                 self._recorder.follow(tensor)
                 if self._casts_in_memory and torch.Tag.pointwise in func.tags:
                     self._cast(args, tensor.dtype)
@@ -228,20 +251,18 @@ class PhantomMode(TorchDispatchMode):
             self._recorder.follow(cast)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        returns = func._schema.returns
-        leaves = tree_leaves((args, kwargs))
+        leaves = _leaves((args, kwargs))
         inputs = [leaf.values() if leaf.is_sparse else leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        is_view = bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
         on_meta = any(tensor.device.type == "meta" for tensor in inputs) or kwargs.get("device") == torch.device(
             "meta"
         )
-        if is_view or on_meta or name in _RUN_AS_THEY_ARE:
+        if on_meta or name in _RUN_AS_THEY_ARE:
             return func(*args, **kwargs)
         if name == "fsdp::all_gather_copy_in":  # returns views of its output
             whole, numel, rank = args[1], args[3], args[4]
             return whole.narrow(0, numel * rank, numel), whole
         has_values = all(map(_has_values, inputs))
-        if not returns:
+        if not func._schema.returns:
             output = func(*args, **kwargs) if has_values else None
         elif name == "aten::equal":
             output = func(*args, **kwargs) if has_values else True
@@ -252,7 +273,7 @@ class PhantomMode(TorchDispatchMode):
                 if not has_values:
                     raise
                 shapes = None  # it depends on values
-            if has_values and all(_has_values(t) for t in tree_leaves(shapes) if isinstance(t, Tensor)):
+            if has_values and all(map(_has_values, _tensors(shapes))):
                 output = func(*args, **kwargs)
             else:
                 output = _results(func._schema, args, kwargs, shapes)
@@ -261,6 +282,10 @@ class PhantomMode(TorchDispatchMode):
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         """Returns the results of an operation on meta. Equal layers ask for equal ones."""
+        if func._schema.name == "aten::_grouped_mm":  # which torch refuses on meta in fp32
+            rows, matrices = args[:2]
+            groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if matrices.dim() == 2 else ()
+            return rows.new_empty(*groups, len(rows), matrices.shape[-1], device="meta")
         key = (func, *kwargs, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves))
         try:
             if key not in self._shapes:
@@ -272,7 +297,7 @@ class PhantomMode(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> None:
         count = _FLOPS.get(func._schema.name) or flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=output)) if count else 0
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = _tensors(output)
         if (name := func._schema.name) in _WRITE_NOTHING:
             return
         nbytes, awaits = sum(t.nbytes for t in (*inputs, *outputs)), self._recorder.read(inputs)
@@ -284,26 +309,58 @@ class PhantomMode(TorchDispatchMode):
     def _collective(self, name: str, args: Any) -> Any:
         """Records a collective. Every rank is taken to have this one's values."""
         work = FakeWork().boxed()
-        if name not in _COLLECTIVES and name != "c10d::allgather_":
+        if name not in _COLLECTIVES:
             return work
-        kind, index = _COLLECTIVES.get(name, ("all-gather", 0))
-        whole = [leaf for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor)]
+        kind, index = _COLLECTIVES[name]
+        whole = _tensors(args[index])
         group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         if group not in self._ranks:
             self._ranks[group] = Ranks(torch.distributed.get_process_group_ranks(group))
-        collective = Collective(kind, sum(tensor.nbytes for tensor in whole), self._ranks[group])
-        tensors, outputs = ([t for t in tree_leaves(each) if isinstance(t, Tensor)] for each in (args, args[0]))
-        self._recorder.send(collective, tensors, outputs)
-        if kind == "all-gather" and sum(tensor.numel() for tensor in whole) <= MOST_VALUES:
-            (own,) = (leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor))
+        ranks = self._ranks[group]
+        if kind == "send":
+            ranks = Ranks((ranks[group.rank()], ranks[args[2]]))
+        collective = Collective(kind, sum(tensor.nbytes for tensor in whole), ranks)
+        if kind == "send":  # nothing here waits for it, and its tensors stay what they are
+            self._recorder.events.append((self._recorder.where, collective))
+            return work
+        self._recorder.send(collective, _tensors(args), _tensors(args[0]))
+        if kind == "all-gather" and all(map(_has_values, whole)):
+            (own,) = _tensors(args[1])
             for tensor in whole:
                 tensor.view(-1, *own.shape).copy_(own.expand(tensor.numel() // max(own.numel(), 1), *own.shape))
+        elif kind == "all-to-all" and _has_values(args[0]) and args[0].numel() == args[1].numel():
+            args[0].view(len(ranks), -1).copy_(args[1].view(len(ranks), -1)[group.rank()])
         return work if name == "c10d::alltoall_base_" else (args[index], work)
 
 
 _WRITE_NOTHING = {
     f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 }
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info and not each.alias_info.is_write for each in returns)
+
+
+def _leaves(values: Any) -> list[Any]:
+    """Returns what is in tuples, lists and dicts, in order: quicker than torch's trees, and called for all."""
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return [values]
+    leaves = []
+    for value in values:
+        if isinstance(value, (tuple, list, dict)):
+            leaves += _leaves(value)
+        else:
+            leaves.append(value)
+    return leaves
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _on_meta(values: Any) -> Any:
@@ -328,7 +385,7 @@ def _results(schema: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
     def result(each: Any, shape: Any) -> Any:
         if each.alias_info is not None and each.alias_info.is_write:
             return written[str(each.alias_info.before_set)]
-        return tree_map_only(Tensor, _memory, shape)
+        return _memory(shape) if isinstance(shape, Tensor) else tree_map_only(Tensor, _memory, shape)
 
     if len(schema.returns) == 1:
         return result(schema.returns[0], shapes)
@@ -363,7 +420,13 @@ def _attention_backward(
     return 5 * _attention_flops(query, key, value, *options[:2]) // 2
 
 
+def _grouped_flops(rows: Tensor, matrices: Tensor, *options: Any, **unused: Any) -> int:
+    """Of experts: each row times one matrix, or of their gradients a product for each expert, of all rows together."""
+    return 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
+
+
 _FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_grouped_mm": _grouped_flops,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

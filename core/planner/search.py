@@ -10,13 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.errors import ConfigError
+from ..distributed.plan.layout import default_bucket_size
 from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
+from . import formula
 from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, estimate, own_wrapper, without_choice
 from .hardware import Hardware
 
 MOST_RANKS = 16384
 """The end of a sweep over numbers of ranks."""
+
+MICRO_BATCH_SIZES = (1, 2, 4)
+"""What a search tries."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +60,30 @@ class Scaling:
 def shallow_estimate(
     name: str, config: PretrainConfig, world_size: int, hardware: Hardware, gpu_memory: int
 ) -> Candidate:
-    """Estimates a run from models of two depths.
+    """Estimates a run from models of two depths, each a multiple of what repeats: layers, stages and buckets.
 
     Raises:
         ConfigError: what a run with these settings raises; or a setting that is not simulated.
     """
-    step = 2 * config.ddp.activation_checkpointing_interval
-    depth = config.model.num_layers
-    shallow, deep = (min(depth, layers) for layers in (step, 2 * step))
+    model = config.model
+    depth, frequency = model.num_layers, model.moe_layer_freq
+    stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
+    step = 2 * stages * config.ddp.activation_checkpointing_interval
+    step *= frequency if isinstance(frequency, int) else depth
+    if model.num_layers_in_first_pipeline_stage or model.num_layers_in_last_pipeline_stage:
+        step = depth
+    if not config.ddp.shards_parameters:
+        model_ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+        bucket = (config.ddp.bucket_size or default_bucket_size(world_size // model_ranks)) * model_ranks
+        step *= -(-bucket * depth // formula.layer_weights(config))
+    shallow, deep = (step, 2 * step) if 2 * step < depth else (depth, depth)
 
     def at(layers: int) -> tuple[Estimate, tuple[float, ...]]:
         planned = estimate(
             name, replace(config, model=replace(config.model, num_layers=layers)), world_size, hardware, gpu_memory
         )
-        time, peak = planned.time, max(planned.peak_bytes, planned.simulation.construction_peak)
-        return planned, (peak, time.step_s, time.exposed_s, time.latency_s)
+        time = planned.time
+        return planned, (planned.simulation.most_bytes, time.step_s, time.exposed_s, time.latency_s)
 
     planned, first = at(shallow)
     second = at(deep)[1] if deep > shallow else first
@@ -119,7 +133,7 @@ def combinations(flags: Sequence[str], wrappers: Sequence[str], node_size: int) 
         ]
         for wrapper in wrappers
         for tp in _powers(1, node_size)
-        for size in (1, 2, 4)
+        for size in MICRO_BATCH_SIZES
         for recomputes in ("none", "selective", "full")
     }
 

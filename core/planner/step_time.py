@@ -1,19 +1,25 @@
 """Estimates how long a simulated step takes: computation in one queue, and collectives in one queue for each group.
+Copies between an accelerator and its host are a group of their own.
 
 A collective starts when its queue is free and the computation has reached it. Computation waits for it where it first
 reads its result. For the reductions of a wrapper that overlaps them it waits at the end of backward. Groups are taken
 not to slow each other down, nor computation.
+
+Pipeline stages take as long for each pass as in their own simulated step. Torch's schedule says which passes each
+waits for: what a stage waits for its neighbours is the bubble.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..base.errors import ShardstackError
 from .hardware import Hardware
-from .phantom import Collective, Ranks
-from .simulation import Event, Simulation
+from .phantom import Collective, Event, Mark, Ranks
+from .simulation import Pass, Simulation
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class StepTime:
     """While computation waits for collectives."""
     latency_s: float
     """What all collectives would take without bytes."""
+    bubble_s: float = 0.0
+    """While the slowest pipeline stage waits for others."""
 
     @property
     def hidden_s(self) -> float:
@@ -35,13 +43,74 @@ class StepTime:
         return max(self.communication_s - self.exposed_s, 0.0)
 
 
-def step_time(simulation: Simulation, hardware: Hardware) -> StepTime:
-    """Estimates a step that follows an equal one, some of whose collectives may still run when it begins."""
+def step_time(simulations: Sequence[Simulation], hardware: Hardware) -> StepTime:
+    """Estimates a step that follows an equal one, some of whose collectives may still run when it begins.
+
+    Args:
+        simulations: of one rank; of a pipeline those of `pipeline_ranks`. Other ranks take as long as the second.
+    """
+    times, passes = zip(*(_time_alone(simulation, hardware) for simulation in simulations), strict=True)
+    slowest: StepTime = max(times, key=lambda time: time.step_s)
+    schedule = simulations[0].schedule
+    if not schedule:
+        return slowest
+    sends = [e for s in simulations for _, e in s.events if isinstance(e, Collective) and e.kind == "send"]
+    send_s = max(map(hardware.collective_seconds, sends), default=0.0)
+    index_of = [min(rank, 1) for rank in schedule]
+    index_of[-1] = len(simulations) - 1
+    seconds = [passes[index] for index in index_of]
+    ends = _ends(schedule, [{key: statistics.median(each) for key, each in own.items()} for own in seconds], send_s)
+    rests = [times[index].step_s - sum(map(sum, passes[index].values())) for index in index_of]
+    step_s = max(end + rest for end, rest in zip(ends, rests, strict=True))
+    return replace(slowest, step_s=step_s, bubble_s=max(step_s - slowest.step_s, 0.0))
+
+
+Turn = tuple[int, bool]
+"""One of the rank's stages, counted from 0, and whether it is its forward."""
+
+
+def _time_alone(simulation: Simulation, hardware: Hardware) -> tuple[StepTime, dict[Turn, list[float]]]:
+    """Returns the time of a rank that waits for no other stage, and the seconds of each pass."""
     clock = _Clock(simulation, hardware)
     clock.run(simulation.first_events)
     before = clock.totals()
+    clock.passes.clear()
     clock.run(simulation.events)
-    return StepTime(*(after - first for after, first in zip(clock.totals(), before, strict=True)))
+    own = sorted({stage for stage, _ in clock.passes})
+    passes = {(own.index(stage), is_forward): each for (stage, is_forward), each in clock.passes.items()}
+    return StepTime(*(after - first for after, first in zip(clock.totals(), before, strict=True))), passes
+
+
+def _ends(
+    schedule: Mapping[int, Sequence[Pass]], seconds: Sequence[Mapping[Turn, float]], send_s: float
+) -> list[float]:
+    """Returns when each pipeline rank has ended its passes, if the first begins at 0.
+
+    Args:
+        seconds: of each rank.
+        send_s: of what a stage sends to another rank.
+    """
+    left = {rank: deque(passes) for rank, passes in schedule.items()}
+    rank_of = {stage: rank for rank, passes in schedule.items() for stage, _, _ in passes}
+    own = {rank: sorted({stage for stage, _, _ in passes}) for rank, passes in schedule.items()}
+    ended, now = dict[Pass, float](), dict.fromkeys(schedule, 0.0)
+    while any(left.values()):
+        before = len(ended)
+        for rank, passes in left.items():
+            while passes:
+                stage, is_forward, micro_batch = passes[0]
+                source = stage - 1 if is_forward else stage + 1
+                ready = 0.0
+                if source in rank_of or not is_forward:
+                    needs = (source, is_forward, micro_batch) if source in rank_of else (stage, True, micro_batch)
+                    if needs not in ended:
+                        break
+                    ready = ended[needs] + send_s * (rank_of[needs[0]] != rank)
+                now[rank] = max(now[rank], ready) + seconds[rank][own[rank].index(stage), is_forward]
+                ended[passes.popleft()] = now[rank]
+        if len(ended) == before:
+            raise ShardstackError("the passes of the pipeline's ranks wait for each other; take another schedule")
+    return list(now.values())
 
 
 class _Clock:
@@ -55,6 +124,9 @@ class _Clock:
         # By group: where the computation was when the last gather was queued, and reductions that nobody waited for.
         self._queued = defaultdict[Ranks, float](float)
         self._late: list[Collective] = []
+        # Seconds of each pass of each stage, and the one that runs, with its begin.
+        self.passes = defaultdict[Turn, list[float]](list)
+        self._running: tuple[Turn, float] | None = None
 
     def totals(self) -> tuple[float, ...]:
         """Returns seconds since the beginning, in the order of `StepTime`."""
@@ -63,6 +135,14 @@ class _Clock:
     def run(self, events: Iterable[tuple[str, Event]]) -> None:
         for where, event in events:
             in_backward = where.startswith("backward")
+            if self._running is not None and (
+                isinstance(event, Mark) or not where.startswith(("forward", "backward"))
+            ):
+                self.passes[self._running[0]].append(self.now - self._running[1])
+                self._running = None
+            if isinstance(event, Mark):
+                self._running = (event.stage, event.is_forward), self.now
+                continue
             if not in_backward and self._late:
                 self._wait_for(self._late)
                 self._late = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.text import readable_bytes
@@ -14,75 +15,88 @@ Result = Estimate | ConfigError
 """What is known of a wrapper: its costs, or why the run would refuse it."""
 
 
+def _size(nbytes: int) -> str:
+    return readable_bytes(nbytes) if nbytes else "-"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.1f}"
+
+
+_MEMORY: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "peak": ("peak_bytes", _size),
+    "closed formula": ("formula_bytes", lambda parts: _size(sum(parts.values()))),
+    "while it is built": ("construction_peak_bytes", _size),
+    "fits": ("fits", lambda fits: "yes" if fits else "NO"),
+}
+_COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "step": ("step_s", _seconds),
+    "computation": ("compute_s", _seconds),
+    "communication, exposed": ("exposed_s", _seconds),
+    "communication, hidden": ("hidden_s", _seconds),
+    "bubble of the pipeline": ("bubble_s", _seconds),
+    "model TFLOP of all ranks": ("model_flops", _tera),
+    "hardware TFLOP of a rank": ("hardware_flops_per_rank", _tera),
+    "MFU": ("mfu", "{:.1%}".format),
+    "tokens/s of a rank": ("tokens_per_second_per_rank", "{:,.0f}".format),
+}
+"""Rows of a table, each with its entry of `Estimate.as_json` and its format."""
+
+
 def as_text(results: Mapping[str, Result]) -> str:
     """Returns the tables of all wrappers: memory, time and operations, and bytes on the wire."""
     found = [result for result in results.values() if isinstance(result, Estimate)]
     refused = [f"{name}: {result}" for name, result in results.items() if isinstance(result, ConfigError)]
-    parts = [headline(found[0]), memory_table(found), cost_table(found), wire_table(found)] if found else []
+    parts = [headline(found[0]), *_tables(found)] if found else []
     return "\n\n".join([*parts, *(["\n".join(["refused", *refused])] if refused else [])]) + "\n"
 
 
 def headline(estimate: Estimate) -> str:
     """Says which run is planned."""
-    config, simulation = estimate.config, estimate.simulation
-    model, data = config.model, config.data
-    sizes = {"tensor": model.tensor_model_parallel_size, "context": model.context_parallel_size}
+    config, number = estimate.config, estimate.simulation.num_microbatches
+    sizes = {kind: getattr(config.model, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")}
+    sizes["context"] = config.model.context_parallel_size
     over = "".join(f", {kind}-parallel {size}" for kind, size in sizes.items() if size > 1)
-    number = simulation.num_microbatches
+    assumed = "" if config.model.num_moe_experts is None else "; experts are taken to have equally many tokens"
     return (
-        f"{simulation.num_parameters / 1e9:.4g} B parameters on {estimate.world_size} {estimate.hardware.name}{over}; "
-        f"{number} micro-batch{'es' if number > 1 else ''} of {data.micro_batch_size} x {data.seq_length} tokens"
+        f"{estimate.num_parameters / 1e9:.4g} B parameters on {estimate.world_size} {estimate.hardware.name}{over}; "
+        f"{number} micro-batch{'es' if number > 1 else ''} of {config.data.micro_batch_size} x "
+        f"{config.data.seq_length} tokens{assumed}"
     )
 
 
-def memory_table(estimates: Sequence[Estimate]) -> str:
-    """Returns the peak of each wrapper by category, and the closed formula."""
-    columns = ["memory of a rank", *(e.wrapper for e in estimates)]
-    rows = [
-        [category, *(_size(e.simulation.peak.held[index]) for e in estimates)]
-        for index, category in enumerate(CATEGORIES)
-    ]
-    rows += [
-        ["peak", *(_size(e.peak_bytes) for e in estimates)],
-        ["closed formula", *(_size(sum(e.formula_bytes.values())) for e in estimates)],
-        ["while it is built", *(_size(e.simulation.construction_peak) for e in estimates)],
-        [f"fits {_size(estimates[0].gpu_memory)}", *("yes" if e.fits else "NO" for e in estimates)],
-    ]
-    moments = [f"peak of {e.wrapper}: {e.simulation.peak.where}" for e in estimates]
-    note = f"fits: with {_size(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
-    return "\n".join([text_table(columns, rows), *moments, note])
+def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
+    numbers, names = [e.as_json() for e in estimates], [e.wrapper for e in estimates]
 
+    def rows(of: Mapping[str, tuple[str, Callable[[Any], str]]]) -> list[list[str]]:
+        return [
+            [label, *(form(each[key]) for each in numbers)]
+            for label, (key, form) in of.items()
+            if key != "bubble_s" or any(each[key] for each in numbers)
+        ]
 
-def cost_table(estimates: Sequence[Estimate]) -> str:
-    """Returns time and operations of a step under each wrapper."""
-    rows = [
-        ["step", *(_seconds(e.time.step_s) for e in estimates)],
-        ["computation", *(_seconds(e.time.compute_s) for e in estimates)],
-        ["communication, exposed", *(_seconds(e.time.exposed_s) for e in estimates)],
-        ["communication, hidden", *(_seconds(e.time.hidden_s) for e in estimates)],
-        ["model TFLOP of all ranks", *(f"{e.model_flops / 1e12:,.1f}" for e in estimates)],
-        ["hardware TFLOP of a rank", *(f"{e.simulation.hardware_flops / 1e12:,.1f}" for e in estimates)],
-        ["MFU", *(f"{100 * e.mfu:.1f} %" for e in estimates)],
-        ["tokens/s of a rank", *(f"{e.tokens_per_second:,.0f}" for e in estimates)],
-    ]
-    return text_table(["time of a step", *(e.wrapper for e in estimates)], rows)
-
-
-def wire_table(estimates: Sequence[Estimate]) -> str:
-    """Returns what a rank sends in a step, by collective and group: calls, bytes inside the node and beyond."""
-    keys = sorted({(entry.kind, entry.ranks) for e in estimates for entry in e.wire})
-    rows = []
-    for kind, ranks in keys:
-        cells = []
-        for e in estimates:
-            entry = next((entry for entry in e.wire if (entry.kind, entry.ranks) == (kind, ranks)), None)
-            inside = entry.sent_bytes - entry.crossing_bytes if entry else 0
-            cells.append(f"{entry.calls} x, {_size(inside)} + {_size(entry.crossing_bytes)}" if entry else "-")
-        rows.append([f"{kind} over {ranks}", *cells])
-    if not rows:
-        return "sent in a step: nothing"
-    head = ["sent in a step", *(e.wrapper for e in estimates)]
-    return text_table(head, rows) + "\ncalls, bytes that stay in the node + bytes that leave it"
+    parts = [[category, *(_size(each["bytes_at_peak"][category]) for each in numbers)] for category in CATEGORIES]
+    memory = text_table(["memory of a rank", *names], [*parts, *rows(_MEMORY)])
+    moments = [f"peak of {each['wrapper']}: {each['peak_at']}" for each in numbers]
+    left = f"{_size(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
+    yield "\n".join([memory, *moments, f"fits: in {_size(estimates[0].gpu_memory)}, with {left}"])
+    yield text_table(["time of a step", *names], rows(_COSTS))
+    sent = [{(entry.kind, entry.ranks): entry for entry in e.wire} for e in estimates]
+    cells = {key: [of.get(key) for of in sent] for key in sorted({key for of in sent for key in of})}
+    wire = [
+        [
+            f"{kind} over {ranks}" if ranks > 1 else kind,
+            *(f"{c.calls} x, {_size(c.sent_bytes - c.crossing_bytes)} + {_size(c.crossing_bytes)}" if c else "-"
+              for c in entries),
+        ]
+        for (kind, ranks), entries in cells.items()
+    ]  # fmt: skip
+    note = "\ncalls, bytes that stay in the node + bytes that leave it"
+    yield text_table(["sent in a step", *names], wire) + note if wire else "sent in a step: nothing"
 
 
 def search_table(candidates: Sequence[Candidate], most: int = 10) -> str:
@@ -90,9 +104,8 @@ def search_table(candidates: Sequence[Candidate], most: int = 10) -> str:
     rows = [
         [c.name, _size(c.peak_bytes), _seconds(c.step_s), f"{c.tokens_per_second:,.0f}"] for c in candidates[:most]
     ]
-    if not rows:
-        return "nothing fits"
-    return text_table(["what fits, the fastest first", "peak", "step", "tokens/s of a rank"], rows)
+    columns = ["what fits, the fastest first", "peak", "step", "tokens/s of a rank"]
+    return text_table(columns, rows) if rows else "nothing fits"
 
 
 def sweep_table(sweep: Sequence[Scaling]) -> str:
@@ -109,26 +122,15 @@ def sweep_table(sweep: Sequence[Scaling]) -> str:
             notes.append(f"{scaling.name}: scales to {ranks[-1]:,} ranks")
             continue
         at = points[stop]
-        share = 100 * at.exposed_s / at.step_s
         notes.append(
-            f"{scaling.name}: below 90 % from {stop:,} ranks on, where {share:.0f} % of a step waits for collectives, "
-            f"whose latencies add up to {_seconds(at.latency_s)}"
+            f"{scaling.name}: below 90 % from {stop:,} ranks on, where {at.exposed_s / at.step_s:.0%} of a step waits "
+            f"for collectives, whose latencies add up to {_seconds(at.latency_s)}"
         )
     return "\n".join([text_table(["tokens/s of a rank", *(s.name for s in sweep)], rows), *notes])
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns lines with the first column on the left and the others on the right."""
-    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-             for row in (columns, *rows)]  # fmt: skip
-    rule = "-" * len(lines[0])
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _size(nbytes: int) -> str:
-    return readable_bytes(nbytes) if nbytes else "-"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (columns, *rows)]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -41,6 +41,13 @@ def initialize(config: PretrainConfig) -> None:
     if config.run.deterministic or config.ddp.reproducible_across_ranks:
         device.compute_deterministically()
     device.init_process_group(config.run.distributed_timeout_minutes, carries_host_tensors=offloads)
+    make_groups(config)
+    replica = parallel_state.get_data_parallel_rank() if config.run.data_parallel_random_init else 0
+    seed_everything(config.run.seed + _SEEDS_OF_A_REPLICA * replica)
+
+
+def make_groups(config: PretrainConfig) -> None:
+    """Makes the groups of `core.parallel_state` in the world that exists."""
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size,
         config.model.pipeline_model_parallel_size,
@@ -51,8 +58,6 @@ def initialize(config: PretrainConfig) -> None:
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.run.distributed_timeout_minutes,
     )
-    replica = parallel_state.get_data_parallel_rank() if config.run.data_parallel_random_init else 0
-    seed_everything(config.run.seed + _SEEDS_OF_A_REPLICA * replica)
 
 
 def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:

@@ -348,5 +348,5 @@ def _running_reductions(comm_ctx: Any) -> list[Any]:
     """Returns torch's running reductions. Torch before 2.13 keeps one and later versions a list."""
     states = getattr(comm_ctx, "reduce_scatter_states", None)
     if states is None:
-        states = [comm_ctx.reduce_scatter_state]
+        states = [getattr(comm_ctx, "reduce_scatter_state", None)]  # the first forward makes either
     return [state for state in states if state is not None]

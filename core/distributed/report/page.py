@@ -41,17 +41,7 @@ def as_html(facts: ModelFacts) -> str:
     most = max((held.nbytes for unit in facts.units for held in _held(unit).values()), default=1)
     rows = "\n".join(f"<tr>{_row(shown.columns, line, _bars(line.unit, most))}</tr>" for line in shown.lines[:-1])
     items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<div class="scroll">
+    body = f"""<div class="scroll">
 <table>
 <thead><tr>{head}</tr></thead>
 <tbody>
@@ -63,7 +53,27 @@ def as_html(facts: ModelFacts) -> str:
 <p class="legend">Bars: what this rank keeps, and paler the same while it is gathered.{_legend(facts)}</p>
 <ul class="notes">
 {items}
-</ul>
+</ul>"""
+    return page(title, body)
+
+
+def page(title: str, body: str, style: str = "") -> str:
+    """Returns a page of HTML, whose title is also its heading.
+
+    Args:
+        style: CSS in addition to that of all pages.
+    """
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{STYLE}{style}</style>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
 </body>
 </html>
 """

@@ -22,8 +22,8 @@ MUTATIONS = (
     Mutation(
         "micro-batches that are not simulated cost nothing",
         "core.planner.simulation._repeated",
-        r"max\(times, 0\)",
-        "0",
+        r"second \* times",
+        "second * 0",
         ("tests/unit/planner/test_simulation.py",),
     ),
     Mutation(
@@ -39,6 +39,20 @@ MUTATIONS = (
         r"until - self\.now",
         "0.0",
         ("tests/unit/planner/test_step_time.py",),
+    ),
+    Mutation(
+        "planned pipeline stages wait for no other",
+        "core.planner.step_time._ends",
+        r"max\(now\[rank\], ready\)",
+        "now[rank]",
+        ("tests/unit/planner/test_step_time.py",),
+    ),
+    Mutation(
+        "offloaded activations are planned as memory of the accelerator",
+        "core.planner.world.activations_on_host",
+        r"\[saved\._host\]",
+        "[]",
+        ("tests/unit/planner/test_simulation.py",),
     ),
     Mutation(
         "backward needs as many operations as forward",

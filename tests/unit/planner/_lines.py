@@ -12,5 +12,6 @@ TINY = (
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 
 
-def simulated(flags: str, world_size: int = 2, *, on_gpu: bool = False) -> Simulation:
-    return simulate(parse_arguments(f"{TINY} {flags}".split()), world_size, on_gpu=on_gpu)
+def simulated(flags: str, world_size: int = 2, *, pipeline_rank: int = 0, on_gpu: bool = False) -> Simulation:
+    config = parse_arguments(f"{TINY} {flags}".split())
+    return simulate(config, world_size, pipeline_rank=pipeline_rank, on_gpu=on_gpu)

@@ -48,7 +48,7 @@ def test_a_wrapper_that_the_run_would_refuse_is_listed(capsys: pytest.CaptureFix
         ("--wrappers ZeRO-9", "take replicated, ZeRO-1"),
         ("--no-such-flag 1", "no-such-flag"),
         ("--wrappers FSDP2 --world-size 2 --json no/such/folder/x.json", "give a path in a folder"),
-        ("--num-experts 4", "num_experts is set, which the planner does not simulate"),
+        ("--use-torch-fsdp2 --cpu-offload", "cpu_offload is set, which the planner does not simulate"),
     ],
 )
 def test_bad_input_is_one_line(flags: str, said: str):
@@ -72,6 +72,17 @@ def test_a_sweep_and_a_search_are_shown_on_one_page(
     assert "hybrid ZeRO-3: scales to 16 ranks" in capsys.readouterr().out
     drawn = page.read_text()
     assert drawn.count("<svg") == 2 and "activations" in drawn and "http" not in drawn
+
+
+def test_a_search_ranks_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(search, "MICRO_BATCH_SIZES", (1, 2))
+    monkeypatch.setattr(search, "_powers", lambda first, last: [1, 2])
+    flags = ["--world-size", "4", "--wrappers", "ZeRO-1", "--search", *TINY.split()]
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.split("what fits, the fastest first")[1].splitlines()[2:]
+    assert len(lines) == 10 and "ZeRO-1, tensor-parallel 1, micro-batch 2, recomputes none" in lines[0]
+    rates = [float(line.split()[-1].replace(",", "")) for line in lines]
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_a_run_that_does_not_fit_names_a_change_that_does(capsys: pytest.CaptureFixture[str]):

@@ -32,6 +32,14 @@ def test_one_rank_of_each_node_has_one_link():
     assert H100.crossing_bytes(Collective("reduce-scatter", 400 * MIB, Ranks(range(4)))) == 0
 
 
+def test_all_to_all_uses_network_and_links_at_once():
+    exchange = Collective("all-to-all", 1600 * MIB, Ranks(range(16)))
+    assert H100.crossing_bytes(exchange) == 800 * MIB
+    assert H100.collective_seconds(exchange) == pytest.approx(800 * MIB / H100.network_bandwidth, rel=0.01)
+    send = Collective("send", 100 * MIB, Ranks((7, 8)))
+    assert (send.sent_bytes, H100.crossing_bytes(send)) == (100 * MIB, 100 * MIB)
+
+
 def test_small_shards_take_the_latency_of_every_rank():
     small, large = (
         H100.collective_seconds(Collective("all-gather", MIB, Ranks(range(ranks)))) for ranks in (1024, 16384)

@@ -13,18 +13,21 @@ import torch.distributed as dist
 
 from core.base.errors import ConfigError
 from core.planner import formula, simulation
-from core.planner.phantom import Recorder, phantoms
+from core.planner.phantom import HOST, Collective, Recorder, phantoms
 from core.training.config.arguments import parse_arguments
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.planner._lines import LLAMA, TINY, simulated
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
 REAL = (
     "",
     f"{LLAMA} --bf16 --data-parallel-sharding-strategy optim_grads_params --global-batch-size 16",
     "--use-torch-fsdp2 --activation-checkpointing full",
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel",
+    f"{LLAMA} {EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --global-batch-size 12",
 )
 
 
@@ -40,11 +43,13 @@ def _real_steps(lines: list[list[str]]) -> list[tuple[int, int]]:
 
 
 def test_peak_and_sent_bytes_are_those_of_a_real_step():
-    real = run_distributed(_real_steps, 2, [f"{TINY} {flags}".split() for flags in REAL])[0]
-    for flags, (peak, sent) in zip(REAL, real, strict=True):
-        planned = simulated(flags)
-        assert 0.99 <= planned.peak.nbytes / peak <= 1.03, flags
-        assert sum(planned.wire().values()) == sent, flags
+    real = run_distributed(_real_steps, 2, [f"{TINY} {flags}".split() for flags in REAL])
+    for index, flags in enumerate(REAL):
+        for rank in range(2 if "pipeline" in flags else 1):
+            planned = simulated(flags, pipeline_rank=rank)
+            peak, sent = real[planned.rank][index]
+            assert 0.99 <= planned.peak.nbytes / peak <= 1.03, flags
+            assert sum(planned.wire().values()) == sent, flags
 
 
 def test_repeated_micro_batches_count(monkeypatch: pytest.MonkeyPatch):
@@ -88,9 +93,10 @@ def test_ranks_share_the_operations_of_a_model():
 def test_categories_are_those_of_the_plan():
     planned = simulated("--data-parallel-sharding-strategy optim", 4)
     held = dict(zip(simulation.CATEGORIES, planned.peak.held, strict=True))
-    assert held["parameters"] == sum(unit.kept_bytes for unit in planned.plan.units)
-    assert held["gradients"] == sum(unit.gradient_bytes for unit in planned.plan.units)
-    trained = sum(param.numel for param in planned.plan.trained.values())
+    (plan,) = planned.plans
+    assert held["parameters"] == sum(unit.kept_bytes for unit in plan.units)
+    assert held["gradients"] == sum(unit.gradient_bytes for unit in plan.units)
+    trained = sum(param.numel for param in plan.trained.values())
     assert 2 * trained <= held["optimizer state"] <= 2.1 * trained  # two fp32 moments of a quarter
 
 
@@ -107,18 +113,42 @@ def test_a_plan_leaves_nothing_behind():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--num-experts 4", "num_experts"),
-        ("--use-torch-fsdp2 --cpu-offload", "cpu_offload"),
-        ("--offload-activations", "offload_activations"),
-        ("--pipeline-model-parallel-size 2", "pipeline_model_parallel_size"),
-    ],
-)
-def test_what_is_not_simulated_is_named(flags: str, said: str):
-    with pytest.raises(ConfigError, match=said):
-        simulated(flags)
+def test_what_is_not_simulated_is_named():
+    with pytest.raises(ConfigError, match="cpu_offload"):
+        simulated("--use-torch-fsdp2 --cpu-offload")
+
+
+def test_experts_have_equally_many_tokens():
+    flags = f"{LLAMA} {EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    config = parse_arguments(f"{TINY} {flags}".split())
+    model, planned = config.model, simulated(flags)
+    attention = model.num_layers * 2 * (64 * 65 // 2) * model.hidden_size  # as in the test above
+    assert 2 * planned.hardware_flops == formula.model_flops(config, 2) + 4 * attention
+    tokens = 2 * 64 * model.moe_router_topk
+    rows = [event for _, event in planned.events if isinstance(event, Collective) and event.kind == "all-to-all"]
+    # Both ways, forward and backward, of each layer.
+    sizes = [event.nbytes for event in rows if event.nbytes > 1000]
+    assert sizes == [tokens * model.hidden_size * 4] * 4 * model.num_layers
+
+
+def test_micro_batches_under_way_are_those_of_a_long_step():
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    short, long = (simulated(f"{flags} --global-batch-size {size}") for size in (12, 24))
+    assert short.hardware_flops * 2 == long.hardware_flops
+    passes = {(stage, forward, number) for stage in range(4) for forward in (True, False) for number in range(12)}
+    assert {each for of_rank in long.schedule.values() for each in of_rank} == passes
+    # Six micro-batches more: each receives three times and sends three times, `[s, b, h]` in fp32.
+    assert long.peak.nbytes - short.peak.nbytes == 6 * (3 + 3) * 64 * 2 * 64 * 4
+
+
+def test_offloaded_activations_are_no_memory_of_an_accelerator():
+    flags = f"{LLAMA} --num-layers 8"
+    kept, offloaded = (simulated(f"{flags}{more}", on_gpu=True) for more in ("", " --offload-activations"))
+    held = [planned.peak.held[simulation.CATEGORIES.index("activations")] for planned in (kept, offloaded)]
+    assert held[1] < 0.5 * held[0]
+    copies = [e.nbytes for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
+    assert held[0] - held[1] <= sum(copies) // 2 <= held[0]
+    assert offloaded.wire() == kept.wire()
 
 
 def test_a_process_group_is_refused():

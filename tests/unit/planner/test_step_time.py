@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.planner.hardware import PRESETS
-from core.planner.phantom import Collective, Ranks, Work
+from core.planner.phantom import Collective, Mark, Ranks, Work
 from core.planner.step_time import step_time
 from tests.unit.planner._lines import simulated
 
@@ -25,7 +25,7 @@ def _computes(seconds: float, *awaits: Collective) -> Work:
 def _exposed(events: list[tuple[str, Any]], **settings: Any) -> tuple[float, float, float]:
     """Returns seconds of the step, and of exposed and hidden communication."""
     planned = replace(simulated(""), first_events=(), events=tuple(events), **settings)
-    time = step_time(planned, HARDWARE)
+    time = step_time([planned], HARDWARE)
     return time.step_s, time.exposed_s, time.hidden_s
 
 
@@ -78,4 +78,28 @@ def test_a_gather_that_a_step_leaves_running_delays_the_next():
         first_events=((UPDATE, left),),
         events=((FORWARD, _computes(1, left)),),
     )
-    assert step_time(planned, HARDWARE).step_s == pytest.approx(8, 0.01)
+    assert step_time([planned], HARDWARE).step_s == pytest.approx(8, 0.01)
+
+
+def _passes(text: str) -> list[tuple[int, bool, int]]:
+    """Returns passes from words such as F0, the forward of micro-batch 0; the first word is the stage."""
+    stage, *words = text.split()
+    return [(int(stage), word[0] == "F", int(word[1:])) for word in words]
+
+
+def test_a_pipeline_waits_for_its_other_stages():
+    """1F1B of two stages and three micro-batches, each forward 1 s and backward 2 s: 3 x 3 s, and once 3 s more."""
+    update = (UPDATE, _computes(0.5))
+    events = [
+        event
+        for number in range(3)
+        for is_forward, where, seconds in ((True, FORWARD, 1), (False, BACKWARD, 2))
+        for event in ((where, Mark(0, is_forward, number)), (where, _computes(seconds)))
+    ]
+    first = replace(simulated(""), first_events=(), events=(*events, update))
+    last = replace(
+        first, events=tuple((w, replace(e, stage=1) if isinstance(e, Mark) else e) for w, e in first.events)
+    )
+    schedule = {0: _passes("0 F0 F1 B0 F2 B1 B2"), 1: _passes("1 F0 B0 F1 B1 F2 B2")}
+    time = step_time([replace(each, schedule=schedule) for each in (first, last)], HARDWARE)
+    assert (time.step_s, time.bubble_s) == pytest.approx((12.5, 3), abs=0.001)

@@ -1,0 +1,231 @@
+"""What a simulated run has around it: process groups without messages, the kernels of an accelerator, and a host.
+
+Collectives run at once, on the thread that calls them, and experts are given equally many tokens. A real step that is
+compared with a simulated one runs with the same functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from .. import parallel_state
+from ..base.errors import ConfigError
+from ..comm import collectives, lane
+from ..comm.lane import CommLane, Handle
+from ..distributed.model import offloaded_activations
+from ..models.gpt import GPTModel
+from ..optimizer import clip_grads, exact_sums
+from ..tensor_parallel import cross_entropy, linear_cross_entropy, weight_gradients
+from ..tensor_parallel.groups import expert_tensor_group, group_size
+from ..tensor_parallel.random import seed_everything
+from ..tensor_parallel.vocab import pad_vocab_size
+from ..training.config import PretrainConfig
+from ..training.data import Batch
+from ..training.initialize import make_groups
+from ..transformer.lora import add_lora, freeze_parameters
+from ..transformer.module import Float16Module
+from ..transformer.moe import routing
+from ..transformer.pipeline_stages import pipeline_stage
+from .phantom import HOST, Collective, Recorder
+
+ON_HOST = "on the host"
+"""The category of memory that is not the device's."""
+
+
+def _sum_on_device(grads: list[Tensor], count_zeros: bool) -> Tensor:
+    return clip_grads._sum_on_device(grads, count_zeros, torch.device("cpu"))
+
+
+ON_GPU: tuple[tuple[Any, str, Any], ...] = (
+    (clip_grads, "_sum_on_host", _sum_on_device),
+    (weight_gradients, "sums_rows", lambda weight: False),  # gradients of embeddings are dense
+    (exact_sums, "CHUNK_ELEMENTS", exact_sums._DEVICE_CHUNK_ELEMENTS),
+    (cross_entropy, "_CHUNK_ELEMENTS", cross_entropy._GPU_CHUNK_ELEMENTS),
+    (linear_cross_entropy, "_columns", functools.partial(linear_cross_entropy._columns, is_cuda=True)),
+)
+"""What depends on a tensor's device: a module, its name, and its value for tensors of an accelerator."""
+
+
+def resolved(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
+    """Returns the settings with those of the device resolved.
+
+    Raises:
+        ConfigError: the setting's effect on memory is not simulated.
+    """
+    if getattr(config.ddp, "cpu_offload", False):
+        raise ConfigError("cpu_offload is set, which the planner does not simulate; drop it to plan the run without")
+    if config.data.vocab_size is None:
+        raise ConfigError("vocab_size is not set, and the planner reads no corpus; add --vocab-size")
+    ddp, model = replace(config.ddp, compile_units=False, activation_memory_budget=None), config.model
+    if on_gpu:  # where the fused kernels drop attention weights without storing them
+        model = replace(model, attention_dropout=0.0)
+    if on_gpu and not ddp.shards_parameters:
+        overlaps_grads = True if ddp.overlap_grad_reduce is None else ddp.overlap_grad_reduce
+        overlaps_params = ddp.shards_updates if ddp.overlap_param_gather is None else ddp.overlap_param_gather
+        ddp = replace(ddp, overlap_grad_reduce=overlaps_grads, overlap_param_gather=overlaps_params)
+    return replace(config, ddp=ddp, model=model)
+
+
+@contextmanager
+def fake_world(config: PretrainConfig, world_size: int, rank: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise ConfigError("a process group exists, and the planner makes one of its own; plan in another process")
+    hook = sys.excepthook  # torch wraps it at each initialisation
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        make_groups(config)
+        with torch.random.fork_rng(devices=()):
+            seed_everything(config.run.seed)
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+@contextmanager
+def balanced_experts() -> Iterator[None]:
+    """Makes routers give all experts equally many tokens, one after the other, whatever their scores."""
+    best = routing._best
+
+    def in_turn(ranked: Tensor, config: Any) -> Tensor:
+        chosen = best(ranked, config)
+        return torch.arange(chosen.numel()).remainder_(ranked.shape[-1]).view_as(chosen)
+
+    with mock.patch.object(routing, "_best", in_turn):
+        yield
+
+
+@contextmanager
+def activations_on_host(recorder: Recorder) -> Iterator[None]:
+    """Keeps offloaded activations out of the device's memory, and records their copies as such."""
+    on_host = offloaded_activations._OnHost
+    begin, copy_back = on_host.__init__, on_host._copy_back
+
+    def to_host(saved: Any, forward: Any, tensor: Tensor, stream: Any) -> None:
+        first = len(recorder.events)
+        begin(saved, forward, tensor, stream)
+        recorder.sort_into(ON_HOST, [saved._host])
+        recorder.events[first:] = [(recorder.where, Collective("to the host", tensor.nbytes, HOST))]
+
+    def from_host(saved: Any) -> Any:
+        first = len(recorder.events)
+        copy, event = copy_back(saved)
+        del recorder.events[first:]
+        recorder.send(Collective("from the host", copy.nbytes, HOST), [], [copy])
+        return copy, event
+
+    with mock.patch.multiple(on_host, __init__=to_host, _copy_back=from_host):
+        yield
+
+
+class _Lane(CommLane):
+    """Runs each task at once, on the thread that submits it."""
+
+    def submit(self, run: Callable[[], None]) -> Handle:
+        run()
+        return _Ended(run)
+
+
+class _Ended(Handle):
+    """A collective that has ended, and holds its tensors until it is waited for, as on an accelerator."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held  # until `wait`
+
+    def wait(self) -> None:
+        self._held = None
+
+
+def _run_collective(kind: str, what: str, payload: Tensor, group: Any, start: Callable[[], Any]) -> Handle | None:
+    work = start()
+    if work is not None:
+        work.wait()
+    return None if work is None else _Ended(payload)
+
+
+class _Held(_Ended):
+    """The same on the CPU: gloo's work holds its tensors for as long as it lives."""
+
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def exchanges_hold_what_is_sent(*, on_gpu: bool) -> Iterator[None]:
+    """Makes exchanges between pipeline stages hold what they send, until it is waited for or longer."""
+    exchange, held = schedules._batch_p2p, _Ended if on_gpu else _Held
+
+    def hold(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+        return [held([op.tensor for op in ops if op.op is dist.isend])] if exchange(ops, desc) else []
+
+    with mock.patch.object(schedules, "_batch_p2p", hold):
+        yield
+
+
+@contextmanager
+def collectives_at_once() -> Iterator[None]:
+    """Runs every collective of `core.comm` on the thread that calls it, which returns when it has ended."""
+    with (
+        mock.patch.object(lane, "_lane", lambda device, number: _Lane()),
+        mock.patch.object(collectives, "_run", _run_collective),
+    ):
+        yield
+
+
+def whole_size(parameter: Tensor) -> int:
+    """Returns the elements of a parameter on all tensor-parallel and expert-parallel ranks."""
+    if getattr(parameter, "shared_embedding", False) and not parallel_state.is_pipeline_first_stage():
+        return 0  # counted there
+    is_expert = not getattr(parameter, "allreduce", True)
+    tp = group_size(expert_tensor_group()) if is_expert else parallel_state.get_tensor_model_parallel_world_size()
+    ranks = parallel_state.get_expert_model_parallel_world_size() if is_expert else 1
+    return parameter.numel() * ranks * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
+
+
+def batches(config: PretrainConfig) -> Iterator[Batch]:
+    """Yields micro-batches of one document each. All labels count, and tokens differ as far as the vocabulary goes."""
+    shape = config.data.micro_batch_size, config.data.seq_length
+    while True:
+        tokens = (torch.arange(math.prod(shape)) % (config.data.vocab_size or 1)).view(shape)
+        positions = torch.arange(shape[1]).expand(shape).contiguous()
+        yield {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": torch.ones(shape)}
+
+
+def build_model(config: PretrainConfig) -> nn.ModuleList:
+    """Builds the rank's stages as ``examples/gpt/pretrain_gpt.py`` does: on meta where parameters are sharded."""
+    virtual = config.model.virtual_pipeline_model_parallel_size
+    return nn.ModuleList(_build_stage(config, stage) for stage in ([None] if virtual is None else range(virtual)))
+
+
+def _build_stage(config: PretrainConfig, vp_stage: int | None) -> nn.Module:
+    stage = pipeline_stage(config.model, vp_stage)
+    with torch.device("meta" if config.ddp.shards_parameters else "cpu"):
+        model: nn.Module = GPTModel(
+            config.model,
+            vocab_size=pad_vocab_size(config.data.vocab_size or 0, config.gpt.make_vocab_size_divisible_by),
+            max_sequence_length=config.max_sequence_length,
+            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
+            position_embedding_type=config.gpt.position_embedding_type,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
+            vp_stage=vp_stage,
+        )
+    freeze_parameters(model, config.gpt.freeze)
+    add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
+    if not config.ddp.shards_parameters and (config.model.fp16 or config.model.bf16):
+        model = Float16Module(config.model, model)
+    return model
