@@ -25,6 +25,10 @@ _VIEW = "pending_view"
 `set_pending_view` sets it when the model is wrapped. It is never removed."""
 
 
+without_waiting = torch._C.DisableTorchFunctionSubclass
+"""A context manager: reads metadata and ``grad`` of many parameters without asking for each whether it is pending."""
+
+
 def can_be_pending(param: nn.Parameter) -> bool:
     """Returns whether the class is `nn.Parameter` itself. A subclass may depend on its class, so it is left alone."""
     return type(param) is nn.Parameter

@@ -14,6 +14,7 @@ from ..base.device import current_device
 from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..base.host_memory import transient_memory
 from ..base.local_parts import kept_range
+from ..base.pending_parameters import without_waiting
 from ..comm.collectives import Allocate
 from ..comm.lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
@@ -248,10 +249,11 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def _zero_gradients(self) -> None:
         self._drop_gradients()
-        for _, parameter in managed_parameters(self.module):
-            parameter.grad = None
-            if parameter in self._bucket_of:
-                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        with without_waiting():
+            for _, parameter in managed_parameters(self.module):
+                parameter.grad = None
+                if parameter in self._bucket_of:
+                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
         held = [tensor for bucket in self._buckets for tensor in bucket.held()]

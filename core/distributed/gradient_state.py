@@ -73,9 +73,11 @@ class GradientState:
             opens: called where gradients are reduced; returns whether the backward may add to them, as in a plain
                 module. The next reduction then reduces the sum.
         """
+        if self.phase in (Phase.ACCUMULATING, Phase.LATE, Phase.BROKEN):
+            return
         if self.phase is Phase.ZEROED or (self.is_reduced and opens()):
             self.phase = Phase.ACCUMULATING
-        elif self.is_reduced or self.phase is Phase.UNSCALED:
+        else:
             self.note_late()
 
     def note_late(self, parameter: str = "") -> None:

@@ -10,10 +10,11 @@ in use after the forward (returned, or kept in an attribute) cannot follow; the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..base.local_parts import local_part
@@ -81,10 +82,22 @@ class SavedWeights:
     def _pack(self, tensor: Tensor) -> Any:
         return self._place(tensor) or keep(tensor)
 
-    def _place(self, tensor: Tensor) -> _SavedWeight | None:
-        local = tensor if type(tensor) is Tensor else _local_part(tensor)
+    def _place(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """Returns what reads a tensor again if it is a weight of the unit, or a view of one."""
+        local = tensor
+        if isinstance(tensor, DTensor):
+            with torch.no_grad():
+                local = local_part(tensor)
         index = self._index_of.get(local.untyped_storage()._cdata)
-        return None if index is None else _SavedWeight(self, index, tensor, local)
+        if index is None:
+            return None
+        if type(tensor) is nn.Parameter:  # stays the model's wherever the unit is gathered
+            return partial(self._read_parameter, tensor)
+        return _SavedView(self, index, tensor, local)
+
+    def _read_parameter(self, param: nn.Parameter) -> Tensor:
+        self._gather()
+        return param
 
     def read(self, index: int) -> Tensor:
         """Returns a tensor of the gathered memory."""
@@ -92,8 +105,8 @@ class SavedWeights:
         return self._memory()[index]
 
 
-class _SavedWeight:
-    """The place of a saved weight, or of a view of one, in the memory that its unit is gathered into."""
+class _SavedView:
+    """The place of a view of a weight, or of a DTensor, in the memory that its unit is gathered into."""
 
     __slots__ = ("dtype", "index", "mesh", "owner", "place")
 
@@ -105,8 +118,9 @@ class _SavedWeight:
         if isinstance(tensor, DTensor):  # of tensor parallelism
             self.mesh = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
-    def read(self) -> Tensor:
-        local = self.owner.read(self.index).view(self.dtype).as_strided(*self.place)
+    def __call__(self) -> Tensor:
+        memory = self.owner.read(self.index)
+        local = (memory if memory.dtype == self.dtype else memory.view(self.dtype)).as_strided(*self.place)
         if self.mesh is None:
             return local
         mesh, placements, shape, stride = self.mesh
@@ -114,7 +128,7 @@ class _SavedWeight:
 
 
 def _unpack(packed: Any) -> Tensor:
-    return packed.read() if isinstance(packed, _SavedWeight) else read_kept(packed)
+    return read_kept(packed) if type(packed) is tuple else packed()
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
@@ -143,11 +157,6 @@ def _chained(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack:
     """Returns hooks that leave what is no weight to those of others, `pack` and `unpack`."""
 
     def unpack_any(packed: Any) -> Any:
-        return packed.read() if isinstance(packed, _SavedWeight) else unpack(packed[0])
+        return unpack(packed[0]) if type(packed) is tuple else packed()
 
     return (lambda tensor: place(tensor) or (pack(tensor),)), unpack_any
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return local_part(tensor)

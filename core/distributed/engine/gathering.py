@@ -208,7 +208,7 @@ class ParameterGathering:
 
     def _gather_saved(self, unit: Unit) -> None:
         """Gathers a unit, of which backward is about to read a weight that autograd has saved."""
-        if not unit.is_ready or unit.used_in != current_backward():
+        if unit.used_in != current_backward() or not unit.is_ready:
             self.ensure_gathered(unit)
 
 

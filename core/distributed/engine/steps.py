@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ShardstackError, WrapError
+from ...base.pending_parameters import without_waiting
 from ..gradient_tree import GradientTree
 from ..model.unfit_models import reject_changed
 from ..parameter_owner import is_unreadable, make_unreadable_gradient
@@ -185,12 +186,13 @@ class ParamPlacement:
             WrapError: a parameter was moved, replaced, added, removed or made trainable since.
         """
         reject_changed(self._model, self._names)
-        for param in self._model.parameters():
-            if param in self._places and self._places[param] != (param.data_ptr(), param.dtype):
-                raise WrapError(
-                    f"the storage of parameter {self._names[param]} was replaced after the model was wrapped (a move "
-                    "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
-                )
+        with without_waiting():
+            moved = [param for param, place in self._places.items() if place != (param.data_ptr(), param.dtype)]
+        if moved:
+            raise WrapError(
+                f"the storage of parameter {self._names[moved[0]]} was replaced after the model was wrapped (a move "
+                "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+            )
 
 
 class ShownGradients:
@@ -219,29 +221,35 @@ class ShownGradients:
         Raises:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
         """
-        for param, bucket in self._bucket_of.items():
-            if param.grad is not None and not shows_main_grad(param):
-                _check_may_replace(bucket, bucket.slot_of(param).name)
-                bucket.slot_of(param).replace(param.grad)
-            param.grad = None
+        with without_waiting():
+            written = {p: p.grad for p in self._bucket_of if p.grad is not None and not shows_main_grad(p)}
+        for param, gradient in written.items():
+            bucket = self._bucket_of[param]
+            _check_may_replace(bucket, bucket.slot_of(param).name)
+            bucket.slot_of(param).replace(gradient)
+        with without_waiting():
+            for param in self._bucket_of:
+                param.grad = None
 
     def show(self) -> None:
         """Shows reduced gradients, and None for a frozen parameter without a gradient."""
         self._stepped = None
-        for param, bucket in self._bucket_of.items():
-            slot = bucket.slot_of(param)
-            if not slot.has_gradient:
-                param.grad = param.main_grad = None  # type: ignore[attr-defined]
-                continue
-            is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
-            param.grad = param.main_grad if is_readable else self._unreadable[param]  # type: ignore[attr-defined]
+        with without_waiting():
+            for param, bucket in self._bucket_of.items():
+                slot = bucket.slot_of(param)
+                if not slot.has_gradient:
+                    param.grad = param.main_grad = None  # type: ignore[attr-defined]
+                    continue
+                is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
+                param.grad = param.main_grad if is_readable else self._unreadable[param]  # type: ignore[attr-defined]
 
     def hide_after_step(self) -> None:
         """Clears ``param.grad`` after a step, if gradients are sharded."""
         if self._is_sharded and self._stepped is None:
-            self._stepped = {param for param in self._bucket_of if param.grad is not None}
-            for param in self._stepped:
-                param.grad = None
+            with without_waiting():
+                self._stepped = {param for param in self._bucket_of if param.grad is not None}
+                for param in self._stepped:
+                    param.grad = None
 
     def has_gradient(self, param: nn.Parameter) -> bool:
         """Returns whether a step reads a gradient of the parameter, which the user has not set to None."""
@@ -251,7 +259,8 @@ class ShownGradients:
         """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""
         if not self._is_sharded:
             return None
-        return next((p for p in self._bucket_of if not (p.grad is None or is_unreadable(p.grad))), None)
+        with without_waiting():
+            return next((p for p in self._bucket_of if not (p.grad is None or is_unreadable(p.grad))), None)
 
 
 def _check_may_replace(bucket: Bucket, name: str) -> None:

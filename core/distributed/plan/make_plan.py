@@ -48,7 +48,9 @@ def plan_model(
     *,
     engine: Engine | None = None,
     caller: str = "plan_model",
-    **options: Any,
+    disable_bucketing: bool = False,
+    finish_in_backward: bool = False,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> Plan:
     """Plans what a wrapper does to a model. Every wrapper is built from the result.
 
@@ -60,36 +62,40 @@ def plan_model(
             these are only recomputed or compiled.
         engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
-        options: of `plan_whole` or `plan_gathered`.
+        disable_bucketing: reduce each buffer of whole gradients in one piece; the bucket size is ignored.
+        finish_in_backward: as of `DistributedDataParallel`.
+        mp_policy: torch's own, in place of the dtypes of the settings and of the model's config.
 
     Raises:
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
     engine = ddp_config.engine if engine is None else engine
+    settings: DistributedDataParallelConfig
+    given: dict[str, Any] = {}
     if engine is Engine.FLAT_BUFFERS:
-        return plan_whole(module, config, ddp_config, groups, unit_classes, caller=caller, **options)
-    return plan_gathered(module, config, ddp_config, groups, unit_classes, engine=engine, caller=caller, **options)
+        settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
+        given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
+        decided = _plan_whole(module, config, settings, groups, unit_classes, disable_bucketing)
+    else:
+        is_fsdp2 = engine is Engine.FSDP2
+        settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
+        if mp_policy is not None:
+            given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
+        decided = _plan_gathered(module, config, settings, groups, unit_classes, engine, mp_policy)
+    common = common_plan(module, config, settings, caller, given)
+    return Plan(**common, engine=engine, groups=groups, finishes_in_backward=finish_in_backward, **decided)
 
 
-def plan_whole(
+def _plan_whole(
     module: nn.Module,
     config: Any,
-    ddp_config: DistributedDataParallelConfig,
+    settings: DistributedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice] = (),
-    *,
-    caller: str,
-    disable_bucketing: bool = False,
-    finish_in_backward: bool = False,
-) -> Plan:
-    """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit (see `plan_model`).
-
-    Args:
-        disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
-        finish_in_backward: as of `DistributedDataParallel`.
-    """
-    settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
+    unit_classes: Iterable[UnitChoice],
+    disable_bucketing: bool,
+) -> dict[str, Any]:
+    """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit."""
     strategy, is_sharded = settings.sharding_strategy, settings.sharding_strategy != "no_shard"
     num_parts = groups.shard.size() if is_sharded else 1
     # None: behind computation, where the model's device has streams. A model on meta will be on that of this process.
@@ -124,42 +130,28 @@ def plan_whole(
     check_contradictions(config, settings, groups)
     # Gradients travel by bucket, so that modules are looked for only where something is done to them.
     units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(settings) else []
-    given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
-    return Plan(
-        **common_plan(module, config, settings, caller, given),
-        engine=Engine.FLAT_BUFFERS,
-        groups=groups,
-        transforms=plan_transforms(units, settings),
-        units=(
-            *(UnitPlan(pieces=(bucket,)) for bucket in buckets),
-            UnitPlan(modules=(module,), names=("",), pieces=frozen),
-        ),
-        reduces_every_micro_batch=settings.reduce_every_micro_batch and num_parts > 1,
-        reduces_during_backward=reduces_during_backward,
-        overlaps_grads=overlaps_grads,
-        overlaps_params=overlaps_params,
-        finishes_in_backward=finish_in_backward,
-    )
+    root = UnitPlan(modules=(module,), names=("",), pieces=frozen)
+    return {
+        "transforms": plan_transforms(units, settings),
+        "units": (*(UnitPlan(pieces=(bucket,)) for bucket in buckets), root),
+        "reduces_every_micro_batch": settings.reduce_every_micro_batch and num_parts > 1,
+        "reduces_during_backward": reduces_during_backward,
+        "overlaps_grads": overlaps_grads,
+        "overlaps_params": overlaps_params,
+    }
 
 
-def plan_gathered(
+def _plan_gathered(
     module: nn.Module,
     config: Any,
-    ddp_config: DistributedDataParallelConfig,
+    settings: FullyShardedDataParallelConfig,
     groups: DataParallelGroups,
     unit_classes: Iterable[UnitChoice],
-    *,
     engine: Engine,
-    caller: str,
-    mp_policy: MixedPrecisionPolicy | None = None,
-) -> Plan:
-    """Plans a model whose ranks share its parameters, and gather them a unit at a time (see `plan_model`).
-
-    Args:
-        mp_policy: torch's own, in place of the dtypes of the settings and of the model's config.
-    """
+    mp_policy: MixedPrecisionPolicy | None,
+) -> dict[str, Any]:
+    """Plans a model whose ranks share its parameters, and gather them a unit at a time."""
     is_fsdp2 = engine is Engine.FSDP2
-    settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
     managed = (parameter for _, parameter in managed_parameters(module))
     precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), settings)
     shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
@@ -203,17 +195,13 @@ def plan_gathered(
     transforms = plan_transforms(units[:-1], settings)
     if is_fsdp2:
         _reject_units_in_selective_ones(transforms, units)
-    given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)} if mp_policy is not None else {}
-    return Plan(
-        **common_plan(module, config, settings, caller, given),
-        engine=engine,
-        groups=groups,
-        transforms=transforms,
-        units=tuple(units),
-        reduces_every_micro_batch=settings.reduce_every_micro_batch and (is_fsdp2 or num_parts > 1),
-        overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
-        shards_update_over_replicas=shares_update,
-    )
+    return {
+        "transforms": transforms,
+        "units": tuple(units),
+        "reduces_every_micro_batch": settings.reduce_every_micro_batch and (is_fsdp2 or num_parts > 1),
+        "overlaps_params": settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
+        "shards_update_over_replicas": shares_update,
+    }
 
 
 def _reshards(

@@ -246,7 +246,8 @@ class GPTModel(LanguageModule):
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
         _check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
-        forget_losses(self.decoder)
+        if self.config.num_moe_experts is not None:
+            forget_losses(self.decoder)
         if self._earlier_losses is not None:
             self.decoder.pending_loss, self._earlier_losses = self._earlier_losses, None
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()

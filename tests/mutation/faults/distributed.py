@@ -280,7 +280,7 @@ MUTATIONS = (
     Mutation(
         "a weight that autograd has saved is read from another unit's slot",
         "core.distributed.engine.gathering.ParameterGathering._gather_saved",
-        r"not unit\.is_ready or unit\.used_in != current_backward\(\)",
+        r"unit\.used_in != current_backward\(\) or not unit\.is_ready",
         "False",
         _SAVED,
     ),
