@@ -77,7 +77,7 @@ class _BaseDataParallel(EngineVerbs):
         plan: what `ddp_config` means for this model on these ranks.
 
     Attributes:
-        plan: as given. The library reads it instead of `ddp_config`, which is kept for users.
+        plan: what the wrapper does. The library reads it instead of `ddp_config`, which is kept for users.
         process_group: the ranks that hold replicas: data-parallel times context-parallel ones.
         gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
             report events to it, and check the phase before they act.
@@ -126,10 +126,10 @@ class _BaseDataParallel(EngineVerbs):
         """Resolves the groups of ranks and plans a model, which is changed only afterwards.
 
         Args:
-            module: as given to the constructor.
+            module: the argument of the constructor.
             model: what is planned: `module`, or the model inside it.
             unit_classes: None means `DEFAULT_UNIT_CLASSES`.
-            options: as of `plan_model`.
+            options: keyword arguments of `plan_model`.
 
         Raises:
             WrapError: the model is wrapped already or cannot be wrapped.

@@ -12,11 +12,11 @@ from ..base.errors import ParallelConfigError, ShardstackError
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..process_groups_config import ProcessGroupCollection
-from .call_hooks import WrapperHook
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
+from .forward_hooks import WrapperHook
 from .groups import Ranks
 from .model.initial_values import start_equal
 from .param_and_grad_buffer import MegatronBuffers
@@ -99,6 +99,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         self._take_gradients()
         # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
         by_place = {piece.bucket: unit for unit in self.units for piece in unit.plan.pieces}
+        # This replaces the plan's order, which also has the root.
         self.units = [by_place[place] for place in reversed(plan.reduction_order)]
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.

@@ -60,8 +60,8 @@ def finalize_model_grads(
         chunk.gradient_state.check_may_finalize()
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=bool(force_all_reduce))
-    given = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
-    _sum_over_sequence_parallel_ranks(model, given)
+    tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
+    _sum_over_sequence_parallel_ranks(model, tensor_ranks)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         _sum_shared_embedding(model)
     if num_tokens is not None:
@@ -117,17 +117,17 @@ def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
         for name, parameter in unwrap_model(chunk).named_parameters():
             if not (getattr(parameter, "shared_embedding", False) and parameter.requires_grad):
                 continue
-            gradient, kept = chunk.local_gradient(parameter), kept_range(parameter)
-            if gradient is None or (kept is not None and kept[0].numel() != gradient.numel()):
+            gradient, own_range = chunk.local_gradient(parameter), kept_range(parameter)
+            if gradient is None or (own_range is not None and own_range[0].numel() != gradient.numel()):
                 raise ParallelConfigError(
                     f"this rank has no gradient of {name} for its part of the weight, which the first and the last "
                     "pipeline stage share; untie them, or leave outer_dp_sharding_strategy at no_shard"
                 )
-            if kept is None:
+            if own_range is None:
                 all_reduce_by_backend(gradient, group, what=f"the gradient of {name}")
                 continue
             whole = gradient.new_zeros(parameter.numel())
-            part = whole[kept[1] : kept[1] + gradient.numel()]
+            part = whole[own_range[1] : own_range[1] + gradient.numel()]
             part.copy_(gradient)
             for ranks in (chunk.plan.groups.shard, group):
                 all_reduce_by_backend(whole, ranks, what=f"the gradient of {name}")

@@ -36,7 +36,7 @@ class _FlatDataParallel(_BaseDataParallel):
     `plan.finishes_in_backward`; the main thread calls everything else, between backwards.
 
     Args:
-        plan: of the model. A subclass calls `_build` and `_take_gradients`.
+        plan: the model's plan. A subclass calls `_build` and `_take_gradients`.
 
     Attributes:
         units: parameters that are gathered together.
@@ -196,8 +196,8 @@ class _FlatDataParallel(_BaseDataParallel):
     def _open_reduced_gradients(self) -> bool:
         if self._is_sharded:
             return False
-        kept = [param for param in self._bucket_of if shows_main_grad(param)]
-        if kept and not self._adds_exactly:
+        with_gradient = [param for param in self._bucket_of if shows_main_grad(param)]
+        if with_gradient and not self._adds_exactly:
             return False
         self._schedule.restart()
         for bucket in self._buckets:

@@ -59,7 +59,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         module: the model. With ``sync_module_states`` all ranks start from the values of the group's first rank; a
             model on the meta device is materialized. If the config computes in ``bf16`` or ``fp16``, fp32 parameters
             stay in fp32: they are cast when they are gathered, and serve as the optimizer's masters.
-        sub_modules_to_wrap: as in `TorchFullyShardedDataParallel`.
+        sub_modules_to_wrap: classes of units, as of `TorchFullyShardedDataParallel`.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
@@ -153,12 +153,12 @@ class FullyShardedDataParallel(_FlatDataParallel):
             for bucket in unit.buckets:
                 is_shared = bucket.buffer.kind.kind != "replicated"
                 if is_shared and any(param.requires_grad for param in bucket.params):
-                    kept = bucket.local_param_shard
-                    shard = kept.to(bucket.buffer.device)  # from the host, where it is offloaded
+                    own_shard = bucket.local_param_shard
+                    shard = own_shard.to(bucket.buffer.device)  # from the host, where it is offloaded
                     own = shard.chunk(group.size())[group.rank()]
                     all_gather(shard, own, group, what=f"updated parameters of unit {unit.name}")
-                    if shard is not kept:
-                        kept.copy_(shard)
+                    if shard is not own_shard:
+                        own_shard.copy_(shard)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

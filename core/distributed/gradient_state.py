@@ -208,9 +208,9 @@ class GradientChecks:
                 self._check_norm(name, norm, step, are_reduced)
 
     def _check_norm(self, name: str, norm: float, step: int, is_reduced: bool) -> None:
-        largest, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-        if seen < OBSERVED_STEPS:
-            self._largest[name], self._seen[name] = max(largest, norm), seen + 1
+        largest, num_steps = self._largest.get(name, 0.0), self._seen.get(name, 0)
+        if num_steps < OBSERVED_STEPS:
+            self._largest[name], self._seen[name] = max(largest, norm), num_steps + 1
         elif norm >= LARGE_FACTOR * largest and norm > 0.0:
             raise ShardstackError(
                 f"{_place(name, step, is_reduced)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that "
@@ -221,15 +221,15 @@ class GradientChecks:
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns L2 norms in double, `[n]`, by one kernel for each dtype and device."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
+    norm_of: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, gradient in enumerate(gradients):
         kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
     for indices in kinds.values():
         norms = torch._foreach_norm([gradients[i].detach() for i in indices], 2, dtype=torch.float64)
         for index, norm in zip(indices, norms, strict=True):
-            found[index] = norm
-    return torch.stack([norm.to(found[0].device) for norm in found])
+            norm_of[index] = norm
+    return torch.stack([norm.to(norm_of[0].device) for norm in norm_of])
 
 
 def _place(name: str, step: int, is_reduced: bool) -> str:

@@ -134,8 +134,8 @@ def find_groups(
         if (replicas := pg_collection.expt_dp) is not None and replicas is not process_group:
             experts = DataParallelGroups(replicas, replicas, num_dense_replicas=process_group.size())
     if isinstance(process_group, DeviceMesh):
-        found = process_group.size(0) if process_group.ndim == 2 else 1
-        if process_group.ndim > 2 or num_instances not in (1, found):
+        num_replicas = process_group.size(0) if process_group.ndim == 2 else 1
+        if process_group.ndim > 2 or num_instances not in (1, num_replicas):
             raise ParallelConfigError(
                 f"num_distributed_optimizer_instances is {num_instances}, and the mesh given has the shape "
                 f"{tuple(process_group.shape)}; give one axis, or (replicate, shard) with as many replicas as "
@@ -162,10 +162,10 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     _equalize_numbers_of_groups(group)
     # torch's ``fake`` backend has no options, and its collectives nothing to wait for
     timeout: timedelta | None = backend.options._timeout if backend.options is not None else None
-    made: dist.ProcessGroup = dist.new_group(
+    group_of_members: dist.ProcessGroup = dist.new_group(
         [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
     )
-    return made
+    return group_of_members
 
 
 def neighbour_groups(group: dist.ProcessGroup, sizes: Iterable[int | None]) -> Mapping[int | None, dist.ProcessGroup]:
@@ -195,10 +195,10 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Collectives of one group do not wait for those of the other.
     """
-    found = _twins.get(group)
-    if found is None or _is_destroyed(found):
-        found = _twins[group] = subgroup(group, range(group.size()))
-    return found
+    twin = _twins.get(group)
+    if twin is None or _is_destroyed(twin):
+        twin = _twins[group] = subgroup(group, range(group.size()))
+    return twin
 
 
 def _lone_group() -> dist.ProcessGroup:
@@ -263,11 +263,11 @@ def _initialized_groups(num_instances: int) -> DataParallelGroups:
             f"num_distributed_optimizer_instances {num_instances} does not divide the data-parallel size "
             f"{whole.size()}; choose a divisor of it"
         )
-    found = mesh.size(0) if mesh.ndim == 2 else 1
-    if num_instances != found:
+    num_replicas = mesh.size(0) if mesh.ndim == 2 else 1
+    if num_instances != num_replicas:
         raise ParallelConfigError(
             f"num_distributed_optimizer_instances is {num_instances}, but core.parallel_state was initialised with "
-            f"{found}; give both the same number"
+            f"{num_replicas}; give both the same number"
         )
     return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh, experts)
 

@@ -22,6 +22,7 @@ class ParamAndGradBuffer:
     """One flat buffer and its buckets. Attributes are those of `FlatBuffer`, or as Megatron-LM's."""
 
     def __init__(self, buffer: FlatBuffer, buckets: list[Bucket]) -> None:
+        # Made anew at each access. The memory is the `FlatBuffer`'s, and changes with each step.
         self.buckets, self.params = buckets, [param for bucket in buckets for param in bucket.params]
         self.param_data, self.grad_data, self.numel = buffer.param_data, buffer.grad_data, buffer.numel
         self.param_dtype, self.grad_dtype = buffer.kind.param_dtype, buffer.kind.grad_dtype
@@ -77,6 +78,7 @@ class MegatronBuffers:
 class _BufferList(list[ParamAndGradBuffer]):
     def __init__(self, items: list[ParamAndGradBuffer], torch_buffers: Callable[..., Iterator[Tensor]]) -> None:
         super().__init__(items)
+        # Fixed: torch's ``Module.buffers`` of the wrapper. The list lives as long as its reader keeps it.
         self._torch_buffers = torch_buffers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:

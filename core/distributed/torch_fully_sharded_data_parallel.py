@@ -17,10 +17,10 @@ from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel import VocabParallelEmbedding
-from .call_hooks import enclose, watch_outputs
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import BucketReduction
+from .forward_hooks import enclose, watch_outputs
 from .fsdp2.gathered_weights import FreedWeights, prefetch_units, reject_graph_of_gradients
 from .fsdp2.gradient_sums import GradientSums
 from .fsdp2.shard_model import fsdp_modules, set_collectives, shard_model
@@ -198,17 +198,23 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def let_module_be_called(self) -> nn.Module:
         """Lets the module be called in place of the wrapper, which then lives as long as it. Returns the module.
 
-        Its ``set_requires_gradient_sync(False)`` acts as `no_sync`, unless called with ``recurse=False``. The module
-        is marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.
+        The module's ``set_requires_gradient_sync``, by which such trainers say which micro-batch is the last, becomes
+        that of the wrapper. The module is marked for Hugging Face's ``generate``, so that ranks whose text has ended
+        go on until all have.
         """
         self._is_called_by_module = True
         self.module.register_forward_hook(self._note_forward)
         # Both are set on the user's model and never removed. Hugging Face's `generate` reads the mark in each call.
-        self.module.set_requires_gradient_sync = self._set_requires_gradient_sync  # type: ignore[assignment]
+        self.module.set_requires_gradient_sync = self.set_requires_gradient_sync  # type: ignore[assignment]
         self.module._is_fsdp_managed_module = True  # type: ignore[assignment]
         return self.module
 
-    def _set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Acts as entering (False) or leaving (True) `no_sync`, by torch's name and arguments.
+
+        Args:
+            recurse: False sets it for the root unit alone, as torch does.
+        """
         if recurse:
             self._set_gradient_sync(requires_gradient_sync)
         else:

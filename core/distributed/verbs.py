@@ -96,8 +96,8 @@ class EngineVerbs(nn.Module, ABC):
 
         It is the parameter itself where ranks keep whole ones.
         """
-        kept = kept_range(parameter)
-        return local_part(parameter.detach()) if kept is None else kept[0]
+        own_range = kept_range(parameter)
+        return local_part(parameter.detach()) if own_range is None else own_range[0]
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""

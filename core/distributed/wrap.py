@@ -36,7 +36,7 @@ def wrap_model(
         process_group: the ranks, or a mesh of them; as in the wrappers.
         pg_collection: the same in Megatron-LM's form.
         sub_modules_to_wrap: classes of units.
-        disable_bucketing: as in the wrappers.
+        disable_bucketing: reduce each buffer of gradients in one piece.
     """
     return _WRAPPERS[ddp_config.engine](
         config,
@@ -49,6 +49,7 @@ def wrap_model(
     )
 
 
+# One wrapper for each engine; fixed.
 _WRAPPERS: dict[Engine, Callable[..., _BaseDataParallel]] = {
     wrapper.engine: wrapper
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)

@@ -339,17 +339,17 @@ class Bucket(PlacedParams):
             self._sums.set_aside(self.local_grad_shard, additions)
             self.separate_shard = None
             return
-        whole, memory, kept = self.complete_grads(), self.buffer.grad_memory, None
+        whole, memory, in_use = self.complete_grads(), self.buffer.grad_memory, None
         if self.releases_grads:
             self.release_grads()
         else:
             for slot in self.slots:
                 slot.restart()
-            kept = whole
+            in_use = whole
             if not additions:
                 whole = memory.take(self.numel).copy_(whole)
         for free in self._sums.set_aside(whole, additions):
-            if free is not kept:
+            if free is not in_use:
                 memory.give_back(free)
 
     @torch.no_grad()

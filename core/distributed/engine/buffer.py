@@ -35,7 +35,7 @@ class FlatBuffer:
     gathered by one. Nothing here decides when.
 
     Args:
-        plan: of the model: which ranks cut the buffer, and this rank's part.
+        plan: the model's plan: which ranks cut the buffer, and this rank's part.
         buckets: the buffer's pieces of the plan, which are of one kind.
         device: that the model computes on.
         allocate: allocates whole gradients, where buckets release theirs.
@@ -43,9 +43,9 @@ class FlatBuffer:
     Attributes:
         kind: what all buckets have in common.
         numel: elements of all buckets, padding included.
-        device: as given; has `param_data` and whole gradients.
+        device: the device of `param_data` and whole gradients.
         shard_device: the device of `shards` and separate shards of gradients; the CPU if they are offloaded.
-        plan: as given, over the ranks that have its parameters.
+        plan: the model's plan, over the ranks that have the buffer's parameters.
         param_data: `[numel]`, whole parameters, which are views of it (ZeRO-1 and ZeRO-2); else None.
         shards: `[numel / num_shards]`, this rank's shards of the parameters of all buckets, one after the other
             (ZeRO-3); else None. A single tensor, so that its version counts every write to a shard.
@@ -111,12 +111,12 @@ class PlacedParams:
     to it.
 
     Args:
-        plan: of the bucket.
+        plan: the bucket's piece of the plan.
         slots: each parameter and its place, in the order of the places.
 
     Attributes:
         buffer: owns `param_data` or the shards.
-        slots: as given; fixed.
+        slots: the argument; fixed.
         offset: the bucket's first element in the buffer.
         numel: number of elements, padding included; a multiple of the number of shards.
         param_data: `[numel]`, the memory that parameters are views of; empty where they keep their own.
@@ -128,6 +128,7 @@ class PlacedParams:
         self.buffer, self.offset, self.numel, self.slots = buffer, plan.layout.start, plan.elements, slots
         self._slot_of = {slot.param: slot for slot in slots}
         first, last = slots[0].name, slots[-1].name
+        # In messages, and in the record of collectives; fixed.
         self.name = f"bucket {first}" + (f" to {last}" if last != first else "")
         ends, starts = [0, *(slot.end for slot in slots)], [*(slot.start for slot in slots), self.numel]
         # Padding, ``[start, end)`` in the bucket; fixed.
@@ -204,13 +205,13 @@ class BucketReduction:
     sums it does not divide: the wrapper's `finish_grad_sync` does.
 
     Args:
-        plan: of the model, over the ranks of these buckets.
+        plan: the model's plan, over the ranks of these buckets.
         lane: runs the collectives: a thread on CPU, a stream on CUDA.
         inspect: called with names and gradients of a bucket before it is sent, to raise on invalid ones.
         tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
-        plan, lane, inspect, tree: as given.
+        plan, lane, inspect, tree: the arguments.
         group: all ranks that hold replicas.
         shard_group: the ranks of this optimizer instance, which shard gradients; None if each keeps whole ones.
         replica_group: the ranks with the same shard, one in each optimizer instance; None with a single instance.

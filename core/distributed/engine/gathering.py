@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_any, tree_map
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
-from ..call_hooks import WrapperHook, enclose, watch_outputs
+from ..forward_hooks import SavedWeights, WrapperHook, enclose, in_use_message, watch_outputs
 from ..gathered_units import UnitOrder, WriteCounts
 from ..plan import Plan
 from ..plan.units import find_forward_methods
-from ..saved_weights import SavedWeights, in_use_message
 from .unit import Unit
 
 
@@ -30,7 +29,7 @@ class ParameterGathering:
     The main thread calls it in forward, autograd's in backward; never both at once.
 
     Args:
-        units: in the plan's order, the root last.
+        units: all units in the plan's order, the root last.
         shards: this rank's shards of all parameters.
         lane: runs the gathers, in the order in which they are started.
         note_moved: called with names and parameters when a unit gets other memory.
@@ -56,6 +55,7 @@ class ParameterGathering:
         # or a load, and calls `forget`, which begins anew.
         self._writes = WriteCounts(lambda: [shards._version for shards in self._shards])
         for unit in units:
+            # Called on the thread that uses a hidden parameter: of a forward, or autograd's in a backward.
             unit.on_use = partial(self._on_use, unit)
             if unit.plan.is_freed and unit.slot is not None:
                 unit.saved = SavedWeights(unit.memory, partial(self._gather_saved, unit))
@@ -218,7 +218,7 @@ def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGa
     Also makes a state dict hold this rank's shards. Hooks and replaced methods are never removed.
 
     Args:
-        units: in the plan's order, the root last.
+        units: all units in the plan's order, the root last.
 
     Raises:
         WrapError: the plan names a method that no unit has.

@@ -36,7 +36,7 @@ class ReductionSchedule:
     """Sends buckets in a fixed order, so that all ranks start the same sequence of collectives.
 
     Args:
-        buckets: in the order in which they are sent.
+        buckets: all buckets with gradients, in the order in which they are sent.
         plan: its settings say whether buckets are sent during backward, and whether each micro-batch is reduced.
         finish: called at the end of each backward that reduces; None if the wrapper does not finish gradients in
             backward.

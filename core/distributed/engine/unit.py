@@ -19,10 +19,10 @@ from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
 from ...transformer.module import has_no_memory
+from ..forward_hooks import SavedWeights
 from ..gathered_units import KeptPart, WriteCounts, lost_write
 from ..groups import neighbour_groups
 from ..plan import Plan, UnitPlan
-from ..saved_weights import SavedWeights
 from .buffer import PlacedParams
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
@@ -92,14 +92,14 @@ class Unit:
     """Parameters that are gathered together: of modules, or of a bucket of replicas, which is gathered in place.
 
     Args:
-        plan: of the unit: its modules, and whether it is freed after their forward.
+        plan: the unit's plan: its modules, and whether it is freed after their forward.
         slot: its memory while it is gathered; None where one rank has all, and for replicas.
         buckets: its parameters of each dtype and device, in the order of the slot's parts.
         neighbours: those of the ranks with shards that together keep all of it between forward and backward; None
             means all.
 
     Attributes:
-        name: of its modules, or of its bucket, for messages.
+        name: the names of its modules, or of its bucket, for messages.
         name_of: its parameters, each with its name in the model; fixed.
         on_use: what a use of a hidden parameter calls.
         saved: what autograd saves in its forwards, if it is freed after them.
@@ -119,6 +119,7 @@ class Unit:
         self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
             self._enter(slot)
+        # The payload of its gathers as messages name it; fixed.
         self._what = f"the parameters of {f'unit {self.name}' if plan.modules else buckets[0].name}"
         # `ParameterGathering` counts them, on the thread of the forward, and resets it when gradients are zeroed.
         self.running = 0
@@ -316,7 +317,7 @@ def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], all
     """Builds the units of a plan, in its order, and the slots that they share. Every rank calls it.
 
     Args:
-        buckets: by their place in the plan's buffers.
+        buckets: all buckets, keyed by buffer and index in the plan.
         allocate: allocates the memory of slots.
     """
     slots, units = dict[int | None, Slot](), list[Unit]()

@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import ShardstackError, warn_once
-from ..call_hooks import watch_outputs
+from ..forward_hooks import SavedWeights, in_use_message, watch_outputs
 from ..gathered_units import UnitOrder
 from ..plan import Plan, UnitPlan
-from ..saved_weights import SavedWeights, in_use_message
 from .torch_private import (
     as_fsdp,
     begin_backward,

@@ -35,7 +35,7 @@ class GradientSums:
 
     Args:
         modules: every module that FSDP2 acts on.
-        state: of the model.
+        state: what torch holds for the model.
     """
 
     def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:

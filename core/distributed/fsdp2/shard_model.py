@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ...base._torch_compat import NO_BACKWARD, current_backward, reduce_parameters_without_gradient
 from ...base.device import current_device
@@ -31,7 +30,7 @@ from ..groups import DataParallelGroups, kind_of, neighbour_groups
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded
 from ..plan import GradientReduction, Plan, UnitPlan
-from .torch_private import as_fsdp
+from .torch_private import DefaultAllGather, DefaultReduceScatter, as_fsdp, gather_asynchronously
 
 
 def shard_model(plan: Plan) -> None:
@@ -76,7 +75,7 @@ def shard_model(plan: Plan) -> None:
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
         if mesh.device_type == "cpu" and plan.gathers_ahead:
-            submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
+            gather_asynchronously(submodule)
     if plan.groups.experts is not None:
         _divide_gradients_of_experts(plan, plan.groups.experts)
 
@@ -131,6 +130,7 @@ class _UnitCollective:
     """
 
     def __init__(self, plan: Plan, unit: UnitPlan) -> None:
+        # In messages, and in the record of collectives; fixed.
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
         plan = plan.over_ranks_of(unit.kind)
         # Fixed, as all below: how messages travel is decided when the model is sharded.
@@ -149,7 +149,7 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
     """Gathers a unit.
 
     Args:
-        part: of this rank, where a part of the ranks keeps the unit whole.
+        part: this rank's part, where neighbours together keep the unit whole.
     """
 
     def __init__(self, plan: Plan, unit: UnitPlan, part: KeptPart | None = None) -> None:
@@ -163,8 +163,8 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
         part = self._part
         if part is None:
             return self._gather(output_tensor, input_tensor, group, async_op)
-        if (kept := part.take()) is not None:
-            return self._gather(output_tensor, kept, part.ranks, async_op)
+        if (own_part := part.take()) is not None:
+            return self._gather(output_tensor, own_part, part.ranks, async_op)
         self._gather(output_tensor, input_tensor, group, async_op=False)
         if current_backward() == NO_BACKWARD:
             part.keep(output_tensor)
@@ -187,6 +187,7 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
 
     def __init__(self, plan: Plan, unit: UnitPlan) -> None:
         super().__init__(plan, unit)
+        # The payload as messages name it; fixed.
         self._what = f"the gradients of {self.unit}"
 
     def __call__(

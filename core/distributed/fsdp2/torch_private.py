@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +34,12 @@ def as_fsdp(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
         raise WrapError(f"{type(module).__name__} is not sharded; apply fully_shard to it first")
     return module
+
+
+def gather_asynchronously(module: FSDPModule) -> None:
+    """Lets a module's gathers on the CPU run while it computes. On other devices they do so by themselves."""
+    # Without this name wrapping raises.
+    module._set_unshard_async_op(True)
 
 
 def groups_of(module: nn.Module) -> list[Any]:
@@ -145,11 +153,11 @@ class TorchState:
             gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
             trained = [p for p in gathered if p._unsharded_param.requires_grad]
             accumulated = (p.unsharded_accumulated_grad for p in trained)
-            if (found := next((gradient for gradient in accumulated if gradient is not None), None)) is None:
+            if (example := next((gradient for gradient in accumulated if gradient is not None), None)) is None:
                 continue
             for parameter in trained:
                 if parameter.unsharded_accumulated_grad is None:
-                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=found.dtype)
+                    zeros = torch.zeros_like(parameter._unsharded_param, dtype=example.dtype)
                     parameter.unsharded_accumulated_grad = zeros
 
     # ---- the iteration
@@ -231,7 +239,7 @@ class TorchState:
         call the hooks of a shard, which no backward reaches: shard and gathered parameter share one dict of hooks.
 
         Args:
-            module: of the unit to look at; by default all units.
+            module: a module of the unit to look at; None means all units.
         """
         for group in self._groups if module is None else groups_of(module):  # type: ignore[arg-type]
             # Whether modules show the gathered parameters. Under another name this raises.

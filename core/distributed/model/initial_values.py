@@ -104,9 +104,9 @@ class InitialValues:
         # fixed.
         self._drawn = [name for name, first, _ in flags if first]
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
-        held = [name for name, _, anywhere in flags if not anywhere]
+        names_in_memory = [name for name, _, anywhere in flags if not anywhere]
         # The module's tensors that every rank has, by name. `equalize` broadcasts and clears them.
-        self._equalized = {name: tensors[name] for name in held} if self._follows_first else {}
+        self._equalized = {name: tensors[name] for name in names_in_memory} if self._follows_first else {}
         # On the first rank, the whole tensors that other ranks receive. They share the model's memory, and keep it
         # alive after sharding, until `fill` has sent them.
         firsts = (name for name in self._received if self._group_of[name].rank() == 0)
@@ -131,7 +131,7 @@ class InitialValues:
 
         Args:
             parameter_device: device of parameters; None means that of this process.
-            options: as `allocate_meta_tensors` takes them.
+            options: keyword arguments of `allocate_meta_tensors`.
         """
         if self._drawn or self._received:
             allocate_meta_tensors(self._module, device.current_device(), parameter_device, **options)

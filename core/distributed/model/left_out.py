@@ -65,7 +65,7 @@ def _matching(
                 f"{setting} has the pattern {pattern!r}, which matches no parameter; give shell patterns of whole "
                 f"names, such as {first}"
             )
-    found: dict[nn.Parameter, None] = {}
+    parameters: dict[nn.Parameter, None] = {}
     for parameter, own in names.items():
         matched = [name for name in own if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if matched and len(matched) < len(own):
@@ -74,5 +74,5 @@ def _matching(
                 f"{setting} matches {matched[0]} and not {other}, which are one tied parameter; name both, or neither"
             )
         if matched:
-            found[parameter] = None
-    return found
+            parameters[parameter] = None
+    return parameters

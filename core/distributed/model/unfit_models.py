@@ -47,9 +47,9 @@ def reject_unfit(module: nn.Module) -> None:
             )
     devices = {p.device: name for name, p in managed_parameters(module) if p.requires_grad and not p.is_meta}
     if len(devices) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise WrapError(
-            f"parameters are trained on several devices ({found}), whose backwards run at the same time; move the "
+            f"parameters are trained on several devices ({places}), whose backwards run at the same time; move the "
             "model to one device, or freeze those of the others"
         )
     _reject_shared_memory(module)
@@ -177,15 +177,15 @@ def reject_changed(module: nn.Module, names: Mapping[nn.Parameter, str]) -> None
     """Raises unless a model has the parameters with which it was wrapped, and no more that are trained.
 
     Args:
-        names: of the parameters that the wrapper trains; one may have several forms.
+        names: name of each parameter that the wrapper trains. A parameter may have several forms.
 
     Raises:
         WrapError: a parameter was replaced, added, removed, tied or made trainable since.
     """
     params = dict(managed_parameters(module))
-    held = {names.get(param) for param in params.values()}
+    names_in_model = {names.get(param) for param in params.values()}
     added = [name for name, param in params.items() if param.requires_grad and param not in names]
-    removed = [name for name in names.values() if name not in held]
+    removed = [name for name in names.values() if name not in names_in_model]
     if added or removed:
         change = "was replaced, added or made trainable" if added else "was removed, or tied to another,"
         raise WrapError(
@@ -277,8 +277,8 @@ def _gather(description: Description, group: dist.ProcessGroup) -> list[Descript
     padded[: len(text)] = text
     texts = padded.new_empty(group.size(), longest)
     all_gather_by_backend(texts, padded.unsqueeze(0), group, what="the model's structure")
-    found = zip(texts.tolist(), lengths.tolist(), strict=True)
-    return [json.loads(bytes(text[:size]).decode()) for text, size in found]
+    encoded = zip(texts.tolist(), lengths.tolist(), strict=True)
+    return [json.loads(bytes(text[:size]).decode()) for text, size in encoded]
 
 
 def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:

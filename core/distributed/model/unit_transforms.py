@@ -86,14 +86,14 @@ def _recomputing(module: nn.Module, forward: Callable[..., Any], selective: bool
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns a pair of contexts per forward: a policy counts the operations of one forward and its recomputation."""
-    seen: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+    counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = _SAVED.get(operation)
         if name is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
         if name in EVERY_SECOND_ONE:
-            count = seen[context.is_recompute]
+            count = counts[context.is_recompute]
             count["linear"] += 1
             if count["linear"] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -105,10 +105,11 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def _operation(name: str) -> Any:
     """Returns the operation that a name of `SAVED_OPERATIONS` means. None if this torch does not have it."""
     library, _, own = name.rpartition("::")
-    found = getattr(getattr(torch.ops, library or "aten"), own, None)
-    return None if found is None else found.default
+    packet = getattr(getattr(torch.ops, library or "aten"), own, None)
+    return None if packet is None else packet.default
 
 
+# What this torch has of `SAVED_OPERATIONS`. Fixed at import.
 _SAVED = {operation: name for name in SAVED_OPERATIONS if (operation := _operation(name)) is not None}
 
 
@@ -151,6 +152,7 @@ def _explain(error: Exception) -> None:
         raise ParallelConfigError(message) from None
 
 
+# Never cleared: code of equal units is shared only where the compiler is the same object.
 @functools.cache
 def _compiler(memory_budget: float) -> Callable[..., Any]:
     """Returns the compiler with a budget: one object for each, as code is shared only where the compiler is the same.
@@ -166,6 +168,7 @@ def _compiler(memory_budget: float) -> Callable[..., Any]:
     return compile_within_budget
 
 
+# Never cleared. Made once in a process: its class is part of the compiler's cache key.
 @functools.cache
 def _checks_for_random_numbers() -> dict[str, Any]:
     """Returns settings of the compiler with which it refuses a graph that draws random numbers.
@@ -196,6 +199,6 @@ def _draws(node: torch.fx.Node) -> bool:
         return False
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":  # attention draws where it drops
-            given = node.args[index] if index < len(node.args) else argument.default_value
-            return bool(node.kwargs.get(argument.name, given) != 0.0)
+            value = node.args[index] if index < len(node.args) else argument.default_value
+            return bool(node.kwargs.get(argument.name, value) != 0.0)
     return True

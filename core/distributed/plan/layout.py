@@ -81,7 +81,7 @@ def lay_out(
     multiple = dp_size * PARAM_ALIGNMENT if dp_size else 1
     if for_high_busbw:
         multiple = math.lcm(multiple, HIGH_BUSBW_ALIGNMENT)
-    total, seen = sum(sizes), 0
+    total, num_placed = sum(sizes), 0
     layouts: list[BucketLayout] = []
     start, members, ranges = 0, list[int](), list[tuple[int, int]]()
     for index, size in enumerate(sizes):
@@ -90,10 +90,10 @@ def lay_out(
             begin = round_up(start + begin, PARAM_ALIGNMENT) - start
         members.append(index)
         ranges.append((begin, begin + size))
-        seen += size
+        num_placed += size
         is_full = bucket_size is not None and sum(sizes[i] for i in members) >= bucket_size
         if num_buckets is not None:
-            is_full = seen * num_buckets >= total * (len(layouts) + 1)
+            is_full = num_placed * num_buckets >= total * (len(layouts) + 1)
         if is_full or index in alone or index + 1 in alone or index == len(sizes) - 1:
             end = start + round_up(begin + size, multiple)
             layouts.append(BucketLayout(start, end, tuple(members), tuple(ranges)))

@@ -63,7 +63,7 @@ def plan_model(
         engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
         disable_bucketing: reduce each buffer of whole gradients in one piece; the bucket size is ignored.
-        finish_in_backward: as of `DistributedDataParallel`.
+        finish_in_backward: finish gradients at the end of each backward; see `DistributedDataParallel`.
         mp_policy: torch's own, in place of the dtypes of the settings and of the model's config.
 
     Raises:
@@ -97,7 +97,6 @@ def _plan_whole(
 ) -> dict[str, Any]:
     """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit."""
     strategy, is_sharded = settings.sharding_strategy, settings.sharding_strategy != "no_shard"
-    num_parts = groups.shard.size() if is_sharded else 1
     # None: behind computation, where the model's device has streams. A model on meta will be on that of this process.
     on = next((p.device for p in module.parameters() if p.requires_grad and not p.is_meta), device.current_device())
     overlaps_grads, overlaps_params = settings.overlap_grad_reduce, settings.overlap_param_gather
@@ -134,7 +133,7 @@ def _plan_whole(
     return {
         "transforms": plan_transforms(units, settings),
         "units": (*(UnitPlan(pieces=(bucket,)) for bucket in buckets), root),
-        "reduces_every_micro_batch": settings.reduce_every_micro_batch and num_parts > 1,
+        "reduces_every_micro_batch": settings.reduce_every_micro_batch and pieces.num_parts() > 1,
         "reduces_during_backward": reduces_during_backward,
         "overlaps_grads": overlaps_grads,
         "overlaps_params": overlaps_params,
@@ -155,7 +154,6 @@ def _plan_gathered(
     managed = (parameter for _, parameter in managed_parameters(module))
     precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), settings)
     shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
-    num_parts = num_shards * (groups.num_replicas if shares_update else 1)
     pieces = Pieces(module, engine, settings, precision, groups=groups, shares_updates=shares_update)
 
     def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
@@ -163,26 +161,29 @@ def _plan_gathered(
             return pieces.by_rows(params)
         cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
         return pieces.in_buffers(
-            params, lambda of: [lay_out_unit([p.shape for p in of], pieces.num_parts(of[0]), cut, for_high_busbw=pads)]
+            params,
+            lambda of: [
+                lay_out_unit([p.shape for p in of], pieces.num_parts(kind_of(of[0])), cut, for_high_busbw=pads)
+            ],
         )
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
-    found = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
-    found.append(unit_of((module,), {module: ""}))
-    reshards = [*_reshards(found, settings, num_shards, is_fsdp2)]
+    bare_units = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
+    bare_units.append(unit_of((module,), {module: ""}))
+    reshards = [*_reshards(bare_units, settings, num_shards, is_fsdp2)]
     units = [
         replace(
             unit,
             pieces=pieces_of(unit, params),
             # Only the model's outputs are cast, as `Float16Module` does.
-            precision=precision if unit is found[-1] else replace(precision, output_dtype=None),
+            precision=precision if unit is bare_units[-1] else replace(precision, output_dtype=None),
             is_gathered=True,
             is_freed=reshard is not False,
             # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
             kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
         )
-        for unit, params, reshard in zip(found, own_parameters(found), reshards, strict=True)
+        for unit, params, reshard in zip(bare_units, own_parameters(bare_units), reshards, strict=True)
     ]
     if kinds:
         units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]
@@ -198,7 +199,7 @@ def _plan_gathered(
     return {
         "transforms": transforms,
         "units": tuple(units),
-        "reduces_every_micro_batch": settings.reduce_every_micro_batch and (is_fsdp2 or num_parts > 1),
+        "reduces_every_micro_batch": settings.reduce_every_micro_batch and (is_fsdp2 or pieces.num_parts() > 1),
         "overlaps_params": settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
         "shards_update_over_replicas": shares_update,
     }
@@ -268,7 +269,7 @@ def _keep_in_slots(
         slot = of_size[-in_use] if len(of_size) >= in_use else max(slots, default=-1) + 1
         of_size.append(slot)
         slots.append(slot)
-    kept = []
+    planned = []
     for index, (unit, slot) in enumerate(zip(units, slots, strict=True)):
         has_slot = any(is_copied or piece.num_param_shards > 1 for piece in unit.pieces)
         # The last unit of a slot is there when backward begins, and the first one when the next forward does.
@@ -276,12 +277,12 @@ def _keep_in_slots(
         is_first = not has_slot or slot not in slots[:index]
         again = 0 if is_last or not unit.is_needed_in_backward else unit.kept_among or num_shards
         slot_of_unit = slot if has_slot else None
-        kept.append(
+        planned.append(
             replace(
                 unit, slot=slot_of_unit, stays_whole=is_first and is_last, gathered_again_over=again, is_kept=is_first
             )
         )
-    return kept
+    return planned
 
 
 def _keep_by_torch(
@@ -293,7 +294,7 @@ def _keep_by_torch(
         keeps = "none"
     ends = [*units_at_the_ends(units[:-1]), units[-1]]
     trained = [param.places[0] for unit in units for p in unit.pieces if p.is_trained for param in p.params]
-    kept = []
+    planned = []
     for unit in units:
         is_root, is_needed = unit is units[-1], unit.is_needed_in_backward
         is_kept = keeps == "all" or (keeps == "ends" and unit in ends)
@@ -303,8 +304,8 @@ def _keep_by_torch(
         ranks = unit.kept_among or max((piece.num_param_shards for piece in unit.pieces), default=num_shards)
         again = ranks if unit.is_freed and is_needed and is_reached else 0
         stays = not unit.is_freed or (is_kept and not is_needed)
-        kept.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
-    return kept
+        planned.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
+    return planned
 
 
 def units_at_the_ends(units: Sequence[UnitPlan]) -> list[UnitPlan]:

@@ -19,7 +19,7 @@ from ...base.local_parts import local_part
 from ...base.pending_parameters import can_be_pending
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from ..groups import DataParallelGroups, kind_of
+from ..groups import DataParallelGroups, ParameterKind, kind_of
 from .layout import BucketLayout, FullParamLayout, bounds_by_rows, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
 from .units import ParameterNames
@@ -52,22 +52,15 @@ class Pieces:
         self._is_sharded, self._is_gathered = settings.sharding_strategy != "no_shard", settings.shards_parameters
         self._fp32_patterns = settings.param_name_patterns_for_fp32_local_accumulation
         self._kind_over = partial(
-            kind_of_parameter,
-            engine=engine,
-            settings=settings,
-            precision=precision,
-            num_parts=self._num_parts_over(groups, groups.num_replicas if shares_updates else 1),
+            kind_of_parameter, engine=engine, settings=settings, precision=precision, num_parts=self.num_parts()
         )
         # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
         self._buffers: dict[PieceKind, list[PiecePlan]] = {}
 
-    def num_parts(self, param: nn.Parameter) -> int:
-        """Returns the number of ranks that share a parameter's update."""
-        groups = self._groups.of(param)
-        shares_update = self._shares_updates and kind_of(param) != "replicated"
-        return self._num_parts_over(groups, groups.num_replicas if shares_update else 1)
-
-    def _num_parts_over(self, groups: DataParallelGroups, replicas: int) -> int:
+    def num_parts(self, kind: ParameterKind = "dense") -> int:
+        """Returns the number of ranks that share the update of a parameter of this kind."""
+        groups = self._groups.of_kind(kind)
+        replicas = groups.num_replicas if self._shares_updates and kind != "replicated" else 1
         return groups.shard.size() * replicas if self._is_sharded else 1
 
     def _kind_of(self, param: nn.Parameter) -> PieceKind:
@@ -77,7 +70,7 @@ class Pieces:
         """Puts a unit's parameters into one buffer for each kind, behind those of earlier units.
 
         Args:
-            params: in order of construction; buffers have them in reverse order.
+            params: the unit's parameters in order of construction; buffers have them in reverse order.
 
         Raises:
             WrapError: a parameter that cannot be moved into a flat buffer, or whose readers cannot be made to wait.
@@ -90,7 +83,7 @@ class Pieces:
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
             for layout in lay_out_kind(of_kind):
                 members = [
-                    self._plan_of(of_kind[i], kind, layout.bounds(place, self.num_parts(of_kind[i])))
+                    self._plan_of(of_kind[i], kind, layout.bounds(place, self.num_parts(kind.kind)))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
                 ]
                 moved = replace(layout, start=first + layout.start, end=first + layout.end)
@@ -106,7 +99,7 @@ class Pieces:
                 **vars(kind),
                 params=tuple(
                     self._plan_of(
-                        param, kind, bounds_by_rows(_local_shape(param), self.num_parts(param) if is_cut else 1)
+                        param, kind, bounds_by_rows(_local_shape(param), self.num_parts(kind.kind) if is_cut else 1)
                     )
                     for param in of_kind
                 ),
@@ -226,7 +219,7 @@ def full_param_layout(
     """Returns the places that a plan gives these parameters where a strategy shards, and parameters are whole.
 
     Args:
-        params: those that require gradients, in order.
+        params: the parameters that require gradients, in order of construction.
         bucket_size: elements; None means one bucket for each kind of parameter, unless `ddp_config` says how many.
         dp_size: ranks that share a bucket.
     """

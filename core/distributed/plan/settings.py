@@ -101,9 +101,9 @@ def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShard
             f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
         )
     settings = _settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
-    for name, (taken, why) in NOT_OF_FSDP2.items():
+    for name, (accepted, why) in NOT_OF_FSDP2.items():
         value = getattr(settings, name)
-        if value and value not in taken:
+        if value and value not in accepted:
             raise ParallelConfigError(f"{name} is {value!r}, {why}")
     if without_effect := [name for name in _BUFFER_FIELDS if getattr(settings, name)]:
         warn_once(
@@ -133,7 +133,7 @@ def common_plan(
     """
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
-    shown = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
+    compared = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
     asked = settings.broadcast_buffers
     of_model = {name: bool(getattr(config, name, False)) for name in _FIELDS_OF_MODEL_CONFIG}
     # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
@@ -154,7 +154,7 @@ def common_plan(
         "layers_add_gradients": is_fused and is_of_another,
         "settings": (
             ("the wrapper", caller),
-            *((f"the setting {name}", repr(value)) for name, value in shown.items()),
+            *((f"the setting {name}", repr(value)) for name, value in compared.items()),
             *((f"the model's setting {name}", repr(value)) for name, value in of_model.items()),
         ),
         "changed_settings": ", ".join(f"{name}={value}" for name, value in changed.items()),
@@ -214,11 +214,11 @@ def mixed_precision_policy(
         ParallelConfigError: fp16 in a model whose config does not know of it.
     """
     arrived = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-    asked = as_dtype(settings.param_dtype)
-    param_dtype = asked or compute_dtype
-    is_cast = asked is not None or (arrived == {torch.float32} and param_dtype != torch.float32)
+    override = as_dtype(settings.param_dtype)
+    param_dtype = override or compute_dtype
+    is_cast = override is not None or (arrived == {torch.float32} and param_dtype != torch.float32)
     reduce_dtype = as_dtype(settings.reduce_dtype) or (torch.float32 if settings.grad_reduce_in_fp32 else None)
-    if torch.float16 in (asked, reduce_dtype) and compute_dtype != torch.float16:
+    if torch.float16 in (override, reduce_dtype) and compute_dtype != torch.float16:
         raise ParallelConfigError(
             f"param_dtype is {settings.param_dtype} and reduce_dtype {settings.reduce_dtype}, but the model's config "
             "has fp16=False, so that no loss scale would keep small gradients from vanishing; set fp16=True there"
@@ -247,7 +247,7 @@ def check_contradictions(
     """Raises where settings exclude each other, the model's config, or these ranks.
 
     Args:
-        pieces: of the sharded parameters.
+        pieces: pieces of the sharded parameters.
 
     Raises:
         ParallelConfigError: says what to change.
@@ -277,11 +277,11 @@ def _reordered(config: Any, settings: DistributedDataParallelConfig, pieces: Ite
         if getattr(settings, name):
             yield f"{name} rounds between additions on a rank and over ranks; set grad_reduce_in_fp32 in its place"
     for piece in pieces if settings.reduce_every_micro_batch else ():
-        kept = dtype_name(piece.shard_grad_dtype)
+        shard_dtype = dtype_name(piece.shard_grad_dtype)
         if piece.is_trained and piece.grad_dtype != piece.shard_grad_dtype:
             yield (
                 f"reduce_every_micro_batch adds over ranks in {dtype_name(piece.grad_dtype)} and over micro-batches "
-                f"in {kept}; drop reduce_every_micro_batch, or reduce in {kept}"
+                f"in {shard_dtype}; drop reduce_every_micro_batch, or reduce in {shard_dtype}"
             )
 
 

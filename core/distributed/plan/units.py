@@ -71,11 +71,11 @@ def find_units(
 
 def own_parameters(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:
     """Yields for each unit the parameters that no unit before it has."""
-    taken: set[nn.Parameter] = set()
+    earlier: set[nn.Parameter] = set()
     for unit in units:
         params = (p for member in unit.modules for p in member.parameters() if kind_of(p) != "ignored")
-        own = list(dict.fromkeys(p for p in params if p not in taken))
-        taken.update(own)
+        own = list(dict.fromkeys(p for p in params if p not in earlier))
+        earlier.update(own)
         yield own
 
 
@@ -146,11 +146,11 @@ def _has_others_inside(kind: _Kind, holders: dict[_Kind, list[nn.Module]]) -> bo
 
 
 def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], ...]:
-    found = tuple(classes)
-    for entry in found:
+    module_classes = tuple(classes)
+    for entry in module_classes:
         if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise WrapError(f"{origin} holds {entry!r}, which is not a module class; give classes such as nn.Linear")
-    return found
+    return module_classes
 
 
 def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -165,13 +165,13 @@ def _matching_modules(
     singled_out: set[nn.Module],
 ) -> Iterator[nn.Module]:
     """Yields modules below the root that match, children before parents, each once. Items replace a container."""
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module, is_inside_match: bool, stands_for_items: bool) -> Iterator[nn.Module]:
         for child in module.children():
-            if child in seen:
+            if child in visited:
                 continue
-            seen.add(child)
+            visited.add(child)
             matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
             matches = matches or stands_for_items or child in singled_out
             is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child)
@@ -326,7 +326,7 @@ def find_forward_methods(
         WrapError: a name that neither the root nor a unit has as a method.
     """
     modules = list(dict.fromkeys([root, *members]))
-    found: dict[nn.Module, list[str]] = defaultdict(list)
+    owners: dict[nn.Module, list[str]] = defaultdict(list)
     for name in names:
         holders = [module for module in modules if callable(getattr(module, name, None))]
         if not holders:
@@ -336,5 +336,5 @@ def find_forward_methods(
                 f"({', '.join(kinds)}); name methods of these, and classes that have it in sub_modules_to_wrap"
             )
         for module in holders:
-            found[module].append(name)
-    return found
+            owners[module].append(name)
+    return owners

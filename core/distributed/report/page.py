@@ -36,10 +36,10 @@ def as_html(facts: ModelFacts) -> str:
 
     Escapes every name.
     """
-    title, shown = escape(headline(facts)), table(facts)
-    head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in shown.columns)
+    title, grid = escape(headline(facts)), table(facts)
+    head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in grid.columns)
     most = max((held.nbytes for unit in facts.units for held in _held(unit).values()), default=1)
-    rows = "\n".join(f"<tr>{_row(shown.columns, line, _bars(line.unit, most))}</tr>" for line in shown.lines[:-1])
+    rows = "\n".join(f"<tr>{_row(grid.columns, line, _bars(line.unit, most))}</tr>" for line in grid.lines[:-1])
     items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
     body = f"""<div class="scroll">
 <table>
@@ -47,7 +47,7 @@ def as_html(facts: ModelFacts) -> str:
 <tbody>
 {rows}
 </tbody>
-<tfoot><tr>{_row(shown.columns, shown.lines[-1])}</tr></tfoot>
+<tfoot><tr>{_row(grid.columns, grid.lines[-1])}</tr></tfoot>
 </table>
 </div>
 <p class="legend">Bars: what this rank keeps, and paler the same while it is gathered.{_legend(facts)}</p>
@@ -117,5 +117,5 @@ def _colour(held: Held) -> str:
 
 
 def _legend(facts: ModelFacts) -> str:
-    shown = dict.fromkeys((_colour(h), dtype_names(h.dtypes)) for unit in facts.units for h in _held(unit).values())
-    return "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in shown)
+    colours = dict.fromkeys((_colour(h), dtype_names(h.dtypes)) for unit in facts.units for h in _held(unit).values())
+    return "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in colours)

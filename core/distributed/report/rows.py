@@ -99,9 +99,9 @@ def cells(unit: UnitFacts, name: str) -> tuple[str, ...]:
 
 def as_text(facts: ModelFacts) -> str:
     """Returns the headline, the table, and notes below it."""
-    shown = table(facts)
-    lines = [shown.columns, *(line.cells for line in shown.lines)]
-    widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(shown.columns)})
+    grid = table(facts)
+    lines = [grid.columns, *(line.cells for line in grid.lines)]
+    widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(grid.columns)})
     rows = ["  ".join(map(_pad, line, widths, widths.values())).rstrip() for line in lines]
     rule = "-" * max(map(len, rows))
     below = [note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…" for note in notes(facts)]
@@ -151,23 +151,23 @@ def notes(facts: ModelFacts) -> list[str]:
     ]
     sent = size(sum(unit.sent_bytes for unit in facts.units))
     of = f"a step of {batches} micro-batch{'es' if batches > 1 else ''}"
-    found = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
+    lines = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
     plan = facts.plan
     sharing = {"tensor-parallel": plan.tensor_parallel_size, "context-parallel": plan.context_parallel_size}
     among = " and ".join(f"{number} {kind}" for kind, number in sharing.items() if number > 1)
     if among:
         part = "one tensor-parallel part of the model; " if plan.tensor_parallel_size > 1 else ""
-        found.append(f"{part}what layers send among {among} ranks is not counted")
+        lines.append(f"{part}what layers send among {among} ranks is not counted")
     if facts.ties:
-        found.append("tied: " + "; ".join(map(" = ".join, facts.ties)))
+        lines.append("tied: " + "; ".join(map(" = ".join, facts.ties)))
     if facts.num_buffers:
-        found.append(
+        lines.append(
             f"replicated: {facts.num_buffers} buffer{'s' if facts.num_buffers > 1 else ''}, {size(facts.buffer_bytes)}"
         )
     if facts.replicated:
-        found.append(f"replicated and not trained: {', '.join(facts.replicated)}")
-    found.append(f"settings: {plan.changed_settings or 'all at their defaults'}")
-    return found
+        lines.append(f"replicated and not trained: {', '.join(facts.replicated)}")
+    lines.append(f"settings: {plan.changed_settings or 'all at their defaults'}")
+    return lines
 
 
 def size(nbytes: int) -> str:

@@ -286,7 +286,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a view of a weight that is in use is not seen",
-        "core.distributed.saved_weights.SavedWeights.are_in_use",
+        "core.distributed.forward_hooks.SavedWeights.are_in_use",
         r"> self\._least_uses",
         "< self._least_uses",
         _SAVED,
@@ -300,7 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         "writes to what autograd has saved are not seen",
-        "core.distributed.saved_weights.read_kept",
+        "core.distributed.forward_hooks.read_kept",
         r"tensor\._version != version",
         "False",
         _SAVED,

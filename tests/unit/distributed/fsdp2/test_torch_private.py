@@ -14,15 +14,11 @@ from tests.unit.distributed._toys import batches, loss_of, toy
 from tests.unit.distributed.fsdp2._attribute_uses import Catalog, Origins, Uses
 
 PRIVATE = re.compile(
-    r"_fully_shard\.(?!_fsdp_collectives\b)|_get_fsdp_state|_fsdp_param_group|\b_unsharded_param\b|\.fsdp_params\b"
+    r"_fully_shard\.|_get_fsdp_state|_fsdp_param_group|\b_unsharded_param\b|\.fsdp_params\b"
     r"|_set_unshard_async_op"
 )
-"""`_fsdp_collectives` has the classes that `set_custom_all_gather` and `set_custom_reduce_scatter`, which are public,
-replace."""
-
-ALLOWED = {"base/_torch_compat.py", "adapters/optimus.py", "distributed/fsdp2/shard_model.py"}
-"""Differences between versions; what a model's own ``fully_shard`` has asked for, on a copy without values; and
-asynchronous gathers on the CPU, a setting that is public in all but its name."""
+ALLOWED = {"base/_torch_compat.py", "adapters/optimus.py"}
+"""Differences between versions, and what a model's own ``fully_shard`` has asked for, on a copy without values."""
 
 
 FILE = Path(core.__file__).parent / "distributed" / "fsdp2" / "torch_private.py"

@@ -1,23 +1,80 @@
-"""Keeps the weights of freed units readable: those that autograd has saved, and those that outlive a forward.
+"""Hooks around forwards, in either engine: the work around a call of a module, and weights that autograd saves in it.
 
-A unit's weights are gathered into memory that is freed, or given to another unit, after its forward. Backward gathers
-the unit again when it reaches one of its outputs. It may reach an operation of the unit on another path before that: a
-router's loss that a layer keeps in an attribute, a result inside an object. Autograd unpacks a saved weight right
-before it is read: then the unit is gathered, and the weight is read from where it is now. A view of a weight that is
-in use after the forward (returned, or kept in an attribute) cannot follow; the unit then has to keep its memory.
+`WrapperHook` and `enclose` put a wrapper's work around `forward` and around other methods. `SavedWeights` keeps the
+weights of freed units readable: those that autograd has saved, and those that outlive a forward. They are gathered
+into memory that is freed, or given to another unit, after the forward. Backward gathers the unit again when it
+reaches one of its outputs. It may reach an operation of the unit on another path before that: a router's loss that a
+layer keeps in an attribute, a result inside an object. Autograd unpacks a saved weight right before it is read: then
+the unit is gathered, and the weight is read from where it is now. A view of a weight that is in use after the forward
+(returned, or kept in an attribute) cannot follow; the unit then has to keep its memory.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ..base.local_parts import local_part
+
+
+class WrapperHook:
+    """A hook that a wrapper puts on modules. In a copied or pickled module, which no wrapper trains, it does nothing.
+
+    Args:
+        call: the hook itself.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        # Fixed: it leads to the wrapper, whose process groups can neither be copied nor pickled.
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WrapperHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def enclose(
+    method: Callable[..., Any], before: Callable[[Any, Any, Any], Any], after: Callable[[Any, Any, Any], Any]
+) -> Callable[..., Any]:
+    """Returns a method of a module with the work of hooks of its forward around it.
+
+    Args:
+        before: a forward pre-hook with keyword arguments, called without the module. Returns other arguments, or None.
+        after: a forward hook that is always called, with None for the output of a method that raised.
+    """
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = before(None, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            changed = after(None, args, output)
+        return output if changed is None else changed
+
+    return called
+
+
+def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
+    """Makes backward call `hook` with the gradient of each tensor in `output`, when it reaches one."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(hook)
+
+
+# ---- weights that autograd saves
 
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 """How a tensor is packed when autograd saves it, and unpacked when it is read."""
@@ -92,7 +149,7 @@ class SavedWeights:
         if index is None:
             return None
         if type(tensor) is nn.Parameter:  # stays the model's wherever the unit is gathered
-            return partial(self._read_parameter, tensor)
+            return functools.partial(self._read_parameter, tensor)
         return _SavedView(self, index, tensor, local)
 
     def _read_parameter(self, param: nn.Parameter) -> Tensor:
