@@ -27,7 +27,6 @@ from .groups import Ranks, find_groups, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.left_out import leave_out
 from .model.offloaded_activations import offload_activations
-from .model.packed_weights import hold_packed_weights
 from .model.unfit_models import (
     reject_different_models,
     reject_expert_parameters,
@@ -35,7 +34,7 @@ from .model.unfit_models import (
     reject_unfit_for_fsdp2,
     reject_wrapped,
 )
-from .model.unit_transforms import transform_units
+from .model.unit_transforms import hold_packed_weights, transform_units
 from .parameter_owner import own_parameters
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice

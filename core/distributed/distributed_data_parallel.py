@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -169,14 +168,9 @@ def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[A
     unit_of = {param: unit for unit in units for param in unit.name_of}
     for submodule in module.modules():
         params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
-        awaited = {unit_of[param]: None for param in params if param in unit_of}
-        if awaited:  # before all other hooks, which may read parameters
-            yield submodule.register_forward_pre_hook(WrapperHook(partial(_wait_for, list(awaited))), prepend=True)
-
-
-def _wait_for(units: Sequence[Unit], *unused: Any) -> None:
-    for unit in units:
-        unit.wait_until_readable()
+        for unit in {unit_of[param]: None for param in params if param in unit_of}:
+            # Before all other hooks, which may read parameters.
+            yield submodule.register_forward_pre_hook(WrapperHook(unit.wait_until_readable), prepend=True)
 
 
 def _reads_weights_of_children(module: nn.Module) -> bool:

@@ -220,16 +220,9 @@ class GradientChecks:
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns L2 norms in double, `[n]`, by one kernel for each dtype and device."""
-    norm_of: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, gradient in enumerate(gradients):
-        kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
-    for indices in kinds.values():
-        norms = torch._foreach_norm([gradients[i].detach() for i in indices], 2, dtype=torch.float64)
-        for index, norm in zip(indices, norms, strict=True):
-            norm_of[index] = norm
-    return torch.stack([norm.to(norm_of[0].device) for norm in norm_of])
+    """Returns L2 norms in double, `[n]`, by one kernel where all gradients are of one dtype and device."""
+    norms = torch._foreach_norm([gradient.detach() for gradient in gradients], 2, dtype=torch.float64)
+    return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def _place(name: str, step: int, is_reduced: bool) -> str:

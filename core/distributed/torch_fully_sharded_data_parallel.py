@@ -114,7 +114,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for member, names in find_forward_methods(module, members, plan.forward_methods).items():
             for name in names:
                 register_fsdp_forward_method(member, name)
-                setattr(member, name, enclose(getattr(member, name), self._before_method, self._after_method))
+                setattr(member, name, enclose(getattr(member, name), self.prepare_forward, self._after_method))
         if start is not None:
             start.allocate("cpu" if plan.cpu_offload else None)
             start.fill()
@@ -154,7 +154,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self._note_forward(self.module, inputs, output)
         return output
 
-    def prepare_forward(self) -> None:
+    def prepare_forward(self, *unused: Any) -> None:
         """Lets the next forward, of the model or of one of its units, compute with the current values of the shards.
 
         Every rank calls it. Does nothing inside a running forward or a recomputation.
@@ -180,9 +180,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _keep_changes(self, module: nn.Module, *unused: Any) -> None:
         self.torch_state.keep_changes(as_fsdp(module))
-
-    def _before_method(self, *unused: Any) -> None:
-        self.prepare_forward()
 
     def _after_method(self, *unused: Any) -> None:
         """Frees gathered parameters if no backward follows. Otherwise the next forward would read stale weights."""

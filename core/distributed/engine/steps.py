@@ -189,8 +189,8 @@ class ParamPlacement:
         with without_waiting():
             moved = [param for param, place in self._places.items() if place != (param.data_ptr(), param.dtype)]
         if moved:
-            raise WrapError(
-                f"the storage of parameter {self._names[moved[0]]} was replaced after the model was wrapped (a move "
+            raise WrapError(  # names the model's first, as buffers have parameters in reverse order
+                f"the storage of parameter {self._names[moved[-1]]} was replaced after the model was wrapped (a move "
                 "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
             )
 

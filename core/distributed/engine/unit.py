@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +254,7 @@ class Unit:
             handle, self._handle = self._handle, None
             handle.wait()
 
-    def wait_until_readable(self) -> None:
+    def wait_until_readable(self, *unused: Any) -> None:
         """Waits for the running gather, if any, and makes the parameters readable. They are gathered."""
         self.finish_gather()
         if self.phase is UnitPhase.HIDDEN:

@@ -92,11 +92,7 @@ def _divide_gradients_of_experts(plan: Plan, groups: DataParallelGroups) -> None
             member.set_gradient_divide_factor(1.0)
             member.set_force_sum_reduction_for_comms(True)
             if plan.reduction is GradientReduction.MEAN:
-                member.set_all_reduce_hook(partial(_multiply, factor=1.0 / groups.divisor))
-
-
-def _multiply(gradient: torch.Tensor, factor: float) -> None:
-    gradient.mul_(factor)
+                member.set_all_reduce_hook(partial(Tensor.mul_, other=1.0 / groups.divisor))  # type: ignore[arg-type]
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

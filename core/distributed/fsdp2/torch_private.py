@@ -328,11 +328,13 @@ class TorchState:
 
 
 def _reject_assigned(parameter: Any, takes_shards: bool = False) -> None:
-    # The modules and names that torch sets parameters on. Under another name this raises.
-    info, forms = parameter._module_info, _forms(parameter)
-    places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
-    for held in (getattr(module, name, None) for module, name in places):
-        if not (any(held is form for form in forms) or (takes_shards and isinstance(held, DTensor))):
+    # The modules and names that torch sets parameters on. Under another name this raises. Called for each parameter
+    # around each forward of its unit.
+    info, (shard, gathered) = parameter._module_info, _forms(parameter)
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    for module, name in ((info.module, info.param_name), *shared):
+        held = module._parameters.get(name)
+        if held is None or not (held is shard or held is gathered or (takes_shards and isinstance(held, DTensor))):
             raise UnitError(
                 f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an assignment, "
                 "tied weights, a parametrization, torch.func.functional_call), and FSDP2 would compute with the one "

@@ -1,10 +1,11 @@
-"""Transforms each unit before it is sharded: activation checkpointing, then `torch.compile`.
+"""Transforms modules before they are sharded: packed weights, activation checkpointing, `torch.compile`.
 
 The order for a whole model is: tensor parallelism (built into its layers), activation checkpointing, compilation,
 sharding. Each wraps the one before, so that compiled code includes recomputation, and FSDP2's hooks, which gather and
 free parameters, are outside of both.
 
-Replaces only a module's `forward`, on the instance, and adds no module, so that names in state dicts do not change.
+Replaces only a module's `forward`, on the instance, and packed weights, such as bitsandbytes' ``Params4bit``. Adds no
+module, so that names in state dicts do not change.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ...base.errors import ParallelConfigError, ShardstackError
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..plan.parts import UnitTransform
+from ..plan.pieces import is_packed
 
 SAVED_OPERATIONS: tuple[str, ...] = (
     "mm",
@@ -202,3 +204,28 @@ def _draws(node: torch.fx.Node) -> bool:
             value = node.args[index] if index < len(node.args) else argument.default_value
             return bool(node.kwargs.get(argument.name, value) != 0.0)
     return True
+
+
+def hold_packed_weights(model: nn.Module) -> None:
+    """Makes packed weights plain parameters, which can be cut, and gives each what it is unpacked by at every forward.
+
+    A class of its own cannot be cut and gathered. bitsandbytes' layers read ``weight.quant_state`` of whichever
+    parameter they hold: FSDP2 gathers into a parameter without it. Scales stay whole on every rank. Never undone.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_packed(parameter) and type(parameter) is not nn.Parameter:
+                attributes = {key: value for key, value in vars(parameter).items() if key != "module"}
+                with torch._C.DisableTorchFunctionSubclass():
+                    plain = nn.Parameter(parameter.detach().as_subclass(torch.Tensor), requires_grad=False)
+                vars(plain).update(attributes)
+                module._parameters[name] = plain
+                module.register_forward_pre_hook(functools.partial(_restore_state, name, attributes["quant_state"]))
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    # Else bitsandbytes would put its layout for inference in the place of gathered weights.
+                    module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _restore_state(name: str, state: Any, module: nn.Module, *unused: Any) -> None:
+    """Sets the state that a weight is unpacked by, before each forward of the module that holds it."""
+    module._parameters[name].quant_state = state  # type: ignore[union-attr]

@@ -357,8 +357,8 @@ MUTATIONS = (
     ),
     Mutation(
         "gathered codes have nothing to be unpacked by",
-        "core.distributed.model.packed_weights._Unpacking.__call__",
-        r"module\._parameters\[self\._name\]\.quant_state = self\._state",
+        "core.distributed.model.unit_transforms._restore_state",
+        r"module\._parameters\[name\]\.quant_state = state",
         "pass",
         (f"{_PACKED}::test_codes_keep_their_bytes_and_adapters_train",),
     ),
