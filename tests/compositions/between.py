@@ -6,11 +6,12 @@ import re
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.compositions.data import STEPS
 from tests.compositions.failures import fail_in_backward, failing, overflowing
 from tests.compositions.mistakes import make_mistake
+from tests.compositions.model import layers_of
 from tests.compositions.traffic import gathering_slowly, reductions_as_planned
 from tests.compositions.training import Training
 from tests.compositions.wrapped import Wrapped
@@ -55,7 +56,8 @@ class _Between:
 
     def before_step(self, step: int) -> None:
         if self.composition.trained == "a layer at times":
-            self.layers[0].requires_grad_(step != 1)
+            for layer in layers_of(self.training.module, 0):
+                layer.requires_grad_(step != 1)
         if self.composition.evaluates in ("between steps", "in inference mode"):
             self._evaluate(step)
         if isinstance(self.training, Wrapped) and step == 1:
@@ -66,7 +68,8 @@ class _Between:
         if self.composition.evaluates == "between micro-batches" and is_last:
             self._evaluate(step)
         if self.composition.fails == "forward" and step == 1 and is_last:
-            with failing(self.layers[1].register_forward_pre_hook):
+            (layer,) = layers_of(self.training.module, 1)
+            with failing(layer.register_forward_pre_hook):
                 self.training.backward(step, index)
 
     def before_update(self, step: int) -> None:
@@ -113,11 +116,9 @@ class _Between:
                     parameter.copy_(mean)
 
     def _evaluate(self, step: int) -> None:
-        self.training.model.eval()
+        for model in self.training.models:
+            model.eval()
         with torch.inference_mode() if self.composition.evaluates == "in inference mode" else torch.no_grad():
             self.training.evaluate(step)
-        self.training.model.train()
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.training.module.decoder.layers  # type: ignore
+        for model in self.training.models:
+            model.train()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.functional._parallel_runs import Layout
 
@@ -28,6 +29,7 @@ LAYOUTS = {
 AXES: Mapping[str, tuple[str, ...]] = {
     # ---- layout and wrapper
     "layout": tuple(LAYOUTS),
+    "pipeline": ("none", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"),
     "wrapper": ("ddp", "zero1", "zero2", "fsdp2", "zero3"),
     "buckets": ("one", "small", "three", "padded"),
     "overlap": ("none", "gradients", "both"),
@@ -104,6 +106,7 @@ class Composition:
     """One value for each of `AXES`; it is shown with what differs from the first values."""
 
     layout: str = "dp1"
+    pipeline: str = "none"
     wrapper: str = "ddp"
     buckets: str = "one"
     overlap: str = "none"
@@ -166,7 +169,7 @@ class Composition:
     @property
     def shape(self) -> Layout:
         """The layout of the first part."""
-        return LAYOUTS[self.layout]
+        return _shape(self.layout, self.pipeline != "none")
 
     @property
     def parts(self) -> tuple[Composition, ...]:
@@ -176,7 +179,7 @@ class Composition:
         if self.continues == "no":
             return (first,)
         wrapper, layout = self.continues.split(" on ")
-        second = first.replaced(wrapper=wrapper, layout=layout)
+        second = first.replaced(wrapper=wrapper, layout=layout, pipeline="none")
         return (first, (second if _may_share_experts(second) else second._with_whole_experts()).settled())
 
     @property
@@ -185,7 +188,9 @@ class Composition:
         policy = "reduce in fp32" if self.policy == "by dtypes" else self.policy
         layout = {"hybrid": "dp4", "hybrid-cp2": "dp2-cp2"}.get(self.layout, self.layout)
         first = {axis: AXES[axis][0] for axis in WRAPPER_AXES}
-        return self.replaced(**first, layout=layout, policy=policy).settled()
+        # One stage adds a tied weight's gradients in another order.
+        pipeline = self.pipeline if self.embeddings == "tied" else "none"
+        return self.replaced(**first, layout=layout, pipeline=pipeline, policy=policy).settled()
 
     @property
     def plain_parts(self) -> tuple[Composition, ...]:
@@ -196,7 +201,7 @@ class Composition:
     def serial(self) -> Composition:
         """The composition in one process: with as many replicas, none of them cut."""
         alone = self.plain._with_whole_experts()
-        return alone.replaced(layout=f"dp{self.shape.dp}", continues="no").settled()
+        return alone.replaced(layout=f"dp{self.shape.dp}", pipeline="none", continues="no").settled()
 
     def _with_whole_experts(self) -> Composition:
         """Returns the composition with all experts on each rank."""
@@ -216,6 +221,11 @@ class Composition:
     def steps_by_torch(self) -> bool:
         """Whether an optimizer of torch updates the parameters."""
         return self.optimizer == "torch's sgd"
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Pipeline stages of each rank; None where it has one."""
+        return 2 if self.pipeline in ("Interleaved1F1B", "ZBVZeroBubble") else None
 
     @property
     def is_hybrid(self) -> bool:
@@ -263,6 +273,15 @@ def _check(values: Mapping[str, str]) -> None:
             raise ValueError(f"{axis} is {value!r}; it takes one of {AXES[axis]}")
 
 
+@functools.cache
+def _shape(layout: str, has_stages: bool) -> Layout:
+    return replace(LAYOUTS[layout], pp=2 if has_stages else 1)
+
+
+def _has_one_stage(c: Composition) -> bool:
+    return c.pipeline == "none"
+
+
 def _has_buckets(c: Composition) -> bool:
     return not _shards_parameters(c)
 
@@ -291,7 +310,7 @@ def _shows_gradients(c: Composition) -> bool:
 def _may_step_by_torch(c: Composition) -> bool:
     """Whether an optimizer of torch trains as ours does: in fp32, on whole gradients, all of a norm on each rank."""
     is_kept = c.continues == "no" and c.fails in ("never", "forward") and c.mistake == "none"
-    has_whole_norm = c.shape.tp == 1 and c.experts != "over ranks"
+    has_whole_norm = c.shape.tp == c.shape.pp == 1 and c.experts != "over ranks"
     return is_kept and _shows_gradients(c) and c.precision == "fp32" and has_whole_norm
 
 
@@ -312,6 +331,17 @@ def _divides(c: Composition) -> bool:
 Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
 
 RULES: tuple[Rule, ...] = (
+    # Two stages of two ranks each are the most that is trained; each virtual stage needs a layer.
+    ("pipeline", (), lambda c: c.layout in ("dp1", "dp2", "cp2", "tp2-sp")),
+    ("pipeline", ("Interleaved1F1B", "ZBVZeroBubble"), lambda c: c.depth == "four"),
+    ("pipeline", ("ZBVZeroBubble",), lambda c: c.embeddings == "untied"),
+    ("micro_batches", ("5",), lambda c: c.pipeline != "Interleaved1F1B"),
+    # Stages have several micro-batches under way, all of one shape; a layer is on one stage.
+    *((axis, (), _has_one_stage) for axis in ("dropout", "lengths", "layers", "mistake")),
+    ("unused", ("on some ranks",), _has_one_stage),
+    ("evaluates", ("between micro-batches",), _has_one_stage),
+    # What one stage raises, its neighbours wait for.
+    ("fails", ("forward", "backward"), _has_one_stage),
     # These settings belong to one wrapper; another is not given them.
     ("buckets", (), _has_buckets),
     ("overlap", (), _has_buckets),

@@ -32,6 +32,8 @@ LEFT_OUT = {
     ("layout", "hybrid-cp2"),
     ("layout", "dp2-tp2"),
     ("layout", "tp2-cp2-sp"),
+    ("pipeline", "GPipe"),
+    ("pipeline", "Interleaved1F1B"),
     ("micro_batches", "5"),
     ("cut", "rows"),
     ("cut", "tensor"),
@@ -114,6 +116,8 @@ def _with(pair: Pair) -> Composition | None:
     fixed = dict(pair)
     if fixed.get("mistake") == "runs two units at once":  # which it takes two units in one slot to do
         fixed = {"wrapper": "zero3", "forward_prefetch": "0", "backward_prefetch": "0"} | fixed
+    if fixed.get("pipeline") in ("Interleaved1F1B", "ZBVZeroBubble"):  # whose virtual stages take a layer each
+        fixed = {"depth": "four", "embeddings": "untied"} | fixed
     # What rules ask for, the most often last: a precision, micro-batches that can be dealt out, ranks, a wrapper.
     helpful = ("precision", "micro_batches", "layout", "wrapper")
     free = {axis: SAMPLED[axis] for axis in helpful if axis not in fixed}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from core.transformer.lora import add_lora
+from core.transformer.pipeline_stages import pipeline_stage
 from tests.compositions.composition import Composition
 from tests.compositions.data import SEQUENCE
 from tests.functional._parallel_runs import Layout
@@ -83,38 +84,53 @@ class WithTables(nn.Module):
         return output.value if isinstance(output, Held) else output
 
 
-def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bool = False) -> GPTModel:
+def layers_of(model: nn.Module, number: int) -> list[nn.Module]:
+    """Returns the layer of this number in the whole model; none where it is on another pipeline stage."""
+    name = f"decoder.layers.{number}"
+    return [module for of_model, module in model.named_modules() if of_model.endswith(name)]
+
+
+def build(
+    composition: Composition, layout: Layout, seed: int = 7, is_serial: bool = False, vp_stage: int | None = None
+) -> GPTModel:
     """Builds the model on this rank; its weights depend on the seed alone.
 
     Args:
         layout: how it is cut.
         is_serial: leave out what a plain model does without, the meta device.
+        vp_stage: which of the rank's virtual pipeline stages.
     """
     torch.manual_seed(seed)
+    config = _config(composition, layout)
+    stage = pipeline_stage(config, vp_stage)
     with torch.device("meta" if composition.start == "meta" and not is_serial else "cpu"):
         model = GPTModel(
-            _config(composition, layout),
+            config,
             vocab_size=64,
             max_sequence_length=SEQUENCE,
             share_embeddings_and_output_weights=composition.embeddings == "tied",
             position_embedding_type="rope",
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
+            vp_stage=vp_stage,
         )
         if composition.trained == "adapters":
             add_lora(model, 2, targets=None if composition.experts == "none" else ("linear_qkv", "linear_proj"))
     if composition.unused != "nothing":
-        layer: Any = model.decoder.layers[1]
-        layer.mlp = Gated(layer.mlp, model.config)
+        for layer in cast(list[Any], layers_of(model, 1)):
+            layer.mlp = Gated(layer.mlp, model.config)
     if composition.layers == "twice":
         model.decoder.layers = nn.ModuleList([*model.decoder.layers, model.decoder.layers[0]])
     elif composition.layers == "share a weight":
         first, second = cast(Any, model.decoder.layers)[:2]
         second.input_layernorm.weight = first.input_layernorm.weight
-    if composition.tables != "none":
+    if composition.tables != "none" and stage.is_last:
         decoder: Any = model.decoder
         decoder.final_layernorm = WithTables(decoder.final_layernorm, model.config, composition.tables)
     _freeze(model, composition.trained)
     if composition.hooks != "none":
-        cast(Any, model.decoder).layers[1].self_attention.linear_qkv.weight.register_hook(_halve)
+        for layer in cast(list[Any], layers_of(model, 1)):
+            layer.self_attention.linear_qkv.weight.register_hook(_halve)
     return model
 
 
@@ -166,7 +182,11 @@ def _config(composition: Composition, layout: Layout) -> TransformerConfig:
         "tensor_model_parallel_size": layout.tp,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pp,
     }
+    if layout.pp > 1:
+        fields["virtual_pipeline_model_parallel_size"] = composition.virtual_stages
+        fields["pipeline_parallel_schedule"] = composition.pipeline
     if composition.precision != "fp32":
         fields[composition.precision] = True
     if composition.experts != "none":

@@ -13,6 +13,7 @@ from core.base.errors import ShardstackError
 from tests.compositions.between import train
 from tests.compositions.composition import Composition
 from tests.compositions.data import CUT, STEPS
+from tests.compositions.staged import Staged
 from tests.compositions.wrapped import Wrapped, parallel_groups
 from tests.functional._runs import Curve
 from tests.unit._spawn import RankFailure, run_distributed
@@ -94,15 +95,16 @@ def _train_parts(runs: Sequence[Run], number: int, folders: Sequence[Path]) -> l
     return found
 
 
-def _groups_of(part: Composition) -> tuple[str, bool]:
+def _groups_of(part: Composition) -> tuple[str, int, int, bool]:
     """Returns what decides the groups of ranks."""
-    return part.layout, part.experts == "over ranks"
+    return part.layout, part.shape.pp, part.virtual_stages or 1, part.experts == "over ranks"
 
 
 def _train_part(run: Run, number: int, folder: Path) -> Curve:
     """Trains from the start, or from what the part before has saved."""
     first = CUT if number else 0
-    training = Wrapped(run.composition, run.parts[number], first)
+    part = run.parts[number]
+    training = (Wrapped if part.pipeline == "none" else Staged)(run.composition, part, first)
     is_last = number == len(run.parts) - 1
     if number > 0:
         training.load(folder)

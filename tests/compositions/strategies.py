@@ -12,6 +12,9 @@ FAMILY = 8
 COMPILES_ONE_OF = 60
 """So many wrappers are not compiled for each that is, because a compilation takes as long as all of them."""
 
+ONE_STAGE = 8
+"""So many trainings have one pipeline stage for each of a schedule's, with which many values mean nothing."""
+
 
 def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
     """Draws a training under several wrappers; it shrinks to one, with the first value of each axis.
@@ -20,6 +23,7 @@ def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
     """
     layouts = tuple(name for name in AXES["layout"] if LAYOUTS[name].ranks <= most_ranks)
     axes = {axis: st.sampled_from(layouts if axis == "layout" else values) for axis, values in AXES.items()}
+    axes["pipeline"] = st.sampled_from(AXES["pipeline"][:1] * ONE_STAGE + AXES["pipeline"][1:])
     axes["compiled"] = st.sampled_from(("no",) * COMPILES_ONE_OF + ("units",))
     training = st.fixed_dictionaries({axis: drawn for axis, drawn in axes.items() if axis not in WRAPPER_AXES})
     wrapper = st.fixed_dictionaries({axis: axes[axis] for axis in WRAPPER_AXES})

@@ -64,17 +64,17 @@ def _planned(training: Wrapped) -> Calls | None:
     part = training.part
     if part.trained == "a layer at times" or (part.is_fsdp2 and part.layers == "twice"):
         return None
-    model: Any = training.wrapper
-    if part.is_fsdp2:
-        policy = model.plan.root.precision
-        planned_dtype = policy.reduce_dtype or policy.param_dtype or torch.float32
-        assert planned_dtype == _reduce_dtype(part), f"the plan reduces in {planned_dtype}"
     planned: Calls = Counter()
-    for unit in model_facts(model.plan, model.module, training.number).units:
-        for entry in unit.traffic:
-            # torch sums shards over the replicas of a hybrid by itself, unrecorded.
-            if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and not part.is_fsdp2):
-                planned[entry.kind, entry.nbytes, entry.ranks] += entry.calls
+    for model in training.models:
+        if part.is_fsdp2:
+            policy = model.plan.root.precision
+            planned_dtype = policy.reduce_dtype or policy.param_dtype or torch.float32
+            assert planned_dtype == _reduce_dtype(part), f"the plan reduces in {planned_dtype}"
+        for unit in model_facts(model.plan, model.module, training.number).units:
+            for entry in unit.traffic:
+                # torch sums shards over the replicas of a hybrid by itself, unrecorded.
+                if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and not part.is_fsdp2):
+                    planned[entry.kind, entry.nbytes, entry.ranks] += entry.calls
     return planned
 
 

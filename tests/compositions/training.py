@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -29,6 +30,14 @@ class Between(Protocol):
     def before_update(self, step: int) -> None: ...
 
 
+def load(model: nn.Module, module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Loads values into a model, and the module in it, as the users of each wrapper do."""
+    if any(isinstance(value, DTensor) for value in values.values()):
+        load_model_state_dict(module, values)
+    else:
+        model.load_state_dict(values)
+
+
 class Training(ABC):
     """A model and its optimizer, in calls that a wrapped and a plain model have in common."""
 
@@ -45,6 +54,11 @@ class Training(ABC):
         """Sum and weight of the loss of each step and each evaluation, on this rank."""
         self.of_step = torch.zeros(2, dtype=torch.float64)
         """The same of the step so far."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """`model`, or all of this rank's pipeline stages."""
+        return [self.model]
 
     @property
     def count(self) -> int:
@@ -125,10 +139,7 @@ class Training(ABC):
 
     def load_values(self, values: dict[str, Tensor]) -> None:
         """Overwrites the weights, as the users of each wrapper do."""
-        if any(isinstance(value, DTensor) for value in values.values()):
-            load_model_state_dict(self.module, values)
-        else:
-            self.model.load_state_dict(values)
+        load(self.model, self.module, values)
 
     @property
     @abstractmethod

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, save
-from core.distributed import finalize_model_grads, wrap_model
+from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.engine.unit import POISONS
 from core.distributed.model import offloaded_activations
 from core.optimizer import MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
@@ -49,19 +49,27 @@ class Wrapped(Training):
         self.replica, self._replicas = parallel_state.get_data_parallel_rank(), layout.dp
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         seed = 7 + (group.rank() if composition.start == "ranks differ" else 0)
-        module = build(composition.replaced(experts=part.experts), layout, seed)
+        model = composition.replaced(experts=part.experts, pipeline=part.pipeline)
+        turns = [None] if part.virtual_stages is None else range(part.virtual_stages)
+        modules = [build(model, layout, seed, vp_stage=turn) for turn in turns]
         os.environ[POISONS] = "1" if part.idle_slots == "poisoned" else "0"
-        self.wrapper = wrap_model(in_precision(module, _engine(part)), module.config, wrapper_config(part))
-        self.model, self.module = self.wrapper, module
+        self.wrappers = [wrap_model(in_precision(m, _engine(part)), m.config, wrapper_config(part)) for m in modules]
+        # With one pipeline stage. `model` is the last of a rank's, whose outputs are losses if any are.
+        self.model, self.wrapper = self.wrappers[-1], self.wrappers[0]
+        self.module: nn.Module = modules[0] if part.pipeline == "none" else nn.ModuleList(modules)
         config = optimizer_config(composition)
         if composition.steps_by_torch:
-            self.optimizer = TorchOptimizer(composition, module)
+            self.optimizer = TorchOptimizer(composition, self.module)
         else:
-            self.optimizer = get_megatron_optimizer(config, [self.model], **parameter_groups(composition))
+            self.optimizer = get_megatron_optimizer(config, self.wrappers, **parameter_groups(composition))
             self.scheduler = _scheduler(composition, self.optimizer)
         self._loaded: Iterator[Mapping[str, Tensor]] = iter(())
         if composition.loop == "train_step on a loader":
             self._loaded = loaded_batches(composition, first)
+
+    @property
+    def models(self) -> Sequence[_BaseDataParallel]:
+        return self.wrappers
 
     @property
     def replicas(self) -> int:
@@ -73,28 +81,33 @@ class Wrapped(Training):
         return self.count // self.replicas
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        is_needed = self.part.wrapper == "zero3"
-        return self.wrapper.whole_parameters() if is_needed else nullcontext()
+        stack = ExitStack()
+        if self.part.wrapper == "zero3":
+            for wrapper in self.wrappers:
+                stack.enter_context(wrapper.whole_parameters())
+        return stack
 
     def begin_step(self) -> None:
         how = self.composition.zeroes
         if how == "optimizer":
             self.optimizer.zero_grad(set_to_none=False)
         elif how == "module":
-            self.model.zero_grad()
+            for wrapper in self.wrappers:
+                wrapper.zero_grad()
         else:
             self.zero()
         self.of_step = torch.zeros(2, dtype=torch.float64)
 
     def zero(self) -> None:
-        self.wrapper.zero_grad_buffer()
+        for wrapper in self.wrappers:
+            wrapper.zero_grad_buffer()
 
     def make_step(self, step: int, between: Between) -> None:
         if self.composition.loop == "written out":
             super().make_step(step, between)
             return
         batches = self._batches(step, between)
-        result = train_step(self.wrapper, self.optimizer, self.scheduler, batches, self.number).result()
+        result = train_step(self.wrappers, self.optimizer, self.scheduler, batches, self.number).result()
         self.reported.append(torch.tensor([result.loss, 1.0], dtype=torch.float64))
         self.note(step, result.grad_norm if result.updated else None)
 
@@ -131,7 +144,7 @@ class Wrapped(Training):
         self.of_step += reported
 
     def finish_gradients(self) -> None:
-        finalize_model_grads([self.wrapper], self.of_step[1] if self.composition.loss == "per token" else None)
+        finalize_model_grads(self.wrappers, self.of_step[1] if self.composition.loss == "per token" else None)
 
     def change_gradient(self, parameter: nn.Parameter, factor: float | None) -> None:
         if factor is None:
@@ -149,6 +162,7 @@ class Wrapped(Training):
     def _whole_losses(self) -> list[float]:
         totals = torch.stack(self.reported)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(totals, group=parallel_state.get_pipeline_model_parallel_group())
         return [(total / weight).item() for total, weight in totals]
 
     def save(self, folder: Path) -> None:
@@ -164,7 +178,10 @@ class Wrapped(Training):
         self.scheduler.load_state_dict(metadata["scheduler"])
 
     def _state(self) -> TrainingState:
-        return TrainingState(model=self.wrapper, optimizer=self.optimizer, scheduler=self.scheduler, vocab_size=64)
+        first, *later = self.wrappers
+        return TrainingState(
+            model=first, later_stages=later, optimizer=self.optimizer, scheduler=self.scheduler, vocab_size=64
+        )
 
 
 def _scheduler(composition: Composition, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -190,6 +207,8 @@ def parallel_groups(composition: Composition) -> Iterator[None]:
     layout = composition.shape
     parallel_state.initialize_model_parallel(
         layout.tp,
+        layout.pp,
+        composition.virtual_stages,
         context_parallel_size=layout.cp,
         num_distributed_optimizer_instances=2 if composition.is_hybrid else 1,
         **expert_parallel_size(composition),

@@ -47,10 +47,11 @@ class Layout:
     tp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
+    pp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.cp
+        return self.dp * self.tp * self.cp * self.pp
 
     def __str__(self) -> str:
         return f"dp{self.dp}-tp{self.tp}-cp{self.cp}{'-sp' if self.sequence_parallel else ''}"
