@@ -67,20 +67,12 @@ HYBRIDS: dict[str, Mapping[str, Any]] = {
 }
 """Sharded within two ranks, replicated across two."""
 
-_LEFT_OUT = {"replicated": ("*norm*", "decoder.layers.3.mlp.*")}
-PARTLY_REPLICATED: dict[str, Mapping[str, Any]] = {
-    "zero2, partly replicated": _ZERO2 | _BUCKETS | _LEFT_OUT,
-    "zero3, partly replicated": _LEFT_OUT,
-    "fsdp2, partly replicated": _LEFT_OUT,
-}
-"""Norms and an MLP, which only one stage of a pipeline has, are whole on every rank."""
-
 
 def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
     """Returns the config that asks `wrap_model` for a wrapper, with more ``fields`` set."""
     kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
     make = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
-    return make(**(WRAPPERS | HYBRIDS | PARTLY_REPLICATED)[wrapper], **fields)
+    return make(**(WRAPPERS | HYBRIDS)[wrapper], **fields)
 
 
 @dataclass(frozen=True)

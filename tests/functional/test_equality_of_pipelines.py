@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.functional._pipelines import Case, serial, train_on_stages
-from tests.functional._runs import PARTLY_REPLICATED
 from tests.unit._spawn import run_distributed
 
 WRAPPERS = ("ddp", "ddp, overlapped", "zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2")
@@ -45,7 +44,6 @@ SHORT = [
 ]
 LAYOUTS = ({}, {"vpp": 2}, {"pp": 4}, {"tp": 2}, {"dp": 2})
 LONG = [
-    *(Case(wrapper, dp=2) for wrapper in PARTLY_REPLICATED),
     *(
         Case(wrapper, **layout, tied=tied, per_token=per_token, micro_batches=1 + (3 * number) % 8)
         for number, (wrapper, layout, tied, per_token) in enumerate(
