@@ -50,12 +50,14 @@ def train(address: str) -> None:
     torch.manual_seed(1)
     gpt = build()
     model = wrap_model(gpt, gpt.config, FullyShardedDataParallelConfig())
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-6), [model])  # at which few of bf16's bits change
     is_first = dist.get_rank() == 0
     server = subprocess.Popen([sys.executable, Path(__file__), "serve", address]) if is_first else None
 
-    sender = WeightSender(WeightStream(model, "module", receivers=[0]), address, 1, patches=True)
+    stream = WeightStream(model, "module", dtype=torch.bfloat16, receivers=[0])
+    sender = WeightSender(stream, address, 1, patches=True)
     sender.send(0)
+    all_bytes = sender.sent_bytes
     for step in range(1, STEPS + 1):
         tokens = torch.randint(0, VOCABULARY, (4, LENGTH + 1))
         model.zero_grad_buffer()
@@ -64,7 +66,7 @@ def train(address: str) -> None:
         optimizer.step()
         sender.send_patch(step)
         if is_first:
-            print(f"trainer: step {step} sent {sender.sent_bytes} bytes", flush=True)
+            print(f"trainer: step {step} sent {sender.sent_bytes} bytes of {all_bytes}", flush=True)
     if server is not None:
         server.wait()
     dist.destroy_process_group()
