@@ -161,7 +161,7 @@ def _refuses_one_order_of_sums() -> None:
                    sub_modules_to_wrap=(nn.Linear,))  # fmt: skip
     selective = TorchFullyShardedDataParallelConfig(activation_checkpointing="selective")
     with pytest.raises(
-        ParallelConfigError, match=r"'selective' for a unit around 0.1, experts over ranks, which FSDP2 gathers"
+        ParallelConfigError, match=r"'selective' for a unit around 0.1, experts over ranks, and FSDP2 runs"
     ):
         wrap_model(nn.Sequential(_Block(*_model())), SimpleNamespace(), selective, sub_modules_to_wrap=(_Block,))
 
