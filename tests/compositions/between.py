@@ -46,27 +46,32 @@ def _train(training: Training, first: int, last: int) -> None:
         ):
             training.make_step(step, between)
         between.after_update(step)
+    if composition.averaged != "no" and last == STEPS:
+        with training.averaged():
+            between.evaluate(last)
 
 
 class _Between:
     def __init__(self, training: Training) -> None:
         self.training, self.composition = training, training.composition
-        self.held = list(training.module.parameters())
+        self.held = [p for p in training.module.parameters() if p.dtype.is_floating_point]
         self.average: list[Tensor] = []
 
     def before_step(self, step: int) -> None:
         if self.composition.trained == "a layer at times":
             for layer in layers_of(self.training.module, 0):
-                layer.requires_grad_(step != 1)
+                for parameter in layer.parameters():
+                    if parameter.dtype.is_floating_point:
+                        parameter.requires_grad_(step != 1)
         if self.composition.evaluates in ("between steps", "in inference mode"):
-            self._evaluate(step)
+            self.evaluate(step)
         if isinstance(self.training, Wrapped) and step == 1:
             make_mistake(self.training, step)
 
     def before_micro_batch(self, step: int, index: int) -> None:
         is_last = index == self.training.number - 1
         if self.composition.evaluates == "between micro-batches" and is_last:
-            self._evaluate(step)
+            self.evaluate(step)
         if self.composition.fails == "forward" and step == 1 and is_last:
             (layer,) = layers_of(self.training.module, 1)
             with failing(layer.register_forward_pre_hook):
@@ -103,7 +108,8 @@ class _Between:
         elif writes == "averages":
             self._average(step)
         elif writes == "loads" and step == 0:
-            self.training.load_values({n: t.detach() * 0.5 for n, t in self.training.module.state_dict().items()})
+            values = {name: tensor.detach() for name, tensor in self.training.module.state_dict().items()}
+            self.training.load_values({n: t * 0.5 if t.is_floating_point() else t for n, t in values.items()})
 
     def _average(self, step: int) -> None:
         """Averages the weights over steps, and loads the average after the second step."""
@@ -115,7 +121,8 @@ class _Between:
                 for parameter, mean in zip(self.held, self.average, strict=True):
                     parameter.copy_(mean)
 
-    def _evaluate(self, step: int) -> None:
+    def evaluate(self, step: int) -> None:
+        """Evaluates one micro-batch without gradients."""
         for model in self.training.models:
             model.eval()
         with torch.inference_mode() if self.composition.evaluates == "in inference mode" else torch.no_grad():

@@ -33,6 +33,8 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
         return False  # else fp16 is divided before it is added, which rounds what is below its smallest normal number
     if part.steps_by_torch and part.clip == "yes":
         return False  # torch adds the squares of whole gradients, or of those of each rank
+    if part.is_fsdp2 and part.replicated == "norms":
+        return False  # torch enters a norm that is a unit through an operation, and autograd adds in another order
     if part.compiled == "units":
         return False  # fused operations round less often
     if part.is_fsdp2 and part.layers == "twice":

@@ -44,6 +44,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "cut": ("auto", "flat", "rows", "tensor", "blocks"),
     "outer": ("replicated", "optim"),
     "offload": ("no", "yes"),
+    "replicated": ("nothing", "an mlp", "norms"),
     "idle_slots": ("kept", "poisoned"),
     "compiled": ("no", "units"),
     # ---- precision
@@ -55,6 +56,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "widths": ("even", "odd"),
     "heads": ("all", "grouped", "one group"),
     "experts": ("none", "balanced by losses", "balanced by a bias", "over ranks"),
+    "base": ("floating", "packed"),
     "recompute": ("none", "full", "selective", "units", "products of units"),
     "activations": ("on the device", "on the host"),
     "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
@@ -74,6 +76,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "clip": ("no", "yes"),
     "decay": ("none", "matrices", "all"),
     "schedule": ("constant", "warm-up and decay"),
+    "averaged": ("no", "exponentially", "equally"),
     # ---- loop, and what happens in between
     "loop": ("written out", "train_step", "train_step on a loader"),
     "evaluates": (
@@ -96,7 +99,8 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
-    *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "idle_slots", "compiled", "mistake"),
+    *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "replicated", "idle_slots", "compiled"),
+    "mistake",
 )
 """What no number depends on."""
 
@@ -121,6 +125,7 @@ class Composition:
     cut: str = "auto"
     outer: str = "replicated"
     offload: str = "no"
+    replicated: str = "nothing"
     idle_slots: str = "kept"
     compiled: str = "no"
     precision: str = "fp32"
@@ -130,6 +135,7 @@ class Composition:
     widths: str = "even"
     heads: str = "all"
     experts: str = "none"
+    base: str = "floating"
     recompute: str = "none"
     activations: str = "on the device"
     trained: str = "all"
@@ -147,6 +153,7 @@ class Composition:
     clip: str = "no"
     decay: str = "none"
     schedule: str = "constant"
+    averaged: str = "no"
     loop: str = "written out"
     evaluates: str = "never"
     fails: str = "never"
@@ -297,6 +304,7 @@ def _shards_parameters(c: Composition) -> bool:
 def _has_two_units_in_one_slot(c: Composition) -> bool:
     """Whether both layers are gathered into the same memory: equal ones, none of them gathered ahead."""
     are_equal = c.trained == "all" and c.unused == "nothing" and c.layers != "share a weight"
+    are_equal &= c.replicated == "nothing" and c.base == "floating"
     reshards = c.reshard == "yes" and c.overrides == "none"
     gathers_ahead = c.forward_prefetch != "0" or c.backward_prefetch != "0"
     return c.wrapper == "zero3" and c.shards_over > 1 and are_equal and reshards and not gathers_ahead
@@ -309,6 +317,8 @@ def _shows_gradients(c: Composition) -> bool:
 
 def _may_step_by_torch(c: Composition) -> bool:
     """Whether an optimizer of torch trains as ours does: in fp32, on whole gradients, all of a norm on each rank."""
+    if c.is_fsdp2 and c.replicated != "nothing":
+        return False  # torch's clipping and optimizers take tensors of one mesh
     is_kept = c.continues == "no" and c.fails in ("never", "forward") and c.mistake == "none"
     has_whole_norm = c.shape.tp == c.shape.pp == 1 and c.experts != "over ranks"
     return is_kept and _shows_gradients(c) and c.precision == "fp32" and has_whole_norm
@@ -355,6 +365,7 @@ RULES: tuple[Rule, ...] = (
     ("cut", (), lambda c: c.wrapper == "zero3"),
     ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
+    ("replicated", (), lambda c: c.wrapper != "ddp"),  # which replicates everything
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
     ("policy", ("a layer in fp32",), lambda c: not c.is_fsdp2),
@@ -368,8 +379,8 @@ RULES: tuple[Rule, ...] = (
     ("policy", (), lambda c: c.precision != "fp32"),
     # FSDP2 starts from fp32 where the others round: rounded on the meta device there is nothing yet.
     ("start", ("meta",), lambda c: c.precision == "fp32"),
-    # The parameter that is left unused is none that materialize knows how to draw.
-    ("start", ("meta",), lambda c: c.unused == "nothing"),
+    # The parameter that is left unused is none that materialize knows how to draw, and codes are not drawn.
+    ("start", ("meta",), lambda c: c.unused == "nothing" and c.base == "floating"),
     ("start", ("meta",), lambda c: c.tables == "none" and c.hooks == "none"),
     ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
     ("start", ("ranks differ",), lambda c: c.experts != "over ranks"),  # each rank's experts start as its own
@@ -396,6 +407,7 @@ RULES: tuple[Rule, ...] = (
     ("optimizer", ("torch's sgd",), _may_step_by_torch),
     ("rates", (), lambda c: not c.steps_by_torch),
     ("schedule", (), lambda c: not c.steps_by_torch),
+    ("averaged", (), lambda c: not c.steps_by_torch),
     ("zeroes", ("optimizer",), lambda c: not c.steps_by_torch),
     # Each call that ends a step moves biases.
     ("experts", ("balanced by a bias",), lambda c: c.mistake != "finalizes twice"),

@@ -89,7 +89,7 @@ def _in_first_mlp(training: Wrapped, step: int, act: Callable[[nn.Module, Any], 
 
 @torch.no_grad()
 def _double_weights(mlp: nn.Module, args: Any) -> None:
-    next(mlp.parameters()).mul_(2.0)
+    next(p for p in mlp.parameters() if p.dtype.is_floating_point).mul_(2.0)
 
 
 _MISTAKES = {

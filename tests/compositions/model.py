@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from core.transformer.pipeline_stages import pipeline_stage
 from tests.compositions.composition import Composition
 from tests.compositions.data import SEQUENCE
 from tests.functional._parallel_runs import Layout
+from tests.unit.distributed._toys import Codes
 
 FIRST_LAYER = "decoder.layers.0."
 
@@ -32,6 +34,22 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.inner(x)
         return output + x * self.gain.to(x.dtype) if self.is_used else output
+
+
+class Adapted(nn.Module):
+    """An MLP with a frozen product of packed codes around it."""
+
+    def __init__(self, inner: nn.Module, config: TransformerConfig) -> None:
+        super().__init__()
+        self.inner = inner
+        same_on_any_stage = torch.Generator().manual_seed(torch.initial_seed())
+        codes = torch.randint(0, 256, (config.hidden_size**2, 1), generator=same_on_any_stage, dtype=torch.uint8)
+        self.codes = Codes(codes, SimpleNamespace(scale=torch.linspace(0.0, 0.002, config.hidden_size)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = self.codes.detach().view(x.shape[-1], x.shape[-1]).float() - 128
+        output: Tensor = self.inner(x)
+        return output + x @ (numbers * self.codes.quant_state.scale).to(x.dtype)
 
 
 class Held:
@@ -116,6 +134,9 @@ def build(
         )
         if composition.trained == "adapters":
             add_lora(model, 2, targets=None if composition.experts == "none" else ("linear_qkv", "linear_proj"))
+    if composition.base == "packed":
+        for layer in cast(list[Any], layers_of(model, 0)):
+            layer.mlp = Adapted(layer.mlp, model.config)
     if composition.unused != "nothing":
         for layer in cast(list[Any], layers_of(model, 1)):
             layer.mlp = Gated(layer.mlp, model.config)
@@ -210,4 +231,4 @@ _FROZEN: dict[str, Callable[[str], bool]] = {
 def _freeze(model: nn.Module, trained: str) -> None:
     if trained in _FROZEN:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not _FROZEN[trained](name))
+            parameter.requires_grad_(parameter.is_floating_point() and not _FROZEN[trained](name))

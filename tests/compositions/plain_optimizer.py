@@ -6,12 +6,14 @@ It shares nothing with `core.optimizer` but the constants, so that a fault there
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from tests.compositions.composition import Composition
-from tests.compositions.settings import is_matrix, optimizer_config, parameter_groups
+from tests.compositions.settings import DECAYS, is_matrix, optimizer_config, parameter_groups
 
 SCHEDULE = ((0.25, 0.5), (1.0, 0.75), (0.7, 1.0))
 """Factors of the learning rate and of weight decay after so many updates, with a schedule: the rate rises from 1/4 in
@@ -51,6 +53,8 @@ class PlainOptimizer:
         self._finite_steps = 0
         self._is_constant = composition.schedule == "constant"
         self._updates = 0
+        self._decay = None if composition.averaged == "no" else DECAYS[composition.averaged]
+        self.averages = {} if composition.averaged == "no" else {n: m.clone() for n, m in self.masters.items()}
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns the loss for backward."""
@@ -62,9 +66,8 @@ class PlainOptimizer:
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, None]:
         """Updates as `MegatronOptimizer.step`."""
+        self._take_written()
         for name, p in self._params.items():
-            if not torch.equal(p, self._published[name]):
-                self.masters[name].copy_(p)
             gradient = getattr(p, "main_grad", None)
             self.masters[name].grad = None if gradient is None else gradient.double().div(self.scale).float()
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
@@ -81,10 +84,31 @@ class PlainOptimizer:
             group["lr"], group["weight_decay"] = rate * group["peak"], decay * group["decay"]
         self._rule.step()
         self._updates += 1
-        for name, p in self._params.items():
-            p.copy_(self.masters[name])
-            self._published[name].copy_(p)
+        self._publish(self.masters)
+        for name, average in self.averages.items():
+            share = 1.0 / self._updates if self._decay is None or self._updates == 1 else 1.0 - self._decay
+            average.copy_(average.double() * (1.0 - share) + self.masters[name].double() * share)
         return True, norm, None
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Makes the parameters the averages of masters over updates."""
+        with torch.no_grad():
+            self._take_written()
+            weights = {name: master.clone() for name, master in self.masters.items()}  # in fp32 the parameters
+            self._publish(self.averages)
+            yield
+            self._publish(weights)
+
+    def _publish(self, values: dict[str, Tensor]) -> None:
+        for name, p in self._params.items():
+            p.copy_(values[name])
+            self._published[name].copy_(p)
+
+    def _take_written(self) -> None:
+        for name, p in self._params.items():
+            if not torch.equal(p, self._published[name]):
+                self.masters[name].copy_(p)
 
     def _adapt_scale(self, is_finite: bool) -> None:
         """Doubles the scale after `loss_scale_window` finite steps in a row, and halves it at an overflow (hysteresis

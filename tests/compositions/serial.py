@@ -50,6 +50,9 @@ class Serial(Training):
     def whole_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        return self.optimizer.averaged()
+
     def inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if batch.starts is None:
             return batch.tokens, batch.labels, {}
@@ -88,7 +91,9 @@ class Serial(Training):
 
     def _weights(self) -> dict[str, Tensor]:
         masters = self.optimizer.masters
-        return {name: masters.get(name, p).detach().float().clone() for name, p in self.module.named_parameters()}
+        weights = {name: masters.get(name, p) for name, p in self.module.named_parameters()}
+        weights |= {f"average.{name}": average for name, average in self.optimizer.averages.items()}
+        return {name: weight.detach().float().clone() for name, weight in weights.items()}
 
     @property
     def _scale(self) -> float:

@@ -34,6 +34,12 @@ _OVERRIDES = {
     "root freed": ("=True", "decoder.layers.1=True"),
 }
 _CUTS = {"blocks": "block:8"}
+_REPLICATED: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "an mlp": ("decoder.layers.1.mlp.*",),
+    "norms": ("*norm*",),
+}
+DECAYS = {"exponentially": 0.75, "equally": None}
 _POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce in fp32": {"grad_reduce_in_fp32": True},
@@ -46,6 +52,7 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
     """Returns the config of a composition's wrapper."""
     fields: dict[str, Any] = {"reduce_every_micro_batch": composition.reduces == "each micro-batch"}
     fields["offload_activations"] = composition.activations == "on the host"
+    fields["replicated"] = _REPLICATED[composition.replicated]
     if composition.is_hybrid:
         fields["num_distributed_optimizer_instances"] = 2
     if composition.policy == "by dtypes":

@@ -81,7 +81,7 @@ class Staged(Wrapped):
     def _weights(self) -> dict[str, Tensor]:
         self.optimizer.finish_step()  # type: ignore[union-attr]
         state = self.optimizer.state_tensors()  # type: ignore[union-attr]
-        views: dict[str, Tensor] = {}
+        views = {name: tensor for name, tensor in state.items() if name.startswith("average.")}
         for module in self.module:
             tensors = module.state_dict(keep_vars=True)
             for name, _ in module.named_parameters():

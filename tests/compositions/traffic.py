@@ -13,7 +13,6 @@ import torch
 
 from core.comm import collectives
 from core.comm.call import Collective, CollectiveRecord
-from core.distributed.report import model_facts
 from tests.compositions.composition import Composition
 from tests.compositions.wrapped import Wrapped
 
@@ -70,10 +69,11 @@ def _planned(training: Wrapped) -> Calls | None:
             policy = model.plan.root.precision
             planned_dtype = policy.reduce_dtype or policy.param_dtype or torch.float32
             assert planned_dtype == _reduce_dtype(part), f"the plan reduces in {planned_dtype}"
-        for unit in model_facts(model.plan, model.module, training.number).units:
-            for entry in unit.traffic:
+        for unit in model.plan.units:
+            for entry in model.plan.traffic(training.number, unit):
                 # torch sums shards over the replicas of a hybrid by itself, unrecorded.
-                if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and not part.is_fsdp2):
+                is_recorded = not part.is_fsdp2 or unit.kind == "replicated"
+                if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and is_recorded):
                     planned[entry.kind, entry.nbytes, entry.ranks] += entry.calls
     return planned
 

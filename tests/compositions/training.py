@@ -156,6 +156,10 @@ class Training(ABC):
         """Lets parameters be written inside the context."""
 
     @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]:
+        """Lets the model hold the average of its weights inside the context."""
+
+    @abstractmethod
     def zero(self) -> None: ...
 
     @abstractmethod

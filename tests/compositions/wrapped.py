@@ -18,17 +18,17 @@ from core.dist_checkpointing import load, load_metadata, save
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.engine.unit import POISONS
 from core.distributed.model import offloaded_activations
-from core.optimizer import MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
+from core.optimizer import AveragedWeights, MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
 from core.training.checkpointing import state_tensors
 from core.training.state import TrainingState
 from core.training.train_step import train_step
 from tests.compositions.composition import Composition
 from tests.compositions.data import loaded_batches, micro_batch
 from tests.compositions.model import build, expert_parallel_size
-from tests.compositions.settings import optimizer_config, parameter_groups, wrapper_config
+from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Between, Training
-from tests.functional._parallel_runs import _masters
+from tests.functional._parallel_runs import _masters, _whole
 from tests.functional._runs import in_precision
 
 
@@ -63,6 +63,8 @@ class Wrapped(Training):
         else:
             self.optimizer = get_megatron_optimizer(config, self.wrappers, **parameter_groups(composition))
             self.scheduler = _scheduler(composition, self.optimizer)
+        if composition.averaged != "no":
+            self._average = AveragedWeights(self.optimizer, DECAYS[composition.averaged])
         self._loaded: Iterator[Mapping[str, Tensor]] = iter(())
         if composition.loop == "train_step on a loader":
             self._loaded = loaded_batches(composition, first)
@@ -86,6 +88,9 @@ class Wrapped(Training):
             for wrapper in self.wrappers:
                 stack.enter_context(wrapper.whole_parameters())
         return stack
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._average.swapped()
 
     def begin_step(self) -> None:
         how = self.composition.zeroes
@@ -153,7 +158,8 @@ class Wrapped(Training):
             parameter.grad.mul_(factor)
 
     def _weights(self) -> dict[str, Tensor]:
-        return _masters(self.module, self.optimizer)
+        averages = {n: t for n, t in self.optimizer.state_tensors().items() if n.startswith("average.")}
+        return _masters(self.module, self.optimizer) | _whole(averages)
 
     @property
     def _scale(self) -> float:

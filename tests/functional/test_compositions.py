@@ -32,6 +32,8 @@ REFUSED = (
     Composition(layout="hybrid", wrapper="ddp"),
     Composition(layout="dp2", wrapper="fsdp2", kept="all", overrides="first kept"),
     Composition(layout="dp2", wrapper="zero1", average="in the collective", loss="per token"),
+    Composition(layout="dp2", wrapper="zero3", replicated="an mlp", experts="over ranks"),
+    Composition(layout="dp2", wrapper="fsdp2", replicated="norms", recompute="products of units"),
     Composition(layout="dp2", wrapper="fsdp2", precision="bf16", policy="fp32 accumulation"),
 )
 
