@@ -134,7 +134,7 @@ def _steps(model: nn.Module, replicas: int = RANKS) -> dict[str, Any]:
 
 
 def _wrapped(module: nn.Module, wrapper: str) -> Any:
-    return wrap_model(cut_experts(module), SimpleNamespace(), CUT_WRAPPERS[wrapper])
+    return wrap_model(cut_experts(module), SimpleNamespace(), WRAPPERS_OF_FOUR_RANKS[wrapper])
 
 
 def _whole_weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -190,7 +190,7 @@ def test_a_rank_without_tokens_waits_for_nothing(wrapper: str):
 # Models that are never whole: from the meta device, filled from files.
 
 HYBRID = {"num_distributed_optimizer_instances": 2}
-CUT_WRAPPERS |= {
+WRAPPERS_OF_FOUR_RANKS = CUT_WRAPPERS | {
     "hybrid zero3": FullyShardedDataParallelConfig(**HYBRID),
     "hybrid fsdp2": TorchFullyShardedDataParallelConfig(**HYBRID),
 }
