@@ -131,7 +131,9 @@ def estimate(
         world_size=world_size,
         simulation=simulation,
         num_parameters=sum(s.num_parameters for s in (*simulations, *simulations[1:2] * between)),
-        formula_bytes=formula.memory(config, simulation.plans, ranks[fullest], simulation.num_microbatches),
+        formula_bytes=formula.memory(
+            config, simulation.plans, ranks[fullest], simulation.schedule.get(ranks[fullest], ())
+        ),
         wire=_wire(simulation, hardware),
         model_flops=formula.model_flops(config, world_size),
         time=step_time(simulations, hardware),

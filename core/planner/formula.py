@@ -6,20 +6,23 @@ tensors that this library keeps. They leave out what lives for moments, such as 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from ..distributed.plan import Plan
 from ..tensor_parallel.vocab import pad_vocab_size
 from ..training.config import PretrainConfig
+from .simulation import Pass
 
 
 def memory(
-    config: PretrainConfig, plans: Sequence[Plan], pipeline_rank: int, num_microbatches: int
+    config: PretrainConfig, plans: Sequence[Plan], pipeline_rank: int, schedule: Sequence[Pass]
 ) -> Mapping[str, int]:
     """Returns bytes by category when the loss has been computed, about the moment with the most memory.
 
     Args:
         plans: of the stages of one pipeline rank.
+        schedule: the passes of that rank; empty without pipeline stages.
     """
     units = [unit for plan in plans for unit in plan.units]
     roots = [plan.root for plan in plans]
@@ -28,7 +31,8 @@ def memory(
     root = sum(unit.gathered_bytes for unit in roots if unit.is_gathered)
     trained = [piece for unit in units for piece in unit.pieces if piece.is_trained]
     stages = config.model.pipeline_model_parallel_size
-    under_way = min(stages - pipeline_rank, num_microbatches)
+    # Micro-batches of one of the rank's stages whose backward is to come, at most.
+    under_way = max(itertools.accumulate(1 if is_forward else -1 for _, is_forward, _ in schedule), default=1)
     masters = sum(p.numel * 4 // p.params[0].num_parts for p in trained if p.param_dtype.itemsize < 4)
     states = {"adam": 8, "sgd": 4}.get(config.optimizer.optimizer, 4)
     moments = sum(piece.numel * states // piece.params[0].num_parts for piece in trained)
@@ -37,7 +41,7 @@ def memory(
         "gathered units": most_gathered + root,
         "gradients": sum(unit.gradient_bytes for unit in units),
         "optimizer state": masters + moments,
-        "activations": _activations(config) * under_way // stages,
+        "activations": _activations(config) * under_way // (stages * len(plans)),
         "logits and loss": _logits(config) if pipeline_rank == stages - 1 else 0,
     }
 

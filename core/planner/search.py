@@ -7,6 +7,7 @@ for any depth. The error to a plan of the whole model is below a percent where t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..base.errors import ConfigError
@@ -145,8 +146,7 @@ def scalings(
     also planned with shards inside a node, replicated over nodes."""
     found = []
     for name, config in configs.items():
-        model = config.model
-        own = model.tensor_model_parallel_size * model.context_parallel_size
+        own = world_size // config.data_parallel_size(world_size)
         number = config.num_microbatches(world_size) * config.data.micro_batch_size
         ways = {name: False, **({f"hybrid {name}": True} if config.ddp.shards_parameters else {})}
         for way, is_hybrid in ways.items():
@@ -157,20 +157,15 @@ def scalings(
                 instances = replicas // inside if is_hybrid else config.ddp.num_distributed_optimizer_instances
                 if replicas % instances:
                     continue
-                points.append(
-                    shallow_estimate(
-                        way,
-                        replace(
-                            config,
-                            ddp=replace(config.ddp, num_distributed_optimizer_instances=instances),
-                            data=replace(config.data, global_batch_size=number * replicas),
-                        ),
-                        ranks,
-                        hardware,
-                        gpu_memory,
-                    )
+                size = replace(
+                    config,
+                    ddp=replace(config.ddp, num_distributed_optimizer_instances=instances),
+                    data=replace(config.data, global_batch_size=number * replicas),
                 )
-            found.append(Scaling(way, tuple(points)))
+                with suppress(ConfigError):  # so many ranks do not divide, into groups of experts for example
+                    points.append(shallow_estimate(way, size, ranks, hardware, gpu_memory))
+            if points:
+                found.append(Scaling(way, tuple(points)))
     return found
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.planner import PRESETS, estimate
-from core.planner.search import Candidate, Scaling, candidates, combinations, shallow_estimate, single_changes
+from core.planner import PRESETS, estimate, search
+from core.planner.search import Candidate, Scaling, candidates, combinations, scalings, shallow_estimate, single_changes
 from core.training.config.arguments import parse_arguments
 from tests.unit.planner._lines import LLAMA, TINY
 
@@ -45,6 +45,24 @@ def test_combinations_are_command_lines():
     assert len(found) == 2 * 2 * 3 * 3
     config = parse_arguments(found["ZeRO-1, tensor-parallel 2, micro-batch 4, recomputes full"])
     assert (config.model.tensor_model_parallel_size, config.data.micro_batch_size) == (2, 4)
+
+
+def test_a_sweep_keeps_the_micro_batches_of_a_rank(monkeypatch: pytest.MonkeyPatch):
+    flags = f"{TINY} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 8 --global-batch-size 16"
+    planned = []
+    monkeypatch.setattr(search, "MOST_RANKS", 64)
+    monkeypatch.setattr(search, "shallow_estimate", lambda _, config, ranks, *rest: planned.append((config, ranks)))
+    scalings({"replicated": parse_arguments(flags.replace("heads 4", "heads 8").split())}, 32, H100, MEMORY)
+    assert [(config.num_microbatches(ranks), ranks) for config, ranks in planned] == [(4, 16), (4, 32), (4, 64)]
+
+
+def test_activations_of_all_micro_batches_under_way_count():
+    stages = "--pipeline-model-parallel-size 2 --global-batch-size 16 --pipeline-parallel-schedule"
+    of_all, of_two = (
+        estimate("", parse_arguments(f"{TINY} {stages} {name}".split()), 2, H100).formula_bytes["activations"]
+        for name in ("GPipe", "1F1B")
+    )
+    assert of_all == 4 * of_two
 
 
 def test_a_wrapper_stops_scaling_below_nine_tenths_of_its_best():
