@@ -140,7 +140,7 @@ def load_foreign(
 
     Raises:
         CheckpointError: on all ranks, before anything is written. Names all tensors that are missing, left over or of
-            another shape or kind.
+            another shape or kind; or one of ours that is on the meta device.
     """
     recipes = list(recipes)
     ranks = Ranks(process_group)
@@ -156,6 +156,11 @@ def _check(
     folder: Path,
     ignored: set[str],
 ) -> None:
+    empty = [name for name, target in targets.items() if any(held.is_meta for _, held in held_boxes(target))]
+    if empty:
+        raise CheckpointError(
+            f"{empty[0]} is on the meta device: nothing was loaded; wrap the model, or call to_empty"
+        )
     named = {recipe.name for recipe in recipes}
     problems = [f"the model has no {name}" for name in sorted(named - targets.keys())]
     problems += [f"nothing there makes up {name}" for name in sorted(targets.keys() - named)]

@@ -61,7 +61,7 @@ class UnitOrder(Generic[Unit]):
         # cleared when a forward of the model begins.
         self._reached_by_backward: set[Unit] = set()
         # The running forward, or the last one: a unit where it begins (None), and where it ends with a mark that the
-        # graphs of its output and of its first weight hold. Grows in `enter` and `leave`; `begin` clears it.
+        # graphs of its output and of its first weight hold. Grows in `enter` and `leave`; `end_step` clears it.
         self._trace: list[tuple[Unit, weakref.ref[_GraphMark] | None]] = []
         # The backward that `reach` was last called in, the places in `_trace` that it has still to pass by, in
         # ascending order, the units that it has reached, and whether it is passing one by. `reach` sets all.
@@ -75,15 +75,19 @@ class UnitOrder(Generic[Unit]):
 
     def begin(self) -> list[Unit]:
         """Begins a forward of the model. Returns the units to gather meanwhile."""
-        self.end()
+        self.end_step()
         self._reached_by_backward.clear()
-        self._trace.clear()
         self._next = 0 if self._planned else None
         return self._last_order[: self._forward_depth]
 
     def end(self) -> None:
         """Keeps the order of the last forward as what to expect. The next unit to run begins a new order."""
         self._last_order, self._order = self._order or self._last_order, []
+
+    def end_step(self) -> None:
+        """Ends an order as `end` does, with no backward to follow."""
+        self.end()
+        self._trace.clear()
 
     def enter(self, unit: Unit) -> list[Unit]:
         """Begins a unit's forward, or in backward its computation again. Returns the units to gather meanwhile."""
@@ -110,12 +114,13 @@ class UnitOrder(Generic[Unit]):
             self._reached_by_backward.add(unit)
         if torch.is_grad_enabled():
             self._needed_gradient[unit] = bool(nodes)
-        is_traced = current_backward() == NO_BACKWARD and not torch.compiler.is_compiling()
+        is_traced = torch.is_grad_enabled() and current_backward() == NO_BACKWARD and not torch.compiler.is_compiling()
         if nodes and None not in nodes and is_traced:
+            mark = _GraphMark()
             if (weight := next((p for p in parameters if p.requires_grad), None)) is not None:
                 view: Any = weight.view_as(weight)
-                nodes.append(view.grad_fn.next_functions[0][0])  # of the weight itself, which a program may use apart
-            mark = _GraphMark()
+                # Of the weight itself, which a program may use apart. All graphs that live share this node.
+                view.grad_fn.next_functions[0][0].metadata[_GraphMark] = [mark]
             for node in nodes:
                 node.metadata.setdefault(_GraphMark, []).append(mark)  # several units may return one tensor
             self._trace.append((unit, weakref.ref(mark)))
@@ -196,7 +201,10 @@ class UnitOrder(Generic[Unit]):
 
 
 class _GraphMark:
-    """An object that graphs of one forward of a unit hold, and nothing else: it lives as long as they."""
+    """An object that graphs of one forward of a unit hold, and nothing else: it lives as long as they.
+
+    Graphs share the node of a weight. One of an earlier forward that still lives keeps the mark of the last one too.
+    """
 
 
 _NO_GRAPH = weakref.ref(_GraphMark())

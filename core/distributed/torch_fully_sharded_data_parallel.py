@@ -314,6 +314,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def note_step(self) -> None:
         self._shows_gradients = False
         self.settle_parameters()
+        self._order.end_step()
 
     def settle_parameters(self) -> None:
         """Frees all gathered parameters, as after an evaluation. Not to be called inside a forward or backward.

@@ -129,6 +129,8 @@ class _Pipeline:
     def step(self, chunks: Sequence[nn.Module], run: MicroBatch) -> Iterator[None]:
         """Lets the chunks run micro-batches inside it, and explains failures."""
         with ExitStack() as stack:
+            for stage in self._stages:  # torch's, which after an error still have what was deferred
+                stack.callback(stage.dw_runner.clear)
             for chunk, model in zip(self._chunks, chunks, strict=True):
                 stack.callback(chunk.end_step)
                 splits = self._splits_backward and _may_defer(model)

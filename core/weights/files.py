@@ -37,7 +37,8 @@ def load_pretrained(
         process_group: the ranks that call together; None means all.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written: the files are of another model, or damaged.
+        CheckpointError: on all ranks, before anything is written: the files are of another model, or damaged; or the
+            model is on the meta device.
         ConfigError: how files of such a model name its experts is not known.
         MissingExtraError: `safetensors` is not installed.
     """
@@ -68,7 +69,8 @@ def save_pretrained(
 
     Raises:
         CheckpointError: on all ranks: the folder is in use, or cannot be written.
-        ConfigError: it is no model of transformers, or how its files name experts is not known.
+        ConfigError: it is no model of transformers, how its files name experts is not known, or it has adapters of
+            PEFT that cannot be merged here.
         MissingExtraError: `safetensors` is not installed; with several ranks, a CheckpointError that says so.
     """
     base: Any = unwrap_model(model)
@@ -76,7 +78,13 @@ def save_pretrained(
     if not hasattr(getattr(base, "config", None), "save_pretrained"):
         raise ConfigError(f"{type(base).__name__} is no model of transformers; write a GPTModel by save_hugging_face")
     config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]  # which servers read
+    config.architectures = [type(base).__name__.removeprefix("FSDP")]  # which servers read
     stream = WeightStream(model, receivers=[0], process_group=process_group)
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
-    save_folder(Path(folder), plan, iter(stream), config.save_pretrained, Ranks(process_group))
+    config.dtype = next((dtype for dtype, _ in plan.values() if dtype.is_floating_point), config.dtype)
+
+    def describe(temporary: Path) -> None:
+        for described in filter(None, (config, getattr(base, "generation_config", None))):
+            described.save_pretrained(temporary)
+
+    save_folder(Path(folder), plan, iter(stream), describe, Ranks(process_group))

@@ -71,6 +71,8 @@ def outgoing(
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         pipeline = Ranks(parallel_state.get_pipeline_model_parallel_group())
         adapted = dict(update for of_rank in pipeline.all_gather(adapted) for update in of_rank.items())
+    # Of stacked experts PEFT adapts single parameters, by updates of another shape.
+    adapted = {name: update for name, update in adapted.items() if name in views and views[name].dim() == 2}
     known = {name for _, *factors in adapted.values() for name in factors}
     unknown = [name for name in views if ".lora_" in name and name not in known]
     if unknown:
@@ -105,6 +107,8 @@ def recipes_of(model: nn.Module, views: Mapping[str, Tensor], names: Names) -> I
     block, weights = _EXPERTS[kind] if stacks else ("mlp", ())
     gated = isinstance(model, GPTModel) and model.config.gated_linear_unit and names == "megatron"
     has_lora = any(".lora_" in name for name in views)
+    if names == "hugging_face" and hasattr(model, "get_base_model") and not has_lora:
+        raise ConfigError("of PEFT's adapters only LoRA's go out here; call merge_and_unload, or give the base model")
     for name, view in views.items():
         if is_adapter(name) or (has_lora and any(part in name for part in (".lora_", ".original_module."))):
             continue
@@ -130,10 +134,11 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, _Update]]:
         if isinstance(module, Adapter):
             layer = name.removesuffix(".adapter")
             yield f"{layer}.weight", (module.scale, layer + _LOW_IN, layer + _LOW_OUT)
-        elif hasattr(module, "base_layer") and not (getattr(module, "merged", True) or module.fan_in_fan_out):
+        elif hasattr(module, "lora_A") and not (getattr(module, "merged", True) or module.fan_in_fan_out):
             for kind in module.active_adapters:
                 factors = f"{name}.lora_A.{kind}.weight", f"{name}.lora_B.{kind}.weight"
-                yield f"{name}.base_layer.weight", (module.scaling[kind], *factors)
+                weight = getattr(module, "parameter_name", "weight")
+                yield f"{name}.base_layer.{weight}", (module.scaling[kind], *factors)
 
 
 def _merged(

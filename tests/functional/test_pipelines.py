@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,15 @@ def test_a_silent_neighbour_is_named_with_its_micro_batch(is_elsewhere: bool):
     _, said = run_distributed(train_at_other_times, 2, Case(micro_batches=2), 0, None, is_elsewhere)
     assert "OutOfStepError: rank 1, pipeline stage 1 of 2 (layers 2 to 3)" in said
     assert "waits for the activations of micro-batch 0 from stage 0 (rank 0), and nothing came" in said
+
+
+def test_an_interrupted_step_leaves_no_deferred_products():
+    pipeline: Any = stages._Pipeline.__new__(stages._Pipeline)
+    stage = SimpleNamespace(dw_runner={0: lambda: None})
+    pipeline._chunks, pipeline._stages = [], [stage]
+    with pytest.raises(KeyboardInterrupt), pipeline.step([], lambda model, index: torch.zeros(())):
+        raise KeyboardInterrupt
+    assert not stage.dw_runner
 
 
 def test_a_crash_is_named_on_its_stage_and_at_its_neighbour():

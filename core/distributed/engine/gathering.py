@@ -133,7 +133,7 @@ class ParameterGathering:
             if unit.slot is not None:
                 unit.slot.owner = None
         self._writes.find()
-        self._order.end()
+        self._order.end_step()
 
     # ---- one unit
 

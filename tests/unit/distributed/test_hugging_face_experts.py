@@ -267,6 +267,7 @@ def test_models_filled_from_files_equal_one_process(ranks: int, wrappers: str, t
     by_rank = run_distributed(_all_from_files, ranks, str(tmp_path), wrappers)
     for wrapper in by_rank[0]:
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / wrapper)
+        assert again.config.architectures == ["MixtralForCausalLM"]
         written = dict(again.named_parameters())
         for found in by_rank:
             values = found[wrapper]

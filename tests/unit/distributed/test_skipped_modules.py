@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from core.base.errors import UnitError
 from core.comm.call import Collective, CollectiveRecord
 from core.distributed import finalize_model_grads
+from core.distributed.gathered_units import _GraphMark
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, build, full
@@ -190,3 +192,35 @@ def _refuses(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
 def test_units_out_of_order_cannot_be_skipped(kind):
     run_distributed(_refuses, 1, kind)
+
+
+def _marks_of_a_kept_graph() -> None:
+    for kind in ("zero3", "fsdp2"):
+        model = build(kind, Seeing(), unit_classes=(Block,))
+        kept = [model(torch.ones(2, 7))]
+        for _ in range(4):
+            model(torch.ones(2, 7))
+        marks = sum(isinstance(each, _GraphMark) for each in gc.get_objects())
+        assert kept and 0 < marks <= 2 * 7, (kind, marks)  # of 7 units, in the kept graph and in the last one
+        del kept
+
+
+class Passing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _returns_inputs() -> None:
+    for kind in ("zero3", "fsdp2"):
+        model = build(kind, nn.Sequential(Passing(), Block()), unit_classes=(Block, Passing))
+        given = 2 * torch.ones(2, 7, requires_grad=True)  # under no_grad its product has no graph
+        with torch.no_grad():
+            model(given)
+
+
+def test_a_kept_graph_holds_no_mark_of_later_forwards():
+    run_distributed(_marks_of_a_kept_graph, 1)
+
+
+def test_units_may_return_inputs_without_gradients():
+    run_distributed(_returns_inputs, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_files_are_those_of_transformers(kind: str, tmp_path: Path):
     assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(again) is type(written)
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+
+
+def test_the_config_has_the_dtype_that_is_written(tmp_path: Path):
+    model: Any = _model("llama", 1).bfloat16()
+    before = model.config.dtype
+    save_pretrained(model, tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert model.config.dtype == before
+
+
+def test_a_plain_model_on_the_meta_device_is_refused(tmp_path: Path):
+    _model("llama", 1).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(_model("llama", 1).config)
+    with pytest.raises(CheckpointError, match="is on the meta device: nothing was loaded"):
+        load_pretrained(model, tmp_path)
 
 
 def test_other_models_are_refused(tmp_path: Path):

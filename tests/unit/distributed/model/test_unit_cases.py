@@ -325,7 +325,7 @@ def _calls_methods() -> None:
                 model.module.reconstruct(x)  # a graph each time, and no backward
             assert len(model._order._order) <= 2 * 3 * 2  # units, of the calls since the last step
             model.zero_grad_buffer()
-            assert not model._order._order
+            assert not model._order._order and not model._order._trace
     *sharded, replicated = found
     for results in sharded:
         for one, other in zip(results, replicated, strict=True):
