@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from core.planner import PRESETS, estimate, search
-from core.planner.search import Candidate, Scaling, candidates, combinations, scalings, shallow_estimate, single_changes
+from core.planner.search import (
+    Candidate,
+    Scaling,
+    candidates,
+    combinations,
+    scalings,
+    shallow_estimate,
+    single_changes,
+)
 from core.training.config.arguments import parse_arguments
 from tests.unit.planner._lines import LLAMA, TINY
 
