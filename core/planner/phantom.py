@@ -28,6 +28,9 @@ from torch.utils.flop_counter import flop_registry
 MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
 
+MOST_INTEGER_BYTES = 2**21
+"""The same of integers, in bytes: a quarter of a million tokens. Sums of the bits of large weights are larger."""
+
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's, which Python names from 3.13 on."""
@@ -35,7 +38,7 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 def _has_values(tensor: Tensor) -> bool:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.numel() <= (2**24 if is_integer else MOST_VALUES)
+    return tensor.nbytes <= MOST_INTEGER_BYTES if is_integer else tensor.numel() <= MOST_VALUES
 
 
 Kind = Literal[
