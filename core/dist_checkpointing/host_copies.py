@@ -90,14 +90,10 @@ class HostCopies:
         sizes = {names[0]: num_bytes, names[1]: more_bytes}
         sizes |= {f"rank_{rank:05d}.bin": told[rank][0] for rank in self._sources}
         # For both versions: the files that this rank writes, mapped until this object is freed; its pieces in them.
-        self._memory = ranks.on_all(lambda: [self._allocate(version, sizes) for version in (0, 1)])
-        self._copies = [
-            [
-                memory[piece.file][piece.start : piece.start + piece.num_bytes].view(dtype).view(piece.sizes)
-                for piece, dtype in places + more_places
-            ]
-            for memory in self._memory
-        ]
+        # `_allocate` adds a version.
+        self._memory: list[dict[str, Tensor]] = []
+        self._copies: list[list[Tensor]] = []
+        ranks.on_all(lambda: self._allocate(sizes, places + more_places))
         if ranks.rank == nodes.index(node):
             of_node = [more for (_, _, more), at in zip(told, nodes, strict=True) if at == node]
             indexed, file_bytes = joined([own for _, own, _ in told] + of_node)
@@ -121,6 +117,8 @@ class HostCopies:
             for folder in root.glob("generation_*"):
                 if folder != self._folder:
                     shutil.rmtree(folder, ignore_errors=True)
+        ranks.all_gather(None)  # the old versions make room for the second one
+        ranks.on_all(lambda: self._allocate(sizes, places + more_places))
 
     def start(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
         """Begins to copy. Call `wait` before a tensor changes, buffers excepted, which are copied at once."""
@@ -171,10 +169,17 @@ class HostCopies:
             if work is not None:
                 work.wait()
 
-    def _allocate(self, version: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        folder = self._folder / f"version_{version}"
+    def _allocate(self, sizes: Mapping[str, int], places: Sequence[tuple[Piece, torch.dtype]]) -> None:
+        folder = self._folder / f"version_{len(self._memory)}"
         folder.mkdir(parents=True, exist_ok=True)
-        return {file: _mapped(folder / file, size) for file, size in sizes.items()}
+        memory = {file: _mapped(folder / file, size) for file, size in sizes.items()}
+        self._memory.append(memory)
+        self._copies.append(
+            [
+                memory[piece.file][piece.start : piece.start + piece.num_bytes].view(dtype).view(piece.sizes)
+                for piece, dtype in places
+            ]
+        )
 
 
 def partners(nodes: Sequence[int]) -> list[int | None]:

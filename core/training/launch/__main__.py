@@ -85,6 +85,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it takes {takes}")
     if not options.lost_rank_timeout > 0:
         parser.error(f"--lost-rank-timeout is {options.lost_rank_timeout}; it takes a positive number of seconds")
+    if options.node_rank > 0 and options.spare_processes:
+        parser.error("--spare-processes is for the launcher of --node-rank 0, which starts them on its machine")
     if options.on_lost_rank == "restart" and options.spare_processes:
         parser.error("--spare-processes is given without --on-lost-rank replace or shrink, which use them")
     return options

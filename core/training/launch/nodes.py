@@ -3,7 +3,7 @@
 Each process of a rank has a socket to the launcher of its machine, and each other launcher one to the first. Both ends
 write JSON, an object a line. Between launchers:
 
-    other -> first   {"node": 1, "machine": "...", "num_ranks": 8}     joins; again after its machine was lost
+    other -> first   {"node": 1, "machine": "...", "num_ranks": 8, "policy": "shrink"}   joins; again after it was lost
                      {"worker": 3, "message": {...}}                   what a rank says
                      {"worker": 3, "ended": -9}
     first -> other   {"refused": "..."}
@@ -44,6 +44,8 @@ _JOIN_S, _HELLO_S, _SEND_S = 600.0, 5.0, 5.0
 """How long launchers wait for each other at the start, for the first line, and for a socket that takes no more."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 """A machine that does not answer for nine seconds is lost."""
+_MOST_RANKS = 1024
+"""Of a machine: a stranger's number starts no more."""
 
 
 class Lines:
@@ -192,10 +194,11 @@ class Joining:
     Args:
         listener: where they connect.
         num_nodes: how many machines there are, this one, number 0, included.
+        policy: ``replace`` or ``shrink``, the same on all.
     """
 
-    def __init__(self, listener: socket.socket, num_nodes: int) -> None:
-        self._listener, self._num_nodes = listener, num_nodes
+    def __init__(self, listener: socket.socket, num_nodes: int, policy: str) -> None:
+        self._listener, self._num_nodes, self._policy = listener, num_nodes, policy
         # Machines by number, and their names; a lost one stays until it joins again.
         self._nodes: dict[int, OtherNode] = {}
         self._machines = {0: machine_name()}
@@ -209,17 +212,15 @@ class Joining:
             try:
                 lines.read(_HELLO_S)
                 number, machine, num_ranks = int(heard[0]["node"]), heard[0]["machine"], int(heard[0]["num_ranks"])
-            except (LookupError, TypeError, ValueError):  # no launcher of ours
+                refused = self._refusal(number, machine, num_ranks, heard[0]["policy"])
+            except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # no launcher of ours
                 connection.close()
                 continue
-            if refused := self._refusal(number, machine):
+            if refused:
                 lines.send({"refused": refused})
                 connection.close()
                 continue
-            for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):
-                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _keep_alive(connection)
             self._machines[number] = machine
             self._nodes[number] = OtherNode(number, num_ranks, lines, events, take)
             yield self._nodes[number]
@@ -239,11 +240,17 @@ class Joining:
                 pass
         return list(self._nodes.values())
 
-    def _refusal(self, number: int, machine: str) -> str:
+    def _refusal(self, number: int, machine: str, num_ranks: int, policy: str) -> str:
         if not 0 < number < self._num_nodes:
             return f"--node-rank is {number}, and the first launcher has --nnodes {self._num_nodes}"
         if number in self._nodes and not self._nodes[number].is_lost:
             return f"--node-rank {number} runs already; give each launcher a number of its own"
+        if not 0 < num_ranks <= _MOST_RANKS:
+            return f"--nproc-per-node is {num_ranks}; a machine runs 1 to {_MOST_RANKS} ranks"
+        if policy != self._policy:
+            return (
+                f"--on-lost-rank is {policy}, and the first launcher has {self._policy}; give all launchers the same"
+            )
         same = [other for other, name in self._machines.items() if name == machine and other != number]
         if same:
             return (
@@ -251,6 +258,14 @@ class Joining:
                 "one launcher a machine, with more --nproc-per-node"
             )
         return ""
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Makes a connection end once the machine at its other end does not answer."""
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def machine_name() -> str:
@@ -266,6 +281,7 @@ def follow(
     address: tuple[str, int],
     copies: Mapping[str, str],
     signals: SignalCount,
+    policy: str,
 ) -> int:
     """Runs ranks on this machine as the first launcher, at `address`, says. Returns the exit status.
 
@@ -274,6 +290,8 @@ def follow(
     """
     first, events, status = Lines(_connect(address, signals), print), Events(), list[int]()
     processes: dict[int, LocalProcess] = {}
+    # Signals to this launcher that were passed on, and by worker those of the first: a rank gets what both get once.
+    passed_on, told = 0, dict[int, int]()
     node = ThisNode(
         number, num_ranks, command, events, lambda n, message: first.send({"worker": n, "message": message})
     )
@@ -285,19 +303,21 @@ def follow(
         if "over" in line:
             status.append(line["over"])
         elif "start" in line:
+            told[worker] = passed_on
             processes[worker] = node.start(worker, line["start"], {**line["environment"], **copies})
         elif "tell" in line:
             node.tell(worker, line["tell"])
         elif worker in processes:
             if line["signal"] == signal.SIGKILL:
                 processes[worker].end()
-            else:
+                return
+            told[worker] += 1
+            if told[worker] > passed_on:
                 processes[worker].send_signal(line["signal"])
 
     first.take = take
-    first.send({"node": number, "machine": machine_name(), "num_ranks": num_ranks})
+    first.send({"node": number, "machine": machine_name(), "num_ranks": num_ranks, "policy": policy})
     events.add(first)
-    passed_on = 0
     try:
         while not (status or first.is_over or signals.count > 2):
             events.wait(_POLL_S)
@@ -308,8 +328,9 @@ def follow(
                 first.send({"worker": worker, "ended": process.returncode})
             if passed_on < signals.count:
                 passed_on = signals.count
-                for process in processes.values():
-                    process.send_signal(signals.sent)
+                for worker, process in processes.items():
+                    if told[worker] < passed_on:
+                        process.send_signal(signals.sent)
     finally:
         kill(processes.values())
     if not status and not signals.count:
@@ -321,7 +342,9 @@ def _connect(address: tuple[str, int], signals: SignalCount) -> socket.socket:
     deadline = time.monotonic() + _JOIN_S
     while True:
         try:
-            return socket.create_connection(address, timeout=_HELLO_S)
+            connection = socket.create_connection(address, timeout=_HELLO_S)
+            _keep_alive(connection)
+            return connection
         except OSError as error:
             if signals.count or time.monotonic() > deadline:
                 raise ConfigError(

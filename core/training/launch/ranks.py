@@ -67,14 +67,19 @@ def run_ranks(
         signals = stack.enter_context(SignalCount())
         copies = stack.enter_context(memory_for_copies(needed=policy is not None))
         if node > 0:
-            return follow(node, num_ranks, command, address, copies, signals)
+            return follow(node, num_ranks, command, address, copies, signals, policy.kind if policy else "")
         supervisor = None
         if policy is not None:
-            joining = Joining(stack.enter_context(_listener(address)), num_nodes) if num_nodes > 1 else None
+            joining = (
+                Joining(stack.enter_context(_listener(address)), num_nodes, policy.kind) if num_nodes > 1 else None
+            )
             supervisor = Supervisor(policy, num_ranks, command, joining)
             supervisor.join(signals)
         status, reason = 1, ""
         for restarts in range(max_restarts + 1):
+            if supervisor is not None and not supervisor.has_ranks:
+                reason = "no machine is left to run ranks"
+                break
             environment = {
                 "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
                 "TORCHELASTIC_RESTART_COUNT": str(restarts),

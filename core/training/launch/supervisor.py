@@ -169,6 +169,11 @@ class Supervisor:
         """Kills every process that is left."""
         kill(worker.process for worker in self._workers)
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether a machine is left that runs ranks."""
+        return any(node.num_ranks for node in self._nodes if not node.is_lost)
+
     def close(self, status: int) -> None:
         """Says the exit status to the launchers of other machines."""
         for node in self._nodes:
@@ -183,6 +188,7 @@ class Supervisor:
     def _announce(self, members: list[_Worker], lost: str, lost_at: float) -> None:
         """Gives every member its place in the next generation. Without members all leave the one before, and wait."""
         self.number += 1
+        _give_places(members)
         self._active, self._has_stepped, self._last_news = members, False, time.monotonic()
         for worker in self._workers:
             worker.rank = members.index(worker) if worker in members else None
@@ -233,10 +239,8 @@ class Supervisor:
         time.sleep(_TOGETHER_S)
         self._read(0.0)
         before, lost = self._active, [worker for worker in self._active if worker.is_lost]
-        for worker in lost:
-            worker.process.end()
+        self._end_lost()
         why = "; ".join(dict.fromkeys(worker.why() for worker in lost))
-        self._workers = [worker for worker in self._workers if not worker.is_lost]
         if self._is_over:  # nothing is left to compute: the survivors only leave
             say(f"{why}, after the program had ended on all ranks")
             self._active = [worker for worker in self._active if worker not in lost]
@@ -254,8 +258,11 @@ class Supervisor:
         if self._policy.kind == "replace":
             if not self._have_processes(before, why):
                 return False
-            spares = self._spares(before)
-            members = [self._replacement(worker, spares) if worker.is_lost else worker for worker in before]
+            self._end_lost()  # more of them, while it waited
+            members, spares = list(before), self._spares(before)
+            ranks = [rank for rank, worker in enumerate(before) if worker not in self._workers]
+            for rank in sorted(ranks, key=lambda rank: not before[rank].node.is_lost):  # no process can start there
+                members[rank] = self._replacement(before[rank], spares)
             doing = "a spare process takes its place" if self._policy.spares else "a new process takes its place"
         else:
             able = [worker for worker in before if worker not in lost] + self._spares(before)
@@ -263,10 +270,16 @@ class Supervisor:
             if size == 0:
                 say(f"{why}; the program cannot run on {len(able)} ranks or fewer")
                 return False
-            members, doing = able[:size], f"going on with {size} of {len(able)} ranks that are left"
+            members, doing = _spread(able, size), f"going on with {size} of {len(able)} ranks that are left"
         say(f"{why}; {doing}")
         self._announce(members, why, time.time())
         return True
+
+    def _end_lost(self) -> None:
+        lost = [worker for worker in self._workers if worker.is_lost]
+        for worker in lost:
+            worker.process.end()
+        self._workers = [worker for worker in self._workers if worker not in lost]
 
     def _spares(self, members: Sequence[_Worker]) -> list[_Worker]:
         return [worker for worker in self._workers if worker not in members and not worker.is_lost]
@@ -292,12 +305,10 @@ class Supervisor:
 
     def _replacement(self, lost: _Worker, spares: list[_Worker]) -> _Worker:
         near = [worker for worker in spares if worker.node is lost.node]
-        if not near and not lost.node.is_lost:
-            return self._start(lost.node, lost.place)
+        if not near and not (spares and lost.node.is_lost):
+            return self._start(lost.node, lost.place)  # on a machine that is lost it counts as lost at once
         worker = (near or spares)[0]
         spares.remove(worker)
-        if near:
-            worker.place = lost.place
         return worker
 
     def _is_overdue(self) -> bool:
@@ -323,6 +334,21 @@ class Supervisor:
             worker.killed_for = f"rank {worker.rank} {why} for {waited:.0f} s (--lost-rank-timeout) and was killed"
         kill(worker.process for worker in hanging)
         self._last_news = time.monotonic()
+
+
+def _spread(able: Sequence[_Worker], size: int) -> list[_Worker]:
+    """Returns so many of the workers, in their order. Each machine keeps one, if they are enough: it reads the copies
+    there."""
+    turns = [sum(other.node is worker.node for other in able[:i]) for i, worker in enumerate(able)]
+    return [able[i] for i in sorted(sorted(range(len(able)), key=turns.__getitem__)[:size])]
+
+
+def _give_places(members: Sequence[_Worker]) -> None:
+    """Gives spares that become members the places of lost ranks of their machines, and so their GPUs."""
+    for worker in members:
+        taken = {other.place for other in members if other.node is worker.node and other is not worker}
+        if worker.rank is None and (worker.place in taken or worker.place >= worker.node.num_ranks):
+            worker.place = min(set(range(worker.node.num_ranks)) - taken, default=worker.place)
 
 
 def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any]) -> list[Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import load
+from core.dist_checkpointing import host_copies, load
 from core.dist_checkpointing.format.writer import offers
 from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes, word_sum
 from tests.unit._spawn import run_distributed
@@ -89,6 +90,29 @@ def _loses(folder: str) -> None:
         (damaged.parent.parent / "version_0" / "rank_00000.json").unlink()
     dist.barrier()
     assert _step_after(roots, nodes) is None
+
+
+def _counts_versions(folder: str) -> int:
+    """Returns how many versions there are at most while copies of a second generation are made."""
+    counts, mapped = [], host_copies._mapped
+
+    def count(*arguments, **options):
+        counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {arguments[0].parent}))
+        return mapped(*arguments, **options)
+
+    with mock.patch.object(host_copies, "_mapped", count):
+        for generation in (1, 2):
+            copies = HostCopies(Path(folder), generation, _state(1), {"step": 1}, 1)
+            copies.start(_state(2), {"step": 2}, 2)
+            copies.close()
+    dist.barrier()
+    loaded = _state(0)
+    assert load(loaded, fetch_newest(Path(folder), lambda: loaded)[0])["step"] == 2
+    return max(counts)
+
+
+def test_a_recovery_keeps_three_versions_at_most(tmp_path):
+    assert run_distributed(_counts_versions, 2, str(tmp_path)) == [3, 3]
 
 
 def test_either_machine_may_be_lost(tmp_path):

@@ -10,10 +10,12 @@ import time
 import pytest
 
 from core.base.errors import ConfigError
+from core.training.launch import nodes
 from core.training.launch.__main__ import main
-from core.training.launch.nodes import MACHINE, Events, Joining, follow
+from core.training.launch.nodes import MACHINE, Events, Joining, Lines, follow
 from core.training.launch.signals import SignalCount
 
+MANY = b'{"node": 1, "machine": "", "num_ranks": 1000000, "policy": "replace"}'
 TALKS = "import os, socket; socket.socket(fileno=int(os.environ['SHARDSTACK_LAUNCHER_FD'])).sendall(b'{\"at\": 1}\\n')"
 
 
@@ -23,12 +25,12 @@ class _First:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_nodes: int = 2) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         monkeypatch.setenv(MACHINE, "first")
-        self.joining, self.events, self.said = Joining(self.listener, num_nodes), Events(), []
+        self.joining, self.events, self.said = Joining(self.listener, num_nodes, "replace"), Events(), []
         monkeypatch.setenv(MACHINE, "second")
-        self.ended = []
+        self.signals, self.ended = SignalCount(), []
 
-    def follow(self, number: int, program: str = "") -> threading.Thread:
-        arguments = (number, 1, ["-c", program], self.listener.getsockname(), {}, SignalCount())
+    def follow(self, number: int, program: str = "", policy: str = "replace") -> threading.Thread:
+        arguments = (number, 1, ["-c", program], self.listener.getsockname(), {}, self.signals, policy)
 
         def run() -> None:
             try:
@@ -75,11 +77,52 @@ def test_ranks_end_with_the_first_launcher(monkeypatch, capfd):
     assert "the launcher of node 0" in capfd.readouterr().err
 
 
+HEARS = """
+import os, signal, socket
+launcher = socket.socket(fileno=int(os.environ["SHARDSTACK_LAUNCHER_FD"]))
+signal.signal(signal.SIGTERM, lambda *_: launcher.sendall(b'{"heard": 1}\\n'))
+launcher.sendall(b'{"ready": 1}\\n')
+while launcher.recv(1000):
+    launcher.sendall(b'{"told": 1}\\n')
+"""
+
+
+def test_a_signal_to_all_launchers_reaches_a_rank_once(monkeypatch):
+    first = _First(monkeypatch)
+    thread = first.follow(1, HEARS)
+    (node,) = first.join()
+    process = node.start(0, 0, {})
+    first.wait(lambda: len(first.said) == 1)
+    first.signals.number, first.signals.count = signal.SIGTERM, 1
+    first.wait(lambda: len(first.said) == 2)
+    process.send_signal(signal.SIGTERM)
+    node.tell(0, {})
+    first.wait(lambda: len(first.said) == 3)
+    process.send_signal(signal.SIGTERM)  # a second one
+    first.wait(lambda: len(first.said) == 4)
+    assert [word for _, message in first.said for word in message] == ["ready", "heard", "told", "heard"]
+    node.close(0)
+    thread.join(60)
+
+
+def test_both_ends_see_a_machine_that_does_not_answer(monkeypatch):
+    first = _First(monkeypatch)
+    with nodes._connect(first.listener.getsockname(), SignalCount()) as connection:
+        Lines(connection, print).send({"node": 1, "machine": "second", "num_ranks": 1, "policy": "replace"})
+        (node,) = first.join()
+        for end in (connection, node.lines.connection):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_strangers_and_launchers_of_one_machine_are_refused(monkeypatch):
     first, joined = _First(monkeypatch, num_nodes=3), []
-    with socket.create_connection(first.listener.getsockname()) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\n\n")
-        assert list(first.joining.read(first.events, print)) == []
+    for line in (b"GET / HTTP/1.1", b'{"node": Infinity, "machine": "", "num_ranks": 1}', b"[" * 100_000, MANY):
+        with socket.create_connection(first.listener.getsockname()) as stranger:
+            stranger.sendall(line + b"\n")
+            assert list(first.joining.read(first.events, print)) == []
+    first.follow(1, policy="shrink")
+    first.wait(lambda: list(first.joining.read(first.events, print)) or first.ended)
+    assert "--on-lost-rank is shrink, and the first launcher has replace" in first.ended.pop()
     thread = first.follow(2)
     first.wait(lambda: joined.extend(first.joining.read(first.events, print)) or joined)
     first.follow(1)
@@ -89,12 +132,16 @@ def test_strangers_and_launchers_of_one_machine_are_refused(monkeypatch):
     thread.join(60)
 
 
+SECOND = ("--nnodes", "2", "--node-rank", "1", "--on-lost-rank", "replace")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--node-rank", "2", "--nnodes", "2"], "nodes count from 0"),
         (["--nnodes", "2"], "to restart all ranks use torchrun"),
         (["--nproc-per-node", "0"], "takes a positive number"),
+        ([*SECOND, "--spare-processes", "1"], "is for the launcher of --node-rank 0"),
     ],
 )
 def test_settings_of_machines_that_contradict_are_refused(capsys, flags, said):

@@ -5,7 +5,138 @@ from __future__ import annotations
 import pytest
 
 from core.training.launch.__main__ import main
-from core.training.launch.supervisor import behind
+from core.training.launch.ranks import run_ranks
+from core.training.launch.signals import SignalCount
+from core.training.launch.supervisor import LostRankPolicy, Supervisor, behind
+
+
+class _Process:
+    def __init__(self, node: _Machine, place: int) -> None:
+        self.node, self.place, self.code, self.was_ended = node, place, None, False
+
+    @property
+    def returncode(self) -> int | None:
+        return -9 if self.node.is_lost else self.code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def end(self) -> None:
+        self.code, self.was_ended = -9, True
+
+
+class _Machine:
+    """A machine whose processes do nothing. Keeps the last place that each was told."""
+
+    def __init__(self, number: int, num_ranks: int) -> None:
+        self.number, self.num_ranks, self.is_lost = number, num_ranks, False
+        self.processes, self.places = {}, {}
+
+    def start(self, worker, place, environment):
+        self.processes[worker] = _Process(self, place)
+        return self.processes[worker]
+
+    def tell(self, worker, message):
+        self.places[worker] = message
+
+    def close(self, status):
+        pass
+
+
+class _Script:
+    """Machines that join at the start, and what happens later, each time that the launcher looks who joins."""
+
+    def __init__(self, machines, happens) -> None:
+        self.machines, self.happens = machines, happens(self)
+
+    def wait_for_all(self, events, take, signals):
+        self.take = take
+        return self.machines[1:]
+
+    def read(self, events, take):
+        for joined in self.happens:
+            self.machines += joined
+            return joined
+        for process in self.processes():
+            process.code = process.code or 0
+        return ()
+
+    def processes(self):
+        return [process for machine in self.machines for process in machine.processes.values()]
+
+
+def _places(monkeypatch, kind, machines, happens, spares=0):
+    """Returns the machine and the LOCAL_RANK of each rank at the end."""
+    monkeypatch.setattr("core.training.launch.supervisor.ThisNode", lambda *_: machines[0])
+    policy, signals = LostRankPolicy(kind=kind, limit_s=600.0, spares=spares), SignalCount()
+    supervisor = Supervisor(policy, machines[0].num_ranks, [], _Script(machines, happens))
+    supervisor.join(signals)
+    supervisor.watch({}, signals)
+    told = [(place, machine.number) for machine in machines for place in machine.places.values()]
+    last = {p["rank"]: (number, p["local_rank"]) for p, number in told if p["number"] == supervisor.number}
+    return {rank: last[rank] for rank in sorted(last) if rank >= 0}
+
+
+def test_fewer_ranks_are_spread_over_all_machines(monkeypatch):
+    machines = [_Machine(number, 2) for number in range(4)]
+
+    def happens(script):
+        script.take(0, {"sizes": [1, 2, 4, 8]})
+        machines[3].is_lost = True
+        yield []
+        yield []
+
+    places = _places(monkeypatch, "shrink", machines, happens)
+    assert places == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (2, 0)}
+
+
+def test_a_spare_takes_the_gpu_of_a_lost_rank(monkeypatch):
+    def happens(script):
+        script.processes()[0].code = -9
+        yield []
+        yield []
+
+    assert _places(monkeypatch, "shrink", [_Machine(0, 2)], happens, spares=1) == {0: (0, 1), 1: (0, 0)}
+
+
+def test_ranks_of_lost_machines_take_spares_first(monkeypatch):
+    third = _Machine(3, 2)
+
+    def happens(script):
+        yield [third]
+        script.machines[1].is_lost = True
+        yield []
+        yield []
+        script.machines[2].is_lost, third.processes[3].code = True, -9
+        yield []
+        yield []
+
+    machines = [_Machine(number, 1) for number in range(3)]
+    assert _places(monkeypatch, "replace", machines, happens) == {0: (0, 0), 1: (3, 0), 2: (3, 1)}
+
+
+def test_a_rank_lost_while_others_wait_is_ended_too(monkeypatch):
+    machines, lost = [_Machine(0, 2), _Machine(1, 1)], []
+
+    def happens(script):
+        machines[1].is_lost = True
+        yield []
+        yield []
+        lost.append(script.processes()[0])
+        lost[0].code = -9
+        yield [_Machine(1, 1)]
+
+    assert _places(monkeypatch, "replace", machines, happens) == {0: (0, 0), 1: (0, 1), 2: (1, 0)}
+    assert lost[0].was_ended
+
+
+def test_a_run_without_a_machine_for_ranks_has_failed(monkeypatch, capsys):
+    lost = _Machine(1, 1)
+    lost.is_lost = True
+    monkeypatch.setattr("core.training.launch.ranks.Joining", lambda *_: _Script([None, lost], lambda _: iter([])))
+    policy = LostRankPolicy(kind="replace", limit_s=1.0)
+    assert run_ranks(0, ["-c", ""], max_restarts=1, policy=policy, num_nodes=2) == 1
+    assert capsys.readouterr().err == "no machine is left to run ranks\n"
 
 
 @pytest.mark.parametrize(
