@@ -1,6 +1,7 @@
 """Predicted peak memory and wire bytes of a step compared with those of the same step, run for real on gloo ranks.
 
     .venv/bin/python benchmarks/planner.py [--only N ...]
+    .venv/bin/python benchmarks/planner.py --published
     .venv/bin/python benchmarks/planner.py --growth docs/planner-growth.svg
 
 Runs 40 configurations on 1, 2 and 4 ranks, with every wrapper: depth, width, batch, recomputation, accumulation,
@@ -8,8 +9,8 @@ precision, topology, experts, pipelines and offloaded activations change. Of a p
 compared. Exits with 1 if a predicted peak is below the measured one by more than 1 %, or above it by more than 3 %, or
 if other bytes are sent than predicted.
 
-The second draws and prints the predicted throughput of Llama 3 8B on 8 to 16,384 H100s, under each wrapper but the
-replicated one, under which it does not fit.
+The second compares predictions with published step times and memory. The third draws and prints the predicted
+throughput of Llama 3 8B on 8 to 16,384 H100s, under each wrapper but the replicated one, under which it does not fit.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 from _measure import machine, run_on_ranks, section
 from _planned_step import real_steps
 
-from core.planner.estimates import wrapper_configs
+from core.planner.estimates import Estimate, estimate, wrapper_configs
 from core.planner.hardware import find_hardware
 from core.planner.search import scalings
 from core.planner.simulation import pipeline_ranks, simulate
+from core.planner.step_time import step_time
 from core.planner.tables import sweep_table
 from core.training.config import PretrainConfig, validate
 from core.training.config.arguments import parse_arguments
@@ -85,7 +88,11 @@ def main() -> int:
     parser.add_argument(
         "--growth", type=Path, metavar="FILE.svg", help="draw throughput over numbers of ranks instead"
     )
+    parser.add_argument("--published", action="store_true", help="compare with published runs instead")
     options = parser.parse_args()
+    if options.published:
+        compare_published()
+        return 0
     if options.growth is not None:
         draw_growth(options.growth)
         return 0
@@ -136,6 +143,71 @@ GROWN = (
     "--vocab-size 128256 --untie-embeddings-and-output-weights --seq-length 8192 --micro-batch-size 1 --bf16 "
     f"--activation-checkpointing selective --train-iters 10 --lr 1e-3 {LLAMA}"
 )
+LLAMA_8B = GROWN.replace("--micro-batch-size 1", "--micro-batch-size 2")
+LAYERS_OF_70B = (
+    "--num-layers 12 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --num-query-groups 8 "
+    "--vocab-size 128256 --untie-embeddings-and-output-weights --seq-length 4096 --micro-batch-size 1 --bf16 "
+    "--sequence-parallel --hidden-dropout 0 --train-iters 10 --lr 1e-3 --data-parallel-sharding-strategy optim "
+    f"{LLAMA}"
+)
+
+
+PUBLISHED: list[tuple[str, int, str, str, dict[str, float], float, float]] = [
+    (
+        "Llama 3.1 8B, FSDP2, 8 H100, local batch 2 x 8192, selective recomputation, eager",
+        *(8, "h100", f"{LLAMA_8B} --hidden-dropout 0 --use-torch-fsdp2"),
+        *({"memory_bandwidth": 0.85 * 2.4e12}, 2 * 8192 / 5762, 82.4),
+    ),
+    (
+        "the same on 128 H100",
+        *(128, "h100", f"{LLAMA_8B} --hidden-dropout 0 --use-torch-fsdp2"),
+        *({"memory_bandwidth": 0.85 * 2.4e12}, 2 * 8192 / 5605, 67.0),
+    ),
+    (
+        "12 layers of Llama 3 70B, tensor-parallel 2, ZeRO-1, 4 micro-batches of 4096, 8 B200",
+        *(8, "b200", f"{LAYERS_OF_70B} --tensor-model-parallel-size 2 --global-batch-size 16", {}, 0.7255, 60.68),
+    ),
+    (
+        "the same, tensor-parallel 8",
+        *(8, "b200", f"{LAYERS_OF_70B} --tensor-model-parallel-size 8 --global-batch-size 4", {}, 0.2809, 28.29),
+    ),
+]
+"""Name, ranks, preset, flags, changed rates, published seconds of a step, and published GiB of a rank."""
+
+
+def compare_published() -> None:
+    """Prints predictions next to published figures, as torchtitan's and SimuMax's pages have them."""
+    assumed: list[str] = []
+    print("| published | | predicted | error |\n| --- | --- | --- | --- |")
+    for name, ranks, preset, flags, changed, step_s, gib in PUBLISHED:
+        hardware = replace(find_hardware(preset), **changed)
+        with redirect_stderr(StringIO()):
+            planned = estimate("", parse_arguments(flags.split()), ranks, hardware)
+        taken, predicted_gib = planned.time.step_s, planned.peak_bytes / 2**30
+        print(f"| {name} | {1e3 * step_s:.1f} ms | {1e3 * taken:.1f} ms | {100 * (taken / step_s - 1):+.0f} % |")
+        print(f"| | {gib:.2f} GiB | {predicted_gib:.2f} GiB | {100 * (predicted_gib / gib - 1):+.0f} % |")
+        if preset == "b200":
+            assumed += [f"{name}:", *errors_of_rates(planned, step_s)]
+            full = parse_arguments([*flags.split(), "--activation-checkpointing", "full"])
+            with redirect_stderr(StringIO()):
+                planned = estimate("", full, ranks, hardware)
+            error = 100 * (planned.time.step_s / step_s - 1)
+            assumed.append(f"  layers recomputed: {error:+.0f} %, {planned.peak_bytes / 2**30:.1f} GiB")
+    print("\nWith other assumptions:", *assumed, sep="\n")
+
+
+def errors_of_rates(planned: Estimate, step_s: float) -> list[str]:
+    """Returns a line for each rate of the hardware that is assumed: the error of the step with another value."""
+    hardware, lines = planned.hardware, []
+    for rate, value in (
+        ("matmul_flops", 0.7 * hardware.matmul_flops),
+        ("memory_bandwidth", 0.5 * hardware.memory_bandwidth),
+        ("link_bandwidth", 0.5 * hardware.link_bandwidth),
+        ("launch_s", 20e-6),
+    ):
+        taken = step_time([planned.simulation], replace(hardware, **{rate: value})).step_s
+        lines.append(f"  {rate} {value:.3g}: {100 * (taken / step_s - 1):+.0f} %")
+    return lines
 
 
 def draw_growth(picture: Path) -> None:

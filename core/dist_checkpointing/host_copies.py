@@ -85,18 +85,18 @@ class HostCopies:
         names = f"{self._name}.bin", f"shared_{ranks.rank:05d}.bin"
         entries, num_bytes, places = _places(offers(tensors), own, names[0])
         more_entries, more_bytes, more_places = _places(offers(tensors), shared, names[1])
-        told = ranks.all_gather((num_bytes, entries, more_entries))
+        of_ranks = ranks.all_gather((num_bytes, entries, more_entries))
         self._sources = [rank for rank, partner in enumerate(partners(nodes)) if partner == ranks.rank]
         sizes = {names[0]: num_bytes, names[1]: more_bytes}
-        sizes |= {f"rank_{rank:05d}.bin": told[rank][0] for rank in self._sources}
+        sizes |= {f"rank_{rank:05d}.bin": of_ranks[rank][0] for rank in self._sources}
         # For both versions: the files that this rank writes, mapped until this object is freed; its pieces in them.
         # `_allocate` adds a version.
         self._memory: list[dict[str, Tensor]] = []
         self._copies: list[list[Tensor]] = []
         ranks.on_all(lambda: self._allocate(sizes, places + more_places))
         if ranks.rank == nodes.index(node):
-            of_node = [more for (_, _, more), at in zip(told, nodes, strict=True) if at == node]
-            indexed, file_bytes = joined([own for _, own, _ in told] + of_node)
+            of_node = [more for (_, _, more), at in zip(of_ranks, nodes, strict=True) if at == node]
+            indexed, file_bytes = joined([own for _, own, _ in of_ranks] + of_node)
             write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(indexed, file_bytes)))
         device.set_backend_defaults()  # the maker of the default group may not have asked for it
         # For messages between partners alone, which the thread below waits for; None without partners.

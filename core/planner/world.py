@@ -26,7 +26,6 @@ from ..base.errors import ConfigError
 from ..comm import collectives, lane
 from ..comm.lane import CommLane, Handle
 from ..distributed.model import offloaded_activations
-from ..models.gpt import GPTModel
 from ..optimizer import clip_grads, exact_sums
 from ..tensor_parallel import cross_entropy, linear_cross_entropy, weight_gradients
 from ..tensor_parallel.groups import expert_tensor_group, group_size
@@ -35,10 +34,10 @@ from ..tensor_parallel.vocab import pad_vocab_size
 from ..training.config import PretrainConfig
 from ..training.data import Batch
 from ..training.initialize import make_groups
-from ..transformer.lora import add_lora, freeze_parameters
+from ..training.state import build_gpt
+from ..transformer.lora import add_lora, freeze_matching, freeze_parameters
 from ..transformer.module import Float16Module
 from ..transformer.moe import routing
-from ..transformer.pipeline_stages import pipeline_stage
 from .phantom import HOST, Collective, Recorder
 
 ON_HOST = "on the host"
@@ -208,24 +207,19 @@ def batches(config: PretrainConfig) -> Iterator[Batch]:
 def build_model(config: PretrainConfig) -> nn.ModuleList:
     """Builds the rank's stages as ``examples/gpt/pretrain_gpt.py`` does: on meta where parameters are sharded."""
     virtual = config.model.virtual_pipeline_model_parallel_size
-    return nn.ModuleList(_build_stage(config, stage) for stage in ([None] if virtual is None else range(virtual)))
+    stages = nn.ModuleList(_build_stage(config, stage) for stage in ([None] if virtual is None else range(virtual)))
+    # The run checks patterns over all stages, of which others are not built here.
+    freeze = freeze_parameters if config.model.pipeline_model_parallel_size == 1 else freeze_matching
+    for stage in stages:
+        freeze(stage, config.gpt.freeze)
+    if config.ddp.shards_parameters or not (config.model.fp16 or config.model.bf16):
+        return stages
+    return nn.ModuleList(Float16Module(config.model, stage) for stage in stages)
 
 
 def _build_stage(config: PretrainConfig, vp_stage: int | None) -> nn.Module:
-    stage = pipeline_stage(config.model, vp_stage)
+    vocab_size = pad_vocab_size(config.data.vocab_size or 0, config.gpt.make_vocab_size_divisible_by)
     with torch.device("meta" if config.ddp.shards_parameters else "cpu"):
-        model: nn.Module = GPTModel(
-            config.model,
-            vocab_size=pad_vocab_size(config.data.vocab_size or 0, config.gpt.make_vocab_size_divisible_by),
-            max_sequence_length=config.max_sequence_length,
-            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-            position_embedding_type=config.gpt.position_embedding_type,
-            pre_process=stage.is_first,
-            post_process=stage.is_last,
-            vp_stage=vp_stage,
-        )
-    freeze_parameters(model, config.gpt.freeze)
+        model: nn.Module = build_gpt(config, vocab_size, vp_stage)
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
-    if not config.ddp.shards_parameters and (config.model.fp16 or config.model.bf16):
-        model = Float16Module(config.model, model)
     return model

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from .. import parallel_state
 from ..base.errors import CheckpointError
 from ..distributed import _BaseDataParallel
+from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.moe_config import OPTIONS_OF_FUNCTION
+from ..transformer.pipeline_stages import pipeline_stage
 from .config import PretrainConfig
 
 
@@ -45,6 +47,26 @@ class TrainingState:
     def chunks(self) -> list[_BaseDataParallel]:
         """All of the rank's pipeline stages."""
         return [self.model, *self.later_stages]
+
+
+def build_gpt(config: PretrainConfig, vocab_size: int, vp_stage: int | None = None) -> GPTModel:
+    """Builds the model of a run, without adapters. Of pipeline stages it is this rank's.
+
+    Args:
+        vocab_size: rows of the embedding, padding included.
+        vp_stage: which of the rank's virtual stages; None where it has one stage.
+    """
+    stage = pipeline_stage(config.model, vp_stage)
+    return GPTModel(
+        config.model,
+        vocab_size=vocab_size,
+        max_sequence_length=config.max_sequence_length,
+        share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
+        position_embedding_type=config.gpt.position_embedding_type,
+        pre_process=stage.is_first,
+        post_process=stage.is_last,
+        vp_stage=vp_stage,
+    )
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

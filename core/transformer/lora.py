@@ -219,18 +219,23 @@ def freeze_parameters(model: nn.Module | Sequence[nn.Module], patterns: Sequence
         ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    own = {name: parameter for stage in models for name, parameter in stage.named_parameters()}
-    names = list(own)
+    names = [name for stage in models for name, _ in stage.named_parameters()]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         of_ranks = Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(names)
         names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"freeze {pattern!r} matches no parameter; names are as {names[0]} and {names[-1]}")
-    frozen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if len(frozen) == len(names):
+    if all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in names):
         raise ConfigError(f"freeze {' '.join(patterns)} matches all {len(names)} parameters; leave some to train")
-    frozen = [name for name in frozen if name in own]
-    for name in frozen:
-        own[name].requires_grad_(False)
+    return [name for stage in models for name in freeze_matching(stage, patterns)]
+
+
+def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Does the same for one stage without a check: a pattern may match nothing there, or everything."""
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+            frozen.append(name)
     return frozen

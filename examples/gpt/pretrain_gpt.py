@@ -31,7 +31,6 @@ from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import Tokenizer
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
-from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple, validate
@@ -42,12 +41,11 @@ from core.training.launch.entry import environment_restart_count, run_command
 from core.training.launch.generations import generations
 from core.training.loop import Outcome, train
 from core.training.recovery import load_newest_copy
-from core.training.state import TrainingState, build_scheduler
+from core.training.state import TrainingState, build_gpt, build_scheduler
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
 from core.transformer.moe.moe_layer import MoELayer
 from core.transformer.moe.step import STATISTICS
-from core.transformer.pipeline_stages import pipeline_stage
 
 DEFAULTS = {
     # a model that two CPU cores train in minutes; flags change any of these
@@ -134,23 +132,13 @@ def build_model(config: PretrainConfig, vocab_size: int, vp_stage: int | None = 
 
     Of pipeline stages this rank's, or with virtual stages the one of that number.
     """
-    stage = pipeline_stage(config.model, vp_stage)
     is_cut = config.ddp.shards_parameters
     is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     on_meta = is_cut or not is_first_replica
     # On the meta device nothing is allocated or drawn: a wrapper that cuts parameters fills each rank's shards, and
     # others broadcast the tensors of the first replica.
     with torch.device("meta") if on_meta else nullcontext():
-        model: torch.nn.Module = GPTModel(
-            config.model,
-            vocab_size=vocab_size,
-            max_sequence_length=config.max_sequence_length,
-            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-            position_embedding_type=config.gpt.position_embedding_type,
-            pre_process=stage.is_first,
-            post_process=stage.is_last,
-            vp_stage=vp_stage,
-        )
+        model: torch.nn.Module = build_gpt(config, vocab_size, vp_stage)
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     if is_cut:
         return model

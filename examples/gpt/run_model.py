@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from core.dist_checkpointing.format.reader import read_index
 from core.models.gpt import GPTModel
 from core.training.checkpointing import TOKENIZER_FILE, load_weights
 from core.training.config import PretrainConfig
-from core.training.state import check_is_run
+from core.training.state import build_gpt, check_is_run
 from core.transformer.lora import add_lora, merge_lora
 
 
@@ -35,22 +36,13 @@ def load_run_model(
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
     config = PretrainConfig.from_json(metadata["config"])
-    alone = replace(
-        config.model,
-        tensor_model_parallel_size=1,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        perform_initialization=False,  # the checkpoint fills every parameter
-    )
+    whole: dict[str, Any] = {field.name: field.default for field in fields(config.model) if "parallel" in field.name}
+    whole |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
+    # The checkpoint fills every parameter.
+    alone = replace(config, model=replace(config.model, **whole, perform_initialization=False))
 
     def build() -> GPTModel:
-        model = GPTModel(
-            alone,
-            vocab_size=metadata["vocab_size"],
-            max_sequence_length=config.max_sequence_length,
-            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-            position_embedding_type=config.gpt.position_embedding_type,
-        )
+        model = build_gpt(alone, metadata["vocab_size"])
         add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
         return model
 

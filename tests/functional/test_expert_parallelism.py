@@ -14,6 +14,7 @@ from core.dist_checkpointing.flat_range import whole_view
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.context_parallel import own_chunks
+from examples.gpt.run_model import load_run_model
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._program import TINY, run_program
 from tests.functional._runs import (
@@ -330,6 +331,8 @@ def test_a_run_takes_experts_over_ranks_as_flags(corpus, tmp_path):
     run = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "2", "--save", tmp_path / "run")
     ended = run_program("pretrain_gpt", *TINY, *run, *flags, folder=tmp_path, ranks=2)
     assert ended.status == 0, ended.err
+    config, model = load_run_model(tmp_path / "run" / "iter_0000002")
+    assert (config.model.expert_model_parallel_size, model.config.expert_model_parallel_size) == (2, 1)
     again = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "3", "--load", tmp_path / "run")
     renewed = ("--override-opt_param-scheduler",)
     ended = run_program("pretrain_gpt", *TINY, *again, *flags[:2], "--use-torch-fsdp2", *renewed, folder=tmp_path)

@@ -14,6 +14,7 @@ import torch
 
 from core.base.errors import ParallelConfigError
 from core.pipeline_parallel import stages
+from examples.gpt.run_model import load_run_model
 from tests.functional._pipelines import Case, build, events_of_steps, export_from_stages, train_at_other_times
 from tests.functional._program import run_program
 from tests.unit._spawn import run_distributed
@@ -75,6 +76,8 @@ def test_a_run_over_stages_logs_and_saves_as_one_process(tmp_path: Path, corpus:
     resumed = _run(tmp_path / "resumed", corpus, *untied, "--load", str(tmp_path / "staged" / "iter_0000002"), ranks=1)
     assert [resumed[step]["loss"] for step in (3, 4, 5, 6)] == [alone[step]["loss"] for step in (3, 4, 5, 6)]
     assert resumed[6]["weights_hash"] == alone[6]["weights_hash"]
+    whole, read = (load_run_model(tmp_path / run / "iter_0000006")[1].state_dict() for run in ("alone", "staged"))
+    assert all(torch.equal(read[name], weight) for name, weight in whole.items())
     again = ("--pretrained-checkpoint", str(tmp_path / "alone"), "--train-iters", "2")
     started, staged = (
         _run(tmp_path / f"again{ranks}", corpus, *untied, *again, *flags, ranks=ranks)

@@ -291,7 +291,7 @@ def follow(
     first, events, status = Lines(_connect(address, signals), print), Events(), list[int]()
     processes: dict[int, LocalProcess] = {}
     # Signals to this launcher that were passed on, and by worker those of the first: a rank gets what both get once.
-    passed_on, told = 0, dict[int, int]()
+    passed_on, from_first = 0, dict[int, int]()
     node = ThisNode(
         number, num_ranks, command, events, lambda n, message: first.send({"worker": n, "message": message})
     )
@@ -303,7 +303,7 @@ def follow(
         if "over" in line:
             status.append(line["over"])
         elif "start" in line:
-            told[worker] = passed_on
+            from_first[worker] = passed_on
             processes[worker] = node.start(worker, line["start"], {**line["environment"], **copies})
         elif "tell" in line:
             node.tell(worker, line["tell"])
@@ -311,8 +311,8 @@ def follow(
             if line["signal"] == signal.SIGKILL:
                 processes[worker].end()
                 return
-            told[worker] += 1
-            if told[worker] > passed_on:
+            from_first[worker] += 1
+            if from_first[worker] > passed_on:
                 processes[worker].send_signal(line["signal"])
 
     first.take = take
@@ -329,7 +329,7 @@ def follow(
             if passed_on < signals.count:
                 passed_on = signals.count
                 for worker, process in processes.items():
-                    if told[worker] < passed_on:
+                    if from_first[worker] < passed_on:
                         process.send_signal(signals.sent)
     finally:
         kill(processes.values())

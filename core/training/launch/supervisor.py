@@ -126,7 +126,7 @@ class Supervisor:
         # Losses since the last step, and when a rank last went on (`time.monotonic`).
         self._losses = 0
         self._last_news = 0.0
-        # Whether the current generation has made a step, and the longest one, in seconds; warned about once.
+        # Whether the current generation has made a step, and whether a long one was warned about.
         self._has_stepped, self._has_warned = False, False
 
     def join(self, signals: SignalCount) -> None:
@@ -147,6 +147,8 @@ class Supervisor:
             environment: added to that of this process.
         """
         self._environment, self._signals, self._is_over, self._losses = environment, signals, False, 0
+        if lost := [node.number for node in self._nodes if node.is_lost]:
+            say(f"the ranks start without nodes {lost}, which were lost")
         self._nodes = [node for node in self._nodes if not node.is_lost]
         self._workers = []
         members = [self._start(node, place) for node in self._nodes for place in range(node.num_ranks)]

@@ -66,6 +66,15 @@ def test_gradients_of_embeddings_are_dense_on_a_gpu_alone():
     assert on_gpu > on_cpu
 
 
+def test_a_frozen_layer_is_of_its_stage_alone():
+    def peaks(flags: str) -> list[int]:
+        stages = f"--pipeline-model-parallel-size 2 --global-batch-size 8 {flags}"
+        return [simulated(stages, pipeline_rank=rank).peak.nbytes for rank in (0, 1)]
+
+    (first, last), (frozen, other) = peaks(""), peaks("--freeze decoder.layers.0.*")
+    assert frozen < first and other == last
+
+
 def test_memory_may_be_larger_than_the_machine():
     recorder = Recorder()
     with phantoms(recorder):
