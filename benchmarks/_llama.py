@@ -73,11 +73,7 @@ class Training:
     """
 
     def __init__(
-        self,
-        preset: Preset,
-        model_fields: dict[str, Any],
-        wrapper_fields: dict[str, Any],
-        wrapper: str = "ddp",
+        self, preset: Preset, model_fields: dict[str, Any], wrapper_fields: dict[str, Any], wrapper: str = "ddp"
     ) -> None:
         from core import parallel_state
         from core.base import device

@@ -14,12 +14,7 @@ Interval = tuple[int, int]
 """Start and end, ns."""
 
 PARTS = ("optimizer", "compute", "exposed communication", "host gaps")
-_COLOURS = {
-    "optimizer": "#8e6bbf",
-    "compute": "#3b7dd8",
-    "exposed communication": "#d8653b",
-    "host gaps": "#b8b8b8",
-}
+_COLOURS = {"optimizer": "#8e6bbf", "compute": "#3b7dd8", "exposed communication": "#d8653b", "host gaps": "#b8b8b8"}
 _COLLECTIVES = ("nccl", "gloo:", "c10d::", "c10d_functional")
 _WIDTH, _LEFT, _ROW, _LINE = 1000, 20, 46, 19
 

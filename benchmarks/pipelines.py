@@ -37,12 +37,7 @@ FP32 = 4  # bytes
 WIRE_LIMIT = 0.05
 FORWARD_S, INPUT_S, WEIGHT_S = 0.02, 0.02, 0.02
 """Of all of a rank's layers in one micro-batch: forward, and the gradients of the input and of weights."""
-SCHEDULES = (
-    ("GPipe", None),
-    ("1F1B", None),
-    ("Interleaved1F1B", 2),
-    ("ZBVZeroBubble", 2),
-)
+SCHEDULES = (("GPipe", None), ("1F1B", None), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))
 WRAPPERS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
 
 

@@ -127,12 +127,7 @@ class Ranks:
     """
 
     def __init__(self, checkout: Path, name: str, num_ranks: int, store: Path) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "SHARDSTACK_DEVICE": "cpu",
-            "WORLD_SIZE": str(num_ranks),
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SHARDSTACK_DEVICE": "cpu", "WORLD_SIZE": str(num_ranks)}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--serve", name, str(rank), str(num_ranks), str(store)],

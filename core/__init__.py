@@ -10,8 +10,5 @@ __version__ = "0.1.0"
 
 __getattr__ = absent_names(
     __name__,
-    imported={
-        "ModelParallelConfig": "core.model_parallel_config",
-        "DistributedDataParallel": "core.distributed",
-    },
+    imported={"ModelParallelConfig": "core.model_parallel_config", "DistributedDataParallel": "core.distributed"},
 )

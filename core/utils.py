@@ -89,7 +89,4 @@ def get_batch_on_this_cp_rank(
     return {key: None if tensor is None else own_chunks(tensor) for key, tensor in batch.items()}
 
 
-__getattr__ = absent_names(
-    __name__,
-    functions_import=True,
-)
+__getattr__ = absent_names(__name__, functions_import=True)

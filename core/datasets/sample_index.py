@@ -57,11 +57,7 @@ def build_indices(
     bounds = [0, total_samples] if separate_from is None else [0, separate_from, total_samples]
     dtype = np.uint32 if total_samples < np.iinfo(np.uint32).max - 1 else np.int64
     parts = [_shuffled(np.arange(start, stop, dtype=dtype), draws) for start, stop in itertools.pairwise(bounds)]
-    return {
-        "document_index": document_index,
-        "sample_index": sample_index,
-        "shuffle_index": np.concatenate(parts),
-    }
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": np.concatenate(parts)}
 
 
 def locate_samples(

@@ -150,11 +150,7 @@ def load_foreign(
 
 
 def _check(
-    targets: Mapping[str, torch.Tensor],
-    recipes: list[Recipe],
-    index: CheckpointIndex,
-    folder: Path,
-    ignored: set[str],
+    targets: Mapping[str, torch.Tensor], recipes: list[Recipe], index: CheckpointIndex, folder: Path, ignored: set[str]
 ) -> None:
     empty = [name for name, target in targets.items() if any(held.is_meta for _, held in held_boxes(target))]
     if empty:

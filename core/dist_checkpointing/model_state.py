@@ -106,11 +106,7 @@ def sharded_state_dict(
 
 
 def load_model_state_dict(
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    strict: bool = True,
-    *,
-    process_group: ProcessGroup | None = None,
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, *, process_group: ProcessGroup | None = None
 ) -> _IncompatibleKeys:
     """Copies a state dict into a module's own storage, under any layout.
 

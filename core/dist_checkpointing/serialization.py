@@ -87,11 +87,7 @@ def planned_pieces(
 
 
 def write_pieces(
-    offered: Mapping[str, Offer],
-    keys: Sequence[Key],
-    values: Sequence[torch.Tensor],
-    writer: RawWriter,
-    ranks: Ranks,
+    offered: Mapping[str, Offer], keys: Sequence[Key], values: Sequence[torch.Tensor], writer: RawWriter, ranks: Ranks
 ) -> None:
     """Writes the planned boxes of all ranks, and publishes the checkpoint. Collective.
 

@@ -120,9 +120,7 @@ def collect_main_ranges(
     return collect_main_params(model_chunks, make)
 
 
-def _planned_ranges(
-    wrapper: _FlatDataParallel,
-) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
+def _planned_ranges(wrapper: _FlatDataParallel) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
     """Yields the planned parameters that are still in the model, with the arguments of their `MainRange`."""
     planned = wrapper.plan.trained
     for name, param in unwrap_model(wrapper).named_parameters():

@@ -91,11 +91,7 @@ class DynamicGradScaler(GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the scale and both counters, under Megatron-LM's names."""
-        return {
-            "scale": self.scale,
-            "growth_tracker": self._finite_steps,
-            "hysteresis_tracker": self._overflows_left,
-        }
+        return {"scale": self.scale, "growth_tracker": self._finite_steps, "hysteresis_tracker": self._overflows_left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from :meth:`state_dict`. An empty one, from a run with a constant scale, changes nothing."""

@@ -220,12 +220,7 @@ def count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, 
     return batches
 
 
-def _update(
-    kernel: Kernel,
-    rule: torch.optim.Optimizer,
-    params: list[Tensor],
-    names: tuple[str, ...],
-) -> None:
+def _update(kernel: Kernel, rule: torch.optim.Optimizer, params: list[Tensor], names: tuple[str, ...]) -> None:
     """Runs `kernel` over the columns parameters, gradients and states, one call for each device and dtype."""
     batches: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for p in params:

@@ -17,11 +17,7 @@ _INPUT, _GRADIENT = "the input of a column-parallel layer", "the input gradient 
 
 
 def column_parallel_linear(
-    input_: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: Group,
-    sequence_parallel: bool,
+    input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence_parallel: bool
 ) -> torch.Tensor:
     """Computes `x A^T + b` with this rank's rows of `A` `[n / tp, k]`: from a replicated `[s, b, k]` to `[s, b, n /
     tp]`.

@@ -98,10 +98,7 @@ class ColumnParallelLinear(ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Output:
         """Maps `[s, b, input_size]` to `[s, b, output_size / tp]` (whole with `gather_output`), and the bias if
         skipped.

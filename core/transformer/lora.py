@@ -122,11 +122,7 @@ class _WholeLinear(ParameterOwner):
     ) -> None:
         super().__init__(group)
         self.add_parameter(
-            "weight",
-            (output_size, input_size),
-            init_method,
-            config=config,
-            sequence_parallel=config.sequence_parallel,
+            "weight", (output_size, input_size), init_method, config=config, sequence_parallel=config.sequence_parallel
         )
 
     def forward(self, input_: torch.Tensor) -> Output:

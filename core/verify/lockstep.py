@@ -212,11 +212,7 @@ def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float)
 
 
 def _first_difference(
-    step: int,
-    what: str,
-    ours: Iterator[tuple[str, Tensor]],
-    theirs: Iterator[tuple[str, Tensor]],
-    tolerance: float,
+    step: int, what: str, ours: Iterator[tuple[str, Tensor]], theirs: Iterator[tuple[str, Tensor]], tolerance: float
 ) -> FirstDifference | None:
     differing: list[tuple[str, float, float]] = []
     total = 0.0

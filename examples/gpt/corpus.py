@@ -23,15 +23,7 @@ import numpy as np
 from byte_tokenizer import ByteTokenizer
 from corpus_writer import IndexedDatasetBuilder
 from numpy.typing import NDArray
-from text_sources import (
-    Format,
-    Record,
-    SplitOn,
-    find_files,
-    parse_record,
-    read_records,
-    resolve_format,
-)
+from text_sources import Format, Record, SplitOn, find_files, parse_record, read_records, resolve_format
 
 from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path

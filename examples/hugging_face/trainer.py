@@ -34,9 +34,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = Trainer(
-        model=LlamaForCausalLM(config),
-        args=args,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        model=LlamaForCausalLM(config), args=args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens]
     )
     use_shardstack(trainer, ShardstackPlugin(options.strategy))
     trainer.train()

@@ -34,11 +34,7 @@ _OVERRIDES = {
     "root freed": ("=True", "decoder.layers.1=True"),
 }
 _CUTS = {"blocks": "block:8"}
-_REPLICATED: dict[str, tuple[str, ...]] = {
-    "nothing": (),
-    "an mlp": ("decoder.layers.1.mlp.*",),
-    "norms": ("*norm*",),
-}
+_REPLICATED: dict[str, tuple[str, ...]] = {"nothing": (), "an mlp": ("decoder.layers.1.mlp.*",), "norms": ("*norm*",)}
 DECAYS = {"exponentially": 0.75, "equally": None}
 _POLICIES: dict[str, dict[str, Any]] = {
     "default": {},

@@ -35,10 +35,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """Returns the report as a table in Markdown."""
-        rows = [
-            "| fault | times | seconds lost, median (most) | what the user saw |",
-            "| --- | --- | --- | --- |",
-        ]
+        rows = ["| fault | times | seconds lost, median (most) | what the user saw |", "| --- | --- | --- | --- |"]
         for name, kind in self.kinds.items():
             lost = f"{statistics.median(kind.lost_s):.1f} ({max(kind.lost_s):.1f})" if kind.lost_s else ""
             rows.append(f"| {name} | {kind.count} | {lost} | {_cell(kind.message)} |")

@@ -204,11 +204,7 @@ class _Run:
         optimizer = get_megatron_optimizer(config.optimizer, chunks)
         scheduler = build_scheduler(config, optimizer)
         self.state = TrainingState(
-            model=chunks[0],
-            later_stages=chunks[1:],
-            optimizer=optimizer,
-            scheduler=scheduler,
-            vocab_size=VOCABULARY,
+            model=chunks[0], later_stages=chunks[1:], optimizer=optimizer, scheduler=scheduler, vocab_size=VOCABULARY
         )
 
     def __enter__(self) -> _Run:

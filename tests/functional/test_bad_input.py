@@ -83,11 +83,7 @@ def one_line(ended: Ended) -> str:
     ],
 )
 def test_flags_are_refused(
-    corpus: Path,
-    tmp_path: Path,
-    flags: list[str],
-    environment: dict[str, str],
-    said: list[str],
+    corpus: Path, tmp_path: Path, flags: list[str], environment: dict[str, str], said: list[str]
 ) -> None:
     base = TINY if "--train-iters" in flags else TRAIN
     ended = run_program("pretrain_gpt", *base, "--data-path", corpus, *flags, folder=tmp_path, **environment)

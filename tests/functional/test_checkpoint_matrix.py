@@ -97,12 +97,7 @@ EXPERT_SITES = [
     Site("ddp", 4, ep=2, etp=2),
     Site("hybrid zero2", 4, ep=2),
 ]
-MORE_EXPERT_SITES = [
-    *EXPERT_SITES,
-    Site("fsdp2", 2, ep=2),
-    Site("hybrid", 4, ep=2),
-    Site("zero3", 4, ep=2),
-]
+MORE_EXPERT_SITES = [*EXPERT_SITES, Site("fsdp2", 2, ep=2), Site("hybrid", 4, ep=2), Site("zero3", 4, ep=2)]
 
 
 def _circle(sites: Sequence[Site]) -> list[Pair]:

@@ -50,7 +50,7 @@ LONG = [
             itertools.product((*WRAPPERS, "hybrid fsdp2"), LAYOUTS, (False, True), (False, True))
         )
         if wrapper != "hybrid fsdp2" or "dp" in layout
-    ),
+    )
 ]
 LONG += [
     Case("ddp, overlapped", vpp=2, schedule="ZBVZeroBubble", dp=2, per_token=True),

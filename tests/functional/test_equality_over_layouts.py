@@ -78,10 +78,7 @@ def _compare(wrapper: str, layout: Layout, trained: str) -> None:
             assert len(curve.zeros) == SIX_STEPS.steps
 
 
-BRIEF = {
-    ("zero2", Layout(tp=2, cp=2, sequence_parallel=True)),
-    ("fsdp2", Layout(dp=2, cp=2)),
-}
+BRIEF = {("zero2", Layout(tp=2, cp=2, sequence_parallel=True)), ("fsdp2", Layout(dp=2, cp=2))}
 """What runs each time; the rest of the table is for the long set."""
 
 
@@ -99,10 +96,7 @@ def test_every_wrapper_over_every_layout_equals_the_serial_run(layout: Layout, w
     _compare(wrapper, layout, "tied")
 
 
-KINDS = [
-    ("one group", "ddp", Layout(tp=2, sequence_parallel=True)),
-    ("packed, recomputed", "fsdp2", Layout(cp=2)),
-]
+KINDS = [("one group", "ddp", Layout(tp=2, sequence_parallel=True)), ("packed, recomputed", "fsdp2", Layout(cp=2))]
 """What runs each time. The sample of compositions has every pair of these features, the layouts and the wrappers, also
 those of the long set here."""
 

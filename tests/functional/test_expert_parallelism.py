@@ -49,11 +49,7 @@ def _training(per_token: bool, optimizer: dict[str, Any] = _SGD) -> Training:
 
 def _sizes(layout: Layout) -> dict[str, int]:
     _, ep, tp, cp = layout
-    return {
-        "expert_model_parallel_size": ep,
-        "tensor_model_parallel_size": tp,
-        "context_parallel_size": cp,
-    }
+    return {"expert_model_parallel_size": ep, "tensor_model_parallel_size": tp, "context_parallel_size": cp}
 
 
 def _fields(balancing: str) -> dict[str, Any]:

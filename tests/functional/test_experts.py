@@ -92,12 +92,7 @@ def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, An
 
 
 def serial(
-    balancing: str,
-    per_token: bool,
-    ranks: int = 2,
-    length: int = 13,
-    optimizer: dict[str, Any] = _SGD,
-    **fields: Any,
+    balancing: str, per_token: bool, ranks: int = 2, length: int = 13, optimizer: dict[str, Any] = _SGD, **fields: Any
 ) -> Curve:
     """Trains in one process on the micro-batches of all ranks."""
     module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token, optimizer)

@@ -116,12 +116,7 @@ def test_ray_train_workers_match_torchrun_and_survive_a_failure(tmp_path: Path) 
     commands = (["on_ray.py", str(tmp_path)], [*launch, "alone.py", str(tmp_path / "alone")])
     for command in commands:
         ended = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert ended.returncode == 0, ended.stderr[-4000:]
     assert _hashes(tmp_path / "run" / "iter_0000003") == _hashes(tmp_path / "alone" / "iter_0000003")

@@ -39,11 +39,7 @@ LENGTH, BATCH, VOCAB, STEPS = 16, 4, 100, 3
 def build(seed: int) -> GPTModel:
     model_parallel_cuda_manual_seed(seed)
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=12,
-        num_attention_heads=4,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
+        num_layers=2, hidden_size=12, num_attention_heads=4, use_cpu_initialization=True, pipeline_dtype=torch.float32
     )
     spec = get_gpt_layer_local_spec()
     return GPTModel(config=config, transformer_layer_spec=spec, vocab_size=VOCAB, max_sequence_length=LENGTH)

@@ -20,11 +20,7 @@ FAULT_STEPS, FP16_FAULT_STEPS = 3, 5
 CASES = [*TWO_RANKS, *FOUR_RANKS, *SERIAL]
 
 PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
-    "ddp": {
-        "sgd, tied": ("skipped_bucket",),
-        "sgd, untied": ("stale_replica",),
-        "sgd, per token": ("own_tokens",),
-    },
+    "ddp": {"sgd, tied": ("skipped_bucket",), "sgd, untied": ("stale_replica",), "sgd, per token": ("own_tokens",)},
     "ddp, overlapped": {
         "adamw": ("skipped_bucket", "doubled_gradients", "stale_replica"),
         "sgd, untied": ("doubled_gradients",),

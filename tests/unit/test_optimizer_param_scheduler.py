@@ -94,10 +94,7 @@ def test_weight_decay(changes: dict[str, Any], wanted: list[float]):
 
 
 def test_groups_multiply_and_may_have_a_range_of_their_own():
-    groups = [
-        {"lr_mult": 0.5, "wd_mult": 0.0, "max_lr": None, "min_lr": None},
-        {"max_lr": 2.1, "min_lr": 0.1},
-    ]
+    groups = [{"lr_mult": 0.5, "wd_mult": 0.0, "max_lr": None, "min_lr": None}, {"max_lr": 2.1, "min_lr": 0.1}]
     scheduler = _scheduler(*groups)
     scheduler.step(2)
     assert [group["lr"] for group in groups] == pytest.approx([0.3, 1.1])
@@ -172,10 +169,7 @@ def test_resuming_another_schedule_follows_the_rules():
         ({"wd_incr_style": "constant"}, "start_wd 0.2 and end_wd 0.6 have to be equal"),
         ({"wd_incr_steps": 0}, "wd_incr_steps is 0"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}, "wsd_decay_steps is None"),
-        (
-            {"lr_decay_style": "WSD", "wsd_decay_steps": 9, "lr_wsd_decay_style": "linear"},
-            "WSD takes from 1 to 8",
-        ),
+        ({"lr_decay_style": "WSD", "wsd_decay_steps": 9, "lr_wsd_decay_style": "linear"}, "WSD takes from 1 to 8"),
         ({"lr_decay_style": "WSD", "wsd_decay_steps": 2}, "lr_wsd_decay_style is None"),
         ({"override_opt_param_scheduler": True}, "choose one"),
     ],

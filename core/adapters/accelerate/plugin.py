@@ -12,10 +12,7 @@ from torch import nn
 from ...base import device
 from ...base.errors import ConfigError
 from ...base.text import choices
-from ...distributed import (
-    FullyShardedDataParallelConfig,
-    _BaseDataParallel,
-)
+from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.units import UnitChoice, transforms_units
 from ..bridge.meshes import data_parallel_mesh

@@ -14,13 +14,7 @@ from ...base.errors import ShardstackError, warn_once
 from ..forward_hooks import SavedWeights, in_use_message, watch_outputs
 from ..gathered_units import UnitOrder
 from ..plan import Plan, UnitPlan
-from .torch_private import (
-    as_fsdp,
-    begin_backward,
-    end_backward,
-    gather_for_forward,
-    gathered_tensors_of,
-)
+from .torch_private import as_fsdp, begin_backward, end_backward, gather_for_forward, gathered_tensors_of
 
 
 def reject_graph_of_gradients(reached: str) -> None:

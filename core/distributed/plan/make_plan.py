@@ -28,14 +28,7 @@ from .settings import (
     sharded_settings,
     whole_settings,
 )
-from .units import (
-    UnitChoice,
-    find_units,
-    own_parameters,
-    plan_transforms,
-    transforms_units,
-    unit_of,
-)
+from .units import UnitChoice, find_units, own_parameters, plan_transforms, transforms_units, unit_of
 from .values import Plan
 
 

@@ -211,10 +211,7 @@ def lay_out_params(
 
 
 def full_param_layout(
-    params: Sequence[nn.Parameter],
-    bucket_size: int | None,
-    dp_size: int,
-    ddp_config: DistributedDataParallelConfig,
+    params: Sequence[nn.Parameter], bucket_size: int | None, dp_size: int, ddp_config: DistributedDataParallelConfig
 ) -> FullParamLayout:
     """Returns the places that a plan gives these parameters where a strategy shards, and parameters are whole.
 

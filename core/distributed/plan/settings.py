@@ -239,10 +239,7 @@ def compute_dtype(config: Any) -> torch.dtype:
 
 
 def check_contradictions(
-    config: Any,
-    settings: DistributedDataParallelConfig,
-    groups: DataParallelGroups,
-    pieces: Iterable[PiecePlan] = (),
+    config: Any, settings: DistributedDataParallelConfig, groups: DataParallelGroups, pieces: Iterable[PiecePlan] = ()
 ) -> None:
     """Raises where settings exclude each other, the model's config, or these ranks.
 

@@ -24,11 +24,7 @@ UnitChoice = type[nn.Module] | nn.Module
 
 
 def find_units(
-    root: nn.Module,
-    classes: Iterable[UnitChoice],
-    *,
-    splits_dtypes: bool = True,
-    kinds: Container[ParameterKind] = (),
+    root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True, kinds: Container[ParameterKind] = ()
 ) -> list[UnitPlan]:
     """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 

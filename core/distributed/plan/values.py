@@ -142,10 +142,7 @@ class Plan:
         # FSDP2's replicated gradients are reduced when those of all micro-batches are there.
         reduces_early = self.reduces_every_micro_batch and not (kind == "replicated" and self.engine is Engine.FSDP2)
         return replace(
-            self,
-            groups=groups,
-            shards_update_over_replicas=shares_update,
-            reduces_every_micro_batch=reduces_early,
+            self, groups=groups, shards_update_over_replicas=shares_update, reduces_every_micro_batch=reduces_early
         )
 
     @property

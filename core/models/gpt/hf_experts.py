@@ -14,18 +14,12 @@ from ...dist_checkpointing.foreign_layout import Recipe, Run
 from .architecture import Architecture
 
 _KEYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # by layout; the first name is written, each is read
-    "mixtral": {
-        "num_moe_experts": ("num_local_experts",),
-        "moe_ffn_hidden_size": ("intermediate_size",),
-    },
+    "mixtral": {"num_moe_experts": ("num_local_experts",), "moe_ffn_hidden_size": ("intermediate_size",)},
     "qwen3_moe": {
         "num_moe_experts": ("num_experts", "num_local_experts"),  # transformers 5 saves the second
         "moe_ffn_hidden_size": ("moe_intermediate_size",),
     },
-    "glm4_moe": {
-        "num_moe_experts": ("n_routed_experts",),
-        "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    },
+    "glm4_moe": {"num_moe_experts": ("n_routed_experts",), "moe_ffn_hidden_size": ("moe_intermediate_size",)},
 }
 LAYOUTS_WITH_EXPERTS = tuple(_KEYS)
 _TOPK = "num_experts_per_tok"

@@ -35,21 +35,9 @@ from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors, load_foreign
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import stages_state_dict
-from ...dist_checkpointing.safetensors_io import (
-    DEFAULT_SHARD_BYTES,
-    read_safetensors_index,
-    save_folder,
-)
+from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, read_safetensors_index, save_folder
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
-from .hf_config import (
-    Layout,
-    architecture_from_hf,
-    check_fits,
-    check_layout,
-    choose_layout,
-    hf_config,
-    layout_of,
-)
+from .hf_config import Layout, architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
 from .hf_experts import expert_recipes
 from .upcycling import dense_architecture, group_routers, upcycled
 

@@ -77,14 +77,7 @@ def load_megatron(
     if upcycle:
         recipes, targets = upcycled(ours, recipes, targets, upcycle)
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
-    load_foreign(
-        targets,
-        recipes,
-        index,
-        checkpoint,
-        ignored=others,
-        process_group=process_group,
-    )
+    load_foreign(targets, recipes, index, checkpoint, ignored=others, process_group=process_group)
     group_routers(everything, upcycle, process_group)
 
 

@@ -18,9 +18,7 @@ from ...base.dtypes import DTYPES
 from ...base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ...base.files import brief
 from ...base.micro_batch_tree import num_microbatches, rank_counts
-from ...distributed import (
-    DistributedDataParallelConfig,
-)
+from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import Engine
 from ...distributed.torch_fully_sharded_data_parallel_config import config_class
 from ...optimizer import OptimizerConfig

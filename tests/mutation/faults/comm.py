@@ -15,13 +15,7 @@ MUTATIONS = (
         ".copy_(result * scale)",
         (_COLLECTIVES, DDP, CONTRACT),
     ),
-    Mutation(
-        "a sum that is added is not scaled",
-        "core.comm.gloo.store",
-        ", alpha=scale",
-        "",
-        (_COLLECTIVES, DDP),
-    ),
+    Mutation("a sum that is added is not scaled", "core.comm.gloo.store", ", alpha=scale", "", (_COLLECTIVES, DDP)),
     Mutation(
         "what is added scales the micro-batches before it again",
         "core.comm.gloo.store",

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import (
-    CONTRACT,
-    DDP,
-    LAYOUTS,
-    OUTSIDE_THE_LOOP,
-    PROGRAMS_ON_STREAMS,
-    SHARDED_STATE,
-    STREAMS,
-)
+from tests.mutation.suites import CONTRACT, DDP, LAYOUTS, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
 _BUCKETS = "tests/unit/distributed/engine/test_buckets.py"
 _SLOTS = "tests/unit/distributed/engine/test_gathering.py"

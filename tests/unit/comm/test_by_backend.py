@@ -51,7 +51,7 @@ def _values(async_op: bool) -> list[list[float]]:
     broadcast_by_backend(sent, what="e")
     calls = list(record_of().calls)[-5:]
     assert [(call.kind, call.what) for call in calls] == [
-        *(("all-reduce", "a"), ("all-gather", "b"), ("reduce-scatter", "c"), ("all-to-all", "d"), ("broadcast", "e")),
+        *(("all-reduce", "a"), ("all-gather", "b"), ("reduce-scatter", "c"), ("all-to-all", "d"), ("broadcast", "e"))
     ]
     assert [call.is_over for call in calls] == [not async_op] * 4 + [True]
     for work in works:

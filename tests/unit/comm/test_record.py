@@ -105,10 +105,7 @@ def test_every_collective_of_a_step_is_recorded_with_its_unit():
     reduced = [what for kind, what in first if kind == "reduce-scatter"]
     assert sorted(reduced) == sorted(f"the gradients of {unit}" for unit in units)
     first, second = run_distributed(_records_of_a_step, 2, "zero1")
-    assert first == second and first[0] == (
-        "reduce-scatter",
-        "the gradients of bucket head.weight",
-    )
+    assert first == second and first[0] == ("reduce-scatter", "the gradients of bucket head.weight")
 
 
 def test_recording_can_be_switched_off(monkeypatch):

@@ -324,11 +324,7 @@ def test_weights_read_on_another_path_are_the_units_own(kind, make):
 @pytest.mark.parametrize("make", (*READ_IN_UNITS, *READ_BY_PARENTS), ids=name_of)
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"forward_prefetch": 0, "backward_prefetch": 0},
-        {"activation_checkpointing": "full"},
-        {"poisons": "1"},
-    ],
+    [{"forward_prefetch": 0, "backward_prefetch": 0}, {"activation_checkpointing": "full"}, {"poisons": "1"}],
     ids=["no prefetch", "recomputed", "poisoned"],
 )
 @pytest.mark.long

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from text_sources import (
-    find_files,
-    parse_record,
-    read_records,
-    resolve_format,
-    standard_library_sources,
-)
+from text_sources import find_files, parse_record, read_records, resolve_format, standard_library_sources
 
 from core.base.errors import DataError, MissingExtraError
 

@@ -86,10 +86,9 @@ def _published(preset: str, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         x = a * x + (b * gram + c * gram @ gram) @ x
     if rows > columns:
         x = x.T
-    scale = {
-        "moonlight": 0.2 * math.sqrt(max(rows, columns)),
-        "megatron": math.sqrt(max(rows, columns)),
-    }.get(preset, math.sqrt(max(1, rows / columns)))
+    scale = {"moonlight": 0.2 * math.sqrt(max(rows, columns)), "megatron": math.sqrt(max(rows, columns))}.get(
+        preset, math.sqrt(max(1, rows / columns))
+    )
     return m, scale * x
 
 

@@ -156,10 +156,7 @@ def _is_quick(case: tuple[torch.dtype, tuple[int, str, int], tuple[int, str, int
 
 @pytest.mark.parametrize(
     ("dtype", "writer", "reader"),
-    quick(
-        ((dtype, *pair) for dtype in (torch.float32, torch.bfloat16) for pair in (*PAIRS, *LONG)),
-        _is_quick,
-    ),
+    quick(((dtype, *pair) for dtype in (torch.float32, torch.bfloat16) for pair in (*PAIRS, *LONG)), _is_quick),
     ids=lambda value: _name(value) if isinstance(value, tuple) else str(value).removeprefix("torch."),
 )
 def test_state_moves_between_optimizers(tmp_path: Path, writer, reader, dtype: torch.dtype):

@@ -60,12 +60,7 @@ def test_collectives_of_a_group_queue():
 
 def test_a_host_that_runs_ahead_gathers_during_the_unit_before():
     first, second = Collective("all-gather", SENT // 7, GROUP), Collective("all-gather", SENT // 7, GROUP)
-    events = [
-        (FORWARD, first),
-        (FORWARD, _computes(5, first)),
-        (FORWARD, second),
-        (FORWARD, _computes(5, second)),
-    ]
+    events = [(FORWARD, first), (FORWARD, _computes(5, first)), (FORWARD, second), (FORWARD, _computes(5, second))]
     ahead = {"gathers_ahead": True, "waits_late": frozenset({GROUP})}
     assert _exposed(events, **ahead) == pytest.approx((11, 1, 1), abs=0.001)
     assert _exposed(events) == pytest.approx((12, 2, 0), abs=0.001)
@@ -73,11 +68,7 @@ def test_a_host_that_runs_ahead_gathers_during_the_unit_before():
 
 def test_a_gather_that_a_step_leaves_running_delays_the_next():
     left = Collective("all-gather", SENT, GROUP)
-    planned = replace(
-        simulated(""),
-        first_events=((UPDATE, left),),
-        events=((FORWARD, _computes(1, left)),),
-    )
+    planned = replace(simulated(""), first_events=((UPDATE, left),), events=((FORWARD, _computes(1, left)),))
     assert step_time([planned], HARDWARE).step_s == pytest.approx(8, 0.01)
 
 

@@ -11,14 +11,7 @@ from core import parallel_state as ps
 from core.base.errors import ParallelConfigError
 from tests.unit._quick import quick
 from tests.unit._ranks import fake_world
-from tests.unit.process_groups._oracle import (
-    DEFAULT_ORDER,
-    GROUPS,
-    Case,
-    check_every_getter,
-    experts_fit,
-    ranks_of,
-)
+from tests.unit.process_groups._oracle import DEFAULT_ORDER, GROUPS, Case, check_every_getter, experts_fit, ranks_of
 
 ORDERS = ["-".join(tokens) for tokens in permutations(("tp", "cp", "ep", "dp", "pp"))]
 

@@ -12,13 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from core import parallel_state as ps
 from tests.unit._spawn import has_reached, reach, run_distributed, wait_for
-from tests.unit.process_groups._oracle import (
-    DEFAULT_ORDER,
-    GROUPS,
-    Case,
-    check_every_getter,
-    expected_groups,
-)
+from tests.unit.process_groups._oracle import DEFAULT_ORDER, GROUPS, Case, check_every_getter, expected_groups
 
 
 def _sum_over(group: dist.ProcessGroup | None) -> int:

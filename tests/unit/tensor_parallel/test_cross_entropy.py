@@ -62,10 +62,7 @@ def _agreement_with_the_serial_path() -> tuple[float, float]:
         loss.sum().backward()
         results.append((loss.detach(), leaf.grad))
     (loss, gradient), (loss_cut, gradient_cut) = results
-    return (
-        (loss - loss_cut).abs().max().item(),
-        (gradient - all_gather(gradient_cut, -1)).abs().max().item(),
-    )
+    return ((loss - loss_cut).abs().max().item(), (gradient - all_gather(gradient_cut, -1)).abs().max().item())
 
 
 def _unknown_target() -> str:

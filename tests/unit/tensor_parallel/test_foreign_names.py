@@ -12,11 +12,7 @@ from torch import nn
 from core import parallel_state
 from core.base.errors import DataError, ParallelConfigError, warn_once
 from core.model_parallel_config import ModelParallelConfig
-from core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    broadcast_data,
-)
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, broadcast_data
 from core.transformer.transformer_config import init_method_normal
 from tests.unit._spawn import run_distributed
 

@@ -42,10 +42,7 @@ def _draws() -> dict[str, list[float]]:
     with get_rng_tracker().fork():
         own_again = torch.rand(3)
     get_rng_tracker().reset()
-    return {
-        "shared": [*shared.tolist(), *shared_again.tolist()],
-        "own": [*own.tolist(), *own_again.tolist()],
-    }
+    return {"shared": [*shared.tolist(), *shared_again.tolist()], "own": [*own.tolist(), *own_again.tolist()]}
 
 
 def test_ranks_share_the_default_stream_and_have_their_own():

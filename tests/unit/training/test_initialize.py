@@ -10,11 +10,7 @@ import torch
 
 from core import parallel_state
 from core.base.errors import ParallelConfigError
-from core.distributed import (
-    DistributedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-    wrap_model,
-)
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
 from core.training.config.arguments import parse_arguments

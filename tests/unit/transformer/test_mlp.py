@@ -9,8 +9,7 @@ from core.transformer.mlp import MLP
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
-    [("gelu", F.gelu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")), ("silu", F.silu)],
+    ("name", "function"), [("gelu", F.gelu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")), ("silu", F.silu)]
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_output_equals_the_formula(name, function, gated):

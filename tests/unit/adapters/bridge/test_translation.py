@@ -92,10 +92,7 @@ def _warned(settings: object) -> tuple[dict[str, object], list[str]]:
 def test_each_row_becomes_a_field_an_error_or_a_warning():
     assert _warned(_Settings()) == ({"forward_prefetch": 1}, [])
     assert _warned(_Settings(prefetch=False, graphs=1)) == ({"forward_prefetch": 0}, [])
-    changed = [
-        "kind=LARGE changes nothing: there is one kind",
-        "static=False changes nothing: nothing is",
-    ]
+    changed = ["kind=LARGE changes nothing: there is one kind", "static=False changes nothing: nothing is"]
     assert _warned(_Settings(kind=_Kind.LARGE, static=False))[1] == changed
     with pytest.raises(ParallelConfigError, match=r"^graphs is 2 with a flag: drop it$"):
         translate(_Settings(graphs=2), _ROWS, where=" with a flag")

@@ -14,11 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from core.adapters.nemo import get_hf_tp_shard_plan, nvfsdp_strategy_parallelize
 from core.base.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
-from core.distributed import (
-    DistributedDataParallel,
-    TorchFullyShardedDataParallel,
-    finalize_model_grads,
-)
+from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, finalize_model_grads
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (
     assert_close,

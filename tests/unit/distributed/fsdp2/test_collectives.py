@@ -8,11 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core import parallel_state
-from core.distributed import (
-    TorchFullyShardedDataParallel,
-    TorchFullyShardedDataParallelConfig,
-    finalize_model_grads,
-)
+from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed

@@ -11,18 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import WrapError
-from core.distributed import (
-    finalize_model_grads,
-)
+from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import (
-    batches,
-    build,
-    gradients,
-    loss_of,
-    toy,
-)
+from tests.unit.distributed._toys import batches, build, gradients, loss_of, toy
 
 
 class MixedLayer(nn.Module):

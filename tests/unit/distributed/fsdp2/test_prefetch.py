@@ -11,12 +11,7 @@ from torch import nn
 from core.base._torch_compat import fsdp_param_groups
 from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import (
-    GatherCounter,
-    Stack,
-    build,
-    gradients,
-)
+from tests.unit.distributed._toys import GatherCounter, Stack, build, gradients
 
 
 def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool) -> tuple[list[Any], list[Any]]:

@@ -26,13 +26,7 @@ from tests.unit.distributed.model._graphs import counted_graphs
 from tests.unit.transformer._flash import flash_attention_by_hand
 
 LENGTH = 12
-LAYOUTS = (
-    ((4, 8), (12,)),
-    ((2, 3, 7), (6, 6)),
-    ((1,) * 12, (11, 1)),
-    ((12,), (12,)),
-    ((5, 7), (1, 2, 3, 6)),
-)
+LAYOUTS = (((4, 8), (12,)), ((2, 3, 7), (6, 6)), ((1,) * 12, (11, 1)), ((12,), (12,)), ((5, 7), (1, 2, 3, 6)))
 """Lengths of the documents in each row: different numbers and lengths, one alone, and of one token each."""
 
 SEES = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -92,8 +86,7 @@ WAYS = ("kernel", "kernel of CUDA", "mask", "context parallel", "selective recom
 @pytest.mark.parametrize(
     ("wrapper", "way"),
     quick(
-        product(("ddp", "fsdp2", "zero3"), WAYS),
-        lambda case: case in (("ddp", "kernel"), ("ddp", "context parallel")),
+        product(("ddp", "fsdp2", "zero3"), WAYS), lambda case: case in (("ddp", "kernel"), ("ddp", "context parallel"))
     ),
 )
 def test_all_layouts_share_one_graph(wrapper: str, way: str) -> None:

@@ -48,11 +48,7 @@ def _train(wrapper: str, tied: bool, fields: dict[str, Any], dtype: torch.dtype)
 
 
 def _graphs(
-    wrapper: str,
-    tied: bool,
-    fields: dict[str, Any],
-    compiler: str = "aot_eager",
-    dtype: torch.dtype = torch.float32,
+    wrapper: str, tied: bool, fields: dict[str, Any], compiler: str = "aot_eager", dtype: torch.dtype = torch.float32
 ) -> tuple[list[int], dict[str, int], dict[str, int]]:
     with counted_graphs(compiler) as found:
         _train(wrapper, tied, {"compile_units": True, **fields}, dtype)

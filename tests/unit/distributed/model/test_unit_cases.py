@@ -16,16 +16,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._scenarios import SCENARIOS, Adapted, serial_gradients, wrapped_gradients
-from tests.unit.distributed._toys import (
-    Block,
-    CollectiveCounter,
-    Toy,
-    batches,
-    build,
-    gradients,
-    loss_of,
-    toy,
-)
+from tests.unit.distributed._toys import Block, CollectiveCounter, Toy, batches, build, gradients, loss_of, toy
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], exact: bool = True) -> None:

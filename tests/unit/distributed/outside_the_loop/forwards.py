@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.unit.distributed import _toys
-from tests.unit.distributed.outside_the_loop.scenario import (
-    Run,
-    scenario,
-)
+from tests.unit.distributed.outside_the_loop.scenario import Run, scenario
 
 
 class _Failure(Exception):

@@ -6,12 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.distributed._toys import toy
-from tests.unit.distributed.outside_the_loop.scenario import (
-    KINDS,
-    Run,
-    for_kinds,
-    scenario,
-)
+from tests.unit.distributed.outside_the_loop.scenario import KINDS, Run, for_kinds, scenario
 
 
 def tied_by_data() -> nn.Module:

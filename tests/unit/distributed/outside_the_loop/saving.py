@@ -9,14 +9,7 @@ import torch
 
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import build, loss_of
-from tests.unit.distributed.outside_the_loop.scenario import (
-    HIDDEN,
-    KINDS,
-    Run,
-    batch,
-    for_kinds,
-    scenario,
-)
+from tests.unit.distributed.outside_the_loop.scenario import HIDDEN, KINDS, Run, batch, for_kinds, scenario
 
 
 @scenario(raises=HIDDEN)

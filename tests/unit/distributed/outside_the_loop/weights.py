@@ -9,13 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from core.dist_checkpointing.global_view import local_slices
 from tests.unit.distributed._toys import full, toy
-from tests.unit.distributed.outside_the_loop.scenario import (
-    HIDDEN,
-    Run,
-    bf16_toy,
-    largest,
-    scenario,
-)
+from tests.unit.distributed.outside_the_loop.scenario import HIDDEN, Run, bf16_toy, largest, scenario
 
 
 @scenario(make=bf16_toy)

@@ -213,11 +213,7 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
             [("all-gather", 4, 800, 8), ("all-gather", 4, 800, 2), ("reduce-scatter", 1, 1600, 8)],
         ),
         (4, {"is_kept": True}, [("all-gather", 5, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
-        (
-            4,
-            {"is_kept": True, "gathered_again_over": 0},
-            [("all-gather", 4, 800, 8), ("reduce-scatter", 1, 1600, 8)],
-        ),
+        (4, {"is_kept": True, "gathered_again_over": 0}, [("all-gather", 4, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
         (
             4,
             {"is_kept": True, "stays_whole": True, "gathered_again_over": 0},

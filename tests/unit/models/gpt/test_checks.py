@@ -29,10 +29,7 @@ def test_unsupported_arguments_are_refused(arguments, message):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"pipeline_model_parallel_size": 2, "num_layers": 2},
-        {"expert_model_parallel_size": 2, "num_moe_experts": 4},
-    ],
+    [{"pipeline_model_parallel_size": 2, "num_layers": 2}, {"expert_model_parallel_size": 2, "num_moe_experts": 4}],
 )
 def test_degrees_without_their_groups_are_refused(fields):
     with pytest.raises(ParallelConfigError, match=f"{next(iter(fields))} is 2"):
@@ -79,10 +76,7 @@ def test_malformed_batches_are_refused():
 def _refuses_groups_of_another_degree() -> None:
     small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for sizes, said in (
-        (
-            {"pipeline_model_parallel_size": 2},
-            "config.pipeline_model_parallel_size is 1, but .* pipelines of 2",
-        ),
+        ({"pipeline_model_parallel_size": 2}, "config.pipeline_model_parallel_size is 1, but .* pipelines of 2"),
         ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
     ):
         parallel_state.initialize_model_parallel(**sizes)

@@ -150,10 +150,7 @@ SOFT = {
 
 @pytest.mark.parametrize(
     ("soft", "wrapper"),
-    quick(
-        product(SOFT, ("zero1", "fsdp2", "zero3")),
-        lambda case: case[1] == "zero3" or case == ("bf16", "fsdp2"),
-    ),
+    quick(product(SOFT, ("zero1", "fsdp2", "zero3")), lambda case: case[1] == "zero3" or case == ("bf16", "fsdp2")),
 )
 def test_head_settings_compose(soft, wrapper):
     case, tolerance, fields = SOFT[soft]

@@ -26,10 +26,7 @@ DENSE = [kind for kind, (_, fields) in KINDS.items() if "num_moe_experts" not in
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"moe_router_topk": 2},
-        {"moe_router_topk": 3, "moe_layer_freq": [0, 1], "moe_router_score_function": "sigmoid"},
-    ],
+    [{"moe_router_topk": 2}, {"moe_router_topk": 3, "moe_layer_freq": [0, 1], "moe_router_score_function": "sigmoid"}],
 )
 @pytest.mark.parametrize("kind", DENSE)
 def test_logits_are_those_of_the_dense_model(kind: str, fields: dict[str, Any], tmp_path: Path):
