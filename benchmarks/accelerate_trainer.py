@@ -71,7 +71,7 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
 
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
     from core.adapters.bridge.checkpoints import whole_state_dict
-    from core.dist_checkpointing.flat_range import whole
+    from core.dist_checkpointing.gathering import TensorStream
 
     world = dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,8 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
         }
         reductions = len(begun)
     else:
-        weights = {name: whole(p).clone().numpy() for name, p in trainer.model.named_parameters()}
+        params = {name: param.detach() for name, param in trainer.model.named_parameters()}
+        weights = {name: tensor.clone().numpy() for name, tensor in TensorStream(params)}
         # FSDP2 reduces units, DDP buckets; neither scatters or sums anything else over ranks.
         of_units = sum(payload.calls[name] for name in ("reduce_scatter_tensor_", "_reduce_scatter_base_"))
         reductions = of_units or payload.calls["allreduce_"]

@@ -1,12 +1,11 @@
 """Checkpoints and global views of sharded tensors. Knows tensors and meshes, never models."""
 
 from ..base.megatron_names import absent_names
-from .async_save import AsyncSaver
-from .flat_range import FlatRange, flat_range_view
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint
-from .global_view import global_shape, global_view, local_slices, local_tensor
+from .global_view import FlatRange, flat_range_view, global_shape, global_view, local_slices, local_tensor
+from .loading import load, load_metadata, verify
 from .model_state import ShardedStateDict, load_model_state_dict, model_state_dict
-from .serialization import load, load_metadata, save, verify
+from .saving import AsyncSaver, save
 
 __all__ = [
     "AsyncSaver",

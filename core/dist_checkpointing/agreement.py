@@ -1,18 +1,29 @@
-"""Makes the ranks of one checkpoint agree: an error on one rank is raised on all, and no rank waits for it."""
+"""Makes the ranks of one checkpoint agree: on errors, which are raised on all ranks, and on who writes which piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError, ShardstackError
-from ..base.text import rank_list
+from ..base.text import listed, rank_list
+from .format.index import Box, TensorEntry, json_problem
+from .global_view import held_boxes, is_copy, is_piece
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_PROBLEMS_SHOWN = 50
 
 
 class Ranks:
@@ -125,3 +136,141 @@ def joined_by_rank(messages: Sequence[str]) -> str:
 def error_text(error: BaseException) -> str:
     """Returns the message of an error, with the name of its type unless it is one of this library's."""
     return str(error) if isinstance(error, ShardstackError) else f"{type(error).__name__}: {error}"
+
+
+def refuse(what: str, problems: list[str]) -> None:
+    """Raises CheckpointError if there are problems."""
+    if problems:
+        raise CheckpointError(f"{what}: {listed(problems, _PROBLEMS_SHOWN)}")
+
+
+_MARK = "written_by_first_rank"
+
+Key = tuple[str, Box]
+"""A tensor's name, and a box of it that one rank writes as one piece."""
+
+
+def of_first_rank(tensor: Tensor) -> Tensor:
+    """Returns a view whose values `spread` takes from the first rank that holds them."""
+    view = tensor.detach()
+    setattr(view, _MARK, True)
+    return view
+
+
+def is_of_first_rank(tensor: Tensor) -> bool:
+    """Returns whether `of_first_rank` made a view: its values may differ on other ranks."""
+    return getattr(tensor, _MARK, False)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The part of a tensor that a rank can write."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    boxes: tuple[Box, ...]
+    of_first_rank: bool
+    """Whether ranks that hold the same box may differ, as in a buffer: then the first of them writes it."""
+
+
+def held_pieces(state: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """Returns views of all boxes that this rank holds of the tensors in `state`."""
+    return {
+        (name, Box(offsets, tuple(values.shape))): values
+        for name, tensor in state.items()
+        if not is_copy(tensor)
+        for offsets, values in held_boxes(tensor)
+        if values.numel()
+    }
+
+
+def offers(state: Mapping[str, Tensor]) -> dict[str, Offer]:
+    """Returns what this rank can write of each tensor."""
+    boxes: dict[str, list[Box]] = {name: [] for name in state}
+    for name, box in held_pieces(state):
+        boxes[name].append(box)
+    return {
+        name: Offer(tensor.dtype, tuple(tensor.shape), tuple(boxes[name]), is_of_first_rank(tensor))
+        for name, tensor in state.items()
+    }
+
+
+def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
+    """Returns the boxes that each rank writes. What several ranks hold goes to the one with the fewest bytes.
+
+    Raises:
+        CheckpointError: there is no tensor.
+    """
+    if not any(of_ranks):
+        raise CheckpointError("no rank gave a tensor to save")
+    holders: dict[Key, list[int]] = {}
+    for rank, offered in enumerate(of_ranks):
+        for name, offer in offered.items():
+            for box in offer.boxes:
+                holders.setdefault((name, box), []).append(rank)
+    planned: list[list[Key]] = [[] for _ in of_ranks]
+    num_bytes = [0] * len(of_ranks)
+    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+        offer = of_ranks[ranks[0]][name]
+        writer = ranks[0] if offer.of_first_rank else min(ranks, key=num_bytes.__getitem__)
+        planned[writer].append((name, box))
+        num_bytes[writer] += math.prod(box.sizes) * offer.dtype.itemsize
+    return planned
+
+
+ALIGNMENT_BYTES = 64
+"""Each piece begins at a multiple of it in its file."""
+
+
+def joined(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
+    """Returns each tensor with the pieces of all ranks, and the bytes of each file."""
+    tensors: dict[str, TensorEntry] = {}
+    file_bytes: dict[str, int] = {}
+    for name, entry in (named for of_rank in of_ranks for named in of_rank.items()):
+        earlier = tensors[name].pieces if name in tensors else ()
+        tensors[name] = dataclasses.replace(entry, pieces=earlier + entry.pieces)
+        for piece in entry.pieces:
+            file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+    return tensors, file_bytes
+
+
+def planned_pieces(
+    state: Mapping[str, Tensor],
+    metadata: Any,
+    folder: Path,
+    ranks: Ranks,
+    decide: Callable[[list[dict[str, Offer]]], Sequence[R]],
+) -> R:
+    """Returns what this rank writes of a checkpoint: its entry of what `decide` makes of all `offers`. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if one gave what cannot be saved.
+    """
+    ranks.on_all(lambda: refuse(f"{folder} cannot be saved", unsavable(state, metadata)))
+    return ranks.decided_by_first(offers(state), decide, f"saving {folder}: ")
+
+
+def unsavable(state: Mapping[str, Tensor], metadata: Any) -> list[str]:
+    """Returns what no checkpoint can hold of a state and its metadata."""
+    problems = [problem for name, tensor in state.items() if (problem := tensor_problem(name, tensor))]
+    if not isinstance(metadata, Mapping):
+        problems.append(f"metadata is a {type(metadata).__name__}, and a mapping is needed")
+    elif problem := json_problem(dict(metadata)):
+        problems.append(problem)
+    return problems
+
+
+def tensor_problem(name: str, tensor: Tensor) -> str | None:
+    """Returns why a tensor cannot be saved or loaded, or None."""
+    if not isinstance(name, str):
+        return f"the name {name!r} is no text"
+    if not isinstance(tensor, Tensor):
+        return f"{name} is a {type(tensor).__name__}, and only tensors are saved here: put it into metadata"
+    if dtype_name(tensor.dtype) not in DTYPES or tensor.layout is not torch.strided:
+        return f"{name} is {tensor.layout} {tensor.dtype}, which no checkpoint holds"
+    if tensor.is_meta:
+        return f"{name} is on the meta device and has no values: materialise the model first"
+    if is_piece(tensor):
+        return f"{name} is one tensor-parallel rank's piece, or has one rank's experts: give global_view({name})"
+    return None

@@ -21,10 +21,10 @@ from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.text import listed
 from .agreement import Ranks
-from .flat_range import held_boxes
 from .format.index import CheckpointIndex, Piece
 from .format.reader import PieceReader
 from .gathering import Outgoing
+from .global_view import held_boxes
 from .safetensors_io import open_safetensors
 
 _PROBLEMS_SHOWN = 20

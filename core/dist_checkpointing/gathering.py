@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from torch.distributed import ProcessGroup
 
 from ..base.errors import CheckpointError
 from ..comm.collectives import exchange
-from .agreement import Ranks
-from .flat_range import Box, held_boxes, in_buckets, is_copy, overlap
-from .format.writer import is_of_first_rank
+from .agreement import Ranks, is_of_first_rank
+from .global_view import Box, held_boxes, is_copy, overlap
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of whole tensors that are gathered together."""
@@ -238,3 +240,16 @@ class TensorStream:
         wanted = {rank: {name: [box] for name, box in boxes.items()} for rank in self.receivers}
         move(names, self.owners, self.held, wanted, targets, self.ranks, self.dtypes, self.bucket_bytes)
         return wholes
+
+
+def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
+    """Returns items, each given with its size, in lists that end before they exceed a limit. An item that is larger is
+    a list of its own."""
+    buckets, room = list[list[T]](), 0
+    for item, size in items:
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(item)
+        room -= size
+    return buckets

@@ -1,4 +1,4 @@
-"""Views a rank's piece of a parameter as a piece of the whole model's parameter.
+"""Views a rank's piece of a parameter, or a run of its elements, as a part of the whole model's parameter.
 
 A parameter can be split twice. Tensor parallelism splits the layer: the rank holds a plain tensor, and Megatron's
 attributes ``tensor_model_parallel`` and ``partition_dim`` say how it was split. Experts are split by dim 0 first, over
@@ -10,28 +10,35 @@ exports, initialisation) reads shapes and offsets from it instead of computing t
 The joint mesh has tp, or ep and the experts' tp, as *outer* axes, because DTensor applies placements from the left:
 ``(Shard(0), Shard(0))`` means the even tp split first and FSDP's split inside it, in the order in which they were
 made, for any sizes.
+
+A wrapper's flat buffers are split into equal shares, whose limits fall anywhere inside a parameter. A run of an
+n-dimensional tensor's elements, in row-major order, is at most ``2n - 1`` boxes: the rest of the row that it begins
+in, whole rows, and the beginning of the row that it ends in, with rows split recursively. :func:`flat_range_view`
+makes each box a view of the flat storage, which checkpoints are written from and read into without a gather or a copy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .. import parallel_state
-from ..base.errors import ParallelConfigError
-from ..base.local_parts import local_part
+from ..base.errors import CheckpointError, ParallelConfigError
+from ..base.local_parts import kept_range, local_part
 
 _OUTER_AXES = ("tp", "ep", "expert_tp")
 _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
 
 
-def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
+def global_view(param: Tensor, tensor: Tensor | None = None) -> Tensor:
     """Returns the whole model's tensor whose piece `param` is. Shares storage and never requires gradients.
 
     Args:
@@ -67,12 +74,12 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def global_shape(param: torch.Tensor) -> torch.Size:
+def global_shape(param: Tensor) -> torch.Size:
     """Returns the shape of the whole model's tensor whose piece `param` is. See :func:`global_view`."""
     return _layout(param, param.device.type)[2]
 
 
-def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
+def local_slices(param: Tensor) -> tuple[slice, ...]:
     """Returns the slices of the whole tensor that this rank holds: ``full[local_slices(param)]`` is the local piece.
 
     An empty piece has empty slices. Raises as :func:`global_view` does.
@@ -86,12 +93,12 @@ def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
 
-def local_tensor(value: torch.Tensor) -> torch.Tensor:
+def local_tensor(value: Tensor) -> Tensor:
     """Returns this rank's piece of `value` as a plain, detached tensor that shares its storage."""
     return local_part(_detached(value))
 
 
-def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
+def _layout(param: Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
     """Returns the mesh, placements and global shape of `param`. No mesh if the plain tensor is already the whole."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     inner_placements = tuple(param.placements) if isinstance(param, DTensor) else ()
@@ -119,7 +126,7 @@ class _OuterCut(NamedTuple):
     placement: Placement
 
 
-def _outer_cuts(param: torch.Tensor) -> list[_OuterCut]:
+def _outer_cuts(param: Tensor) -> list[_OuterCut]:
     """Returns the cuts of a parameter by its layer, the outer one first. There is none over a single rank."""
     groups: dict[str, ProcessGroup | None] = {}
     if getattr(param, "expert_model_parallel", False) and parallel_state.experts_are_apart():
@@ -131,13 +138,13 @@ def _outer_cuts(param: torch.Tensor) -> list[_OuterCut]:
     return [_OuterCut(axis, group, _outer_placement(param, axis)) for axis, group in several.items()]
 
 
-def _outer_placement(param: torch.Tensor, axis: str) -> Placement:
+def _outer_placement(param: Tensor, axis: str) -> Placement:
     if axis == "ep":
         return Shard(0)
     return Shard(_partition_dim(param)) if getattr(param, "tensor_model_parallel", False) else Replicate()
 
 
-def is_piece(tensor: torch.Tensor) -> bool:
+def is_piece(tensor: Tensor) -> bool:
     """Returns whether a tensor is one rank's piece of a layer's parameter, which `global_view` has not joined."""
     is_joined = isinstance(tensor, DTensor) and set(tensor.device_mesh.mesh_dim_names or ()).intersection(_OUTER_AXES)
     return not is_joined and any(isinstance(cut.placement, Shard) for cut in _outer_cuts(tensor))
@@ -157,7 +164,7 @@ def _check_piece(
     return tuple(sizes), tuple(offsets)
 
 
-def _partition_dim(param: torch.Tensor) -> int:
+def _partition_dim(param: Tensor) -> int:
     stride = getattr(param, "partition_stride", 1)
     if stride != 1:
         raise ParallelConfigError(
@@ -173,7 +180,7 @@ def _partition_dim(param: torch.Tensor) -> int:
     return dim
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
 
 
@@ -219,3 +226,143 @@ def _build_mesh(
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, per dimension."""
+
+
+def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
+    """Returns the whole model's tensor whose elements `values` this rank holds. Shares storage with them.
+
+    Args:
+        param: a plain parameter, with Megatron's attributes if tp splits it; only its shape and layout are read.
+        values: `[n]`, contiguous, any dtype: values for the elements ``start .. start + n`` of this rank's piece of
+            `param`, in row-major order. May be empty.
+
+    Raises:
+        CheckpointError: `values` is not flat, or exceeds the parameter.
+        ParallelConfigError: as :func:`global_view` does.
+    """
+    if values.ndim != 1 or not values.is_contiguous() or not 0 <= start <= start + len(values) <= param.numel():
+        raise CheckpointError(
+            f"values of shape {list(values.shape)} from element {start} on are no run of a parameter of shape "
+            f"{list(param.shape)}; give a contiguous tensor of one dimension that ends within {param.numel()} elements"
+        )
+    origin = [part.start for part in local_slices(param)]
+    boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
+    moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
+    return FlatRange(values.detach(), tuple(global_shape(param)), moved)
+
+
+def whole_view(tensor: Tensor) -> Tensor:
+    """Returns the whole model's tensor whose piece a parameter or buffer is. Shares storage.
+
+    :func:`global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
+    """
+    kept_elements = kept_range(tensor)
+    view = global_view(tensor) if kept_elements is None else flat_range_view(tensor, *kept_elements)
+    return noting_copy(view, tensor)
+
+
+def noting_copy(view: Tensor, param: Tensor) -> Tensor:
+    """Returns the view of a tensor of `param`, marked if that is the copy of a weight of another pipeline stage
+    (Megatron-LM's mark `shared`)."""
+    if getattr(param, "shared", False):
+        view.shared = True  # type: ignore[attr-defined]
+    return view
+
+
+def is_copy(tensor: Tensor) -> bool:
+    """Returns whether a view is of a copy: it is filled as others, and never written or counted, as stages may cut the
+    weight in different ways."""
+    return getattr(tensor, "shared", False)
+
+
+def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Returns the boxes of a whole-model tensor that this rank holds: the offsets of each, and a view of its storage.
+
+    Args:
+        tensor: a result of :func:`global_view` or :func:`flat_range_view`; a plain tensor is
+            the whole one.
+    """
+    if isinstance(tensor, FlatRange):
+        return tensor.pieces()
+    offsets: Sequence[int] = (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [(tuple(offsets), local_tensor(tensor))]
+
+
+def overlap(first: Box, second: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Returns the slices of two boxes with the elements that both have. None if there are none."""
+    bounds = [(max(a, b), min(a + m, b + n), a, b) for a, m, b, n in zip(*first, *second, strict=True)]
+    if any(start >= stop for start, stop, _, _ in bounds):
+        return None
+    inside = tuple(slice(start - a, stop - a) for start, stop, a, _ in bounds)
+    return inside, tuple(slice(start - b, stop - b) for start, stop, _, b in bounds)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """Returns boxes of a tensor of `shape` with its elements ``start .. end``, in row-major order."""
+    if start >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, skipped = divmod(start, row)
+    last, taken = divmod(end, row)
+    if first == last:  # the run ends in the row that it begins in
+        return _inside_row(shape, first, skipped, taken)
+    boxes: list[Box] = []
+    if skipped:
+        boxes += _inside_row(shape, first, skipped, row)
+        first += 1
+    if first < last:
+        boxes.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    if taken:
+        boxes += _inside_row(shape, last, 0, taken)
+    return boxes
+
+
+def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[Box]:
+    return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_range(shape[1:], start, end)]
+
+
+class FlatRange(Tensor):
+    """A tensor with the whole model's shape and dtype. This rank has a run of its elements in one flat tensor.
+
+    Made for checkpoints: `save` writes it and `load` fills it in place. It has no arithmetic; compute with `held`.
+    """
+
+    held: Tensor
+    """`[n]`: the elements of this rank."""
+
+    boxes: list[Box]
+    """Their boxes in the whole tensor, in the order of `held`."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
+        tensor: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
+        tensor.held = held
+        tensor.boxes = boxes
+        return tensor
+
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Returns for each box its offsets in the whole tensor and a view of `held` in the box's shape."""
+        sizes = [sizes for _, sizes in self.boxes]
+        runs = self.held.split([math.prod(size) for size in sizes]) if sizes else ()
+        return [(offsets, run.view(size)) for (offsets, size), run in zip(self.boxes, runs, strict=True)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FlatRange(shape={list(self.shape)}, dtype={self.dtype}, {len(self.held)} elements here)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            whole: FlatRange = args[0]
+            return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
+        raise CheckpointError(
+            f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
+            "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
+        )

@@ -39,11 +39,20 @@ from torch import Tensor
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
-from .agreement import Ranks
+from .agreement import (
+    ALIGNMENT_BYTES,
+    Key,
+    Offer,
+    Ranks,
+    held_pieces,
+    is_of_first_rank,
+    joined,
+    offers,
+    planned_pieces,
+    spread,
+)
 from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
 from .format.reader import PieceReader
-from .format.writer import ALIGNMENT_BYTES, Key, Offer, held_pieces, is_of_first_rank, joined, offers, spread
-from .serialization import planned_pieces
 
 _PLAN_FILE, _GENERATION, _SUMS = "plan.json", "generation_{:05d}", "sums"
 _PIECE_BYTES = 1 << 23

@@ -16,10 +16,8 @@ from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.local_parts import kept_range
-from .agreement import Ranks
-from .flat_range import FlatRange, whole_view
-from .format.writer import is_of_first_rank, of_first_rank
-from .global_view import global_shape, global_view, local_slices, local_tensor
+from .agreement import Ranks, is_of_first_rank, of_first_rank
+from .global_view import FlatRange, global_shape, global_view, local_slices, local_tensor, whole_view
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

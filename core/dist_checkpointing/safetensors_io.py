@@ -21,9 +21,9 @@ from ..base.dtypes import DTYPES
 from ..base.errors import CheckpointError, import_extra
 from ..base.files import JSON_BYTES, read_json, sync_folder, write_durably
 from .agreement import Ranks
-from .flat_range import in_buckets
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry
+from .gathering import in_buckets
 
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
-from ..dist_checkpointing.flat_range import FlatRange
+from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

@@ -17,7 +17,7 @@ from ..base.pending_parameters import set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
-from ..dist_checkpointing.flat_range import whole_view
+from ..dist_checkpointing.global_view import whole_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine

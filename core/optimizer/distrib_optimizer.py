@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import OptimizerError
-from ..dist_checkpointing.flat_range import flat_range_view, noting_copy
+from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel

@@ -22,8 +22,7 @@ from ..base.errors import OptimizerError
 from ..base.local_parts import local_part
 from ..comm.host_read import HostRead
 from ..diagnostics.step_marks import reject_replaced
-from ..dist_checkpointing.flat_range import noting_copy
-from ..dist_checkpointing.global_view import global_view
+from ..dist_checkpointing.global_view import global_view, noting_copy
 from ..distributed.parameter_owner import read_gradient
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from ..base.errors import OptimizerError
 from ..comm.collectives import all_to_all_by_backend
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import in_buckets
-from ..dist_checkpointing.gathering import held_parts
+from ..dist_checkpointing.gathering import held_parts, in_buckets
 from .matrices import Matrix
 from .newton_schulz import cost
 

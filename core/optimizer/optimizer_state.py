@@ -14,7 +14,7 @@ from .. import parallel_state
 from ..base.errors import CheckpointError
 from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import held_boxes
+from ..dist_checkpointing.global_view import held_boxes
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig

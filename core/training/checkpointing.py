@@ -35,12 +35,12 @@ from ..dist_checkpointing import (
     save,
 )
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import held_boxes
 from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.folders import complete_checkpoints
 from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
-from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
+from ..dist_checkpointing.global_view import held_boxes
+from ..dist_checkpointing.loading import advice, another_offered, held_hashes, newest_good
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
 from ..distributed.data_parallel_base import unwrap_model
 from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state

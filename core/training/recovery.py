@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..base.text import listed
 from ..dist_checkpointing.host_copies import HostCopies, fetch_newest
-from ..dist_checkpointing.serialization import load
+from ..dist_checkpointing.loading import load
 from .checkpointing import load_checkpoint, run_state
 from .config import PretrainConfig
 from .launch.generations import copies_root, current_generation

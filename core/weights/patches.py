@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, ShardstackError
-from ..dist_checkpointing.flat_range import Box, FlatRange
 from ..dist_checkpointing.gathering import Outgoing, TensorStream
+from ..dist_checkpointing.global_view import Box, FlatRange
 from .stream import WeightStream
 
 _Key = tuple[str, Box]

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import ConfigError, WeightsError
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.flat_range import Box
 from ..dist_checkpointing.gathering import held_parts, move, owners_of
+from ..dist_checkpointing.global_view import Box
 from .stream import WeightStream
 
 

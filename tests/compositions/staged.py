@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.dist_checkpointing.flat_range import whole_view
+from core.dist_checkpointing.global_view import whole_view
 from core.pipeline_parallel import get_forward_backward_func
 from tests.compositions.data import ROWS, SEQUENCE, MicroBatch, micro_batch
 from tests.compositions.training import Between, load

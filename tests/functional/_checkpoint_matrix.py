@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.dist_checkpointing import FlatRange, local_tensor
-from core.dist_checkpointing.flat_range import held_boxes
+from core.dist_checkpointing.global_view import held_boxes
 from core.distributed import wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer

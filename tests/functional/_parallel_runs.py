@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from core import parallel_state
-from core.dist_checkpointing.flat_range import whole_view
+from core.dist_checkpointing.global_view import whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer

@@ -20,7 +20,7 @@ from core import parallel_state
 from core.comm.call import CollectiveRecord
 from core.comm.collectives import all_reduce_by_backend
 from core.dist_checkpointing import model_state_dict
-from core.dist_checkpointing.flat_range import held_boxes
+from core.dist_checkpointing.global_view import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.data_parallel_base import unwrap_model

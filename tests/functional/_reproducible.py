@@ -13,7 +13,7 @@ import torch.distributed as dist
 from core import parallel_state
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.content_hash import joint_hash
-from core.dist_checkpointing.format.verification import held_hashes
+from core.dist_checkpointing.loading import held_hashes
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,

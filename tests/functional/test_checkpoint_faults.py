@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from core.base.errors import CheckpointError
-from core.dist_checkpointing.format import writer
+from core.dist_checkpointing import saving
 from core.dist_checkpointing.format.index import seal
 from tests.functional._program import REPOSITORY, TINY, load_program, run_program
 from tests.functional.test_resume import content, log
@@ -163,7 +163,7 @@ def test_restarted_ranks_continue_from_the_last_good_checkpoint(corpus: Path, ru
 
 def _pretrain_with_little_room(*arguments: str) -> str:
     """While the second rank writes tensors, the kernel refuses to let a file grow."""
-    append, limits = writer._append, resource.getrlimit(resource.RLIMIT_FSIZE)
+    append, limits = saving._append, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def in_little_room(stream, tensor):
         resource.setrlimit(resource.RLIMIT_FSIZE, (stream.tell() + 100, limits[1]))
@@ -173,11 +173,11 @@ def _pretrain_with_little_room(*arguments: str) -> str:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     if dist.get_rank() == 1:
-        writer._append = in_little_room
+        saving._append = in_little_room
     try:
         return _pretrain(*arguments)
     finally:
-        writer._append = append
+        saving._append = append
 
 
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "async"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core import parallel_state
-from core.dist_checkpointing.flat_range import whole_view
+from core.dist_checkpointing.global_view import whole_view
 from core.distributed import wrap_model
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._runs import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core.comm import streams
-from core.dist_checkpointing.async_save import HostStaging
+from core.dist_checkpointing.saving import HostStaging
 from core.distributed.engine.buffer import BucketReduction
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate

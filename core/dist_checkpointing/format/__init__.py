@@ -2,7 +2,7 @@
 
 folders                         names, locks and publishes folders, and points to the latest
 index                           checks the description of a checkpoint; reads and writes it without running a file
-reader, writer                  read and write pieces; decide which rank writes what several ranks hold
-content_hash, verification      compare loaded or stored tensors with what was saved
+reader                          reads the stored pieces that overlap a box of a tensor
+content_hash                    a hash of a whole tensor, which does not depend on how it was cut
 torch_files                     reads the files of torch's own writer without running them
 """

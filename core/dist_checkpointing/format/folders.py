@@ -156,6 +156,11 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     return folder
 
 
+def absolute_folder(directory: str | os.PathLike[str]) -> Path:
+    """Returns the path from the root. Keeps links."""
+    return Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would replace a link by its target
+
+
 def existing_folder(folder: Path) -> Path:
     """Returns `folder`, or the one that it was replacing if a crash fell between the two renames of :func:`publish`.
 

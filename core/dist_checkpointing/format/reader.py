@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ...base.files import JSON_BYTES, BoundsError, read_file
-from ..flat_range import held_boxes, overlap
+from ..global_view import held_boxes, overlap
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 from .torch_files import read_tensor_archive, read_torch_index
 

@@ -23,9 +23,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ...base.errors import CheckpointError, warn_once
-from ...dist_checkpointing.flat_range import held_boxes
 from ...dist_checkpointing.foreign_layout import Recipe, Run
 from ...dist_checkpointing.gathering import TensorStream
+from ...dist_checkpointing.global_view import held_boxes
 from .architecture import Architecture
 
 _MLP = re.compile(r"(decoder\.layers\.(\d+)\.mlp)\.(linear_fc\d\.\w+)")

@@ -24,17 +24,17 @@ MUTATIONS = (
     ),
     Mutation(
         "the last elements of a flat range are in no box",
-        "core.dist_checkpointing.flat_range.boxes_of_range",
+        "core.dist_checkpointing.global_view.boxes_of_range",
         r"last, 0, taken\)",
         "last, 0, taken - 1)",
         ("tests/unit/dist_checkpointing/test_flat_range.py",),
     ),
     Mutation(
         "the first rows of a stored piece are read in the place of those that a rank holds",
-        "core.dist_checkpointing.flat_range.overlap",
+        "core.dist_checkpointing.global_view.overlap",
         r"slice\(start - b, stop - b\)",
         "slice(0, stop - start)",
-        ("tests/unit/dist_checkpointing/test_serialization.py",),
+        ("tests/unit/dist_checkpointing/test_loading.py",),
     ),
     Mutation(
         "a gathered tensor has the first rank's piece in the place of every rank's",
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "buckets hold more than their limit",
-        "core.dist_checkpointing.flat_range.in_buckets",
+        "core.dist_checkpointing.gathering.in_buckets",
         r"size > room",
         "room < 0",
         ("tests/unit/weights/test_stream.py",),
@@ -53,7 +53,7 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "streams: a checkpoint is written before it is copied",
-        "core.dist_checkpointing.async_save.HostStaging.copy",
+        "core.dist_checkpointing.saving.HostStaging.copy",
         r"streams\.current_stream\(\)\.synchronize\(\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from core import parallel_state
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import flat_range_view, load, local_slices, local_tensor, model_state_dict, save
-from core.dist_checkpointing.flat_range import boxes_of_range
+from core.dist_checkpointing.global_view import boxes_of_range
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole as gathered
 from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, on_ranks, toy, whole

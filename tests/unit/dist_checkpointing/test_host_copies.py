@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from core.dist_checkpointing import host_copies, load
-from core.dist_checkpointing.format.writer import offers
+from core.dist_checkpointing.agreement import offers
 from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes, word_sum
 from tests.unit._spawn import run_distributed
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.base.local_parts import kept_range
 from core.comm import gloo
-from core.dist_checkpointing.flat_range import FlatRange, whole_view
+from core.dist_checkpointing.global_view import FlatRange, whole_view
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

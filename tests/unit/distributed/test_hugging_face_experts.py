@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from core import parallel_state
 from core.base.errors import ShardstackError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.dist_checkpointing.flat_range import whole_view
+from core.dist_checkpointing.global_view import whole_view
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,

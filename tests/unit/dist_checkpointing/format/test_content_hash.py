@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.dist_checkpointing.flat_range import boxes_of_range
 from core.dist_checkpointing.format.content_hash import MODULUS, box_hash
+from core.dist_checkpointing.global_view import boxes_of_range
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 

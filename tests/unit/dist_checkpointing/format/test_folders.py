@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from core.base.errors import CheckpointError
-from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save
-from core.dist_checkpointing.format import folders, writer
+from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save, saving
+from core.dist_checkpointing.format import folders
 from core.dist_checkpointing.format.folders import LOCK_FILE, acquire_folder, release_folder
 
 
@@ -107,14 +107,14 @@ def test_rotation_keeps_the_newest_resumable_checkpoint(tmp_path):
 
 def test_nothing_is_removed_for_an_unreadable_checkpoint(tmp_path, monkeypatch):
     _save(checkpoint_directory(tmp_path, 1), keep=Retention(1))
-    honest = writer.np.fromfile
+    honest = saving.np.fromfile
 
     def misread(*args, **kwargs):
         data = honest(*args, **kwargs)
         data[-1] ^= 1
         return data
 
-    monkeypatch.setattr(writer.np, "fromfile", misread)
+    monkeypatch.setattr(saving.np, "fromfile", misread)
     with pytest.raises(CheckpointError, match="does not read back as it was written, in bytes 0 to 8"):
         _save(checkpoint_directory(tmp_path, 2), keep=Retention(1))
     assert _iterations(tmp_path) == [1]

@@ -18,7 +18,7 @@ from core import parallel_state
 from core.base._torch_compat import fsdp_param_groups
 from core.base.errors import ParallelConfigError, warn_once
 from core.comm import collectives
-from core.dist_checkpointing.flat_range import held_boxes
+from core.dist_checkpointing.global_view import held_boxes
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig, finalize_model_grads
 from core.distributed.fsdp2.shard_model import fsdp_modules
 from core.optimizer import OptimizerConfig, get_megatron_optimizer

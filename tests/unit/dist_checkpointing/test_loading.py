@@ -23,8 +23,8 @@ from core.dist_checkpointing import (
     local_tensor,
     model_state_dict,
     save,
+    saving,
 )
-from core.dist_checkpointing.format import writer
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, toy, whole
 
@@ -189,7 +189,7 @@ def test_a_crash_while_saving_keeps_checkpoint_and_pointer(tmp_path, monkeypatch
         raise _Crash("the disk is full")
 
     owner, _, name = moment.rpartition(".")
-    monkeypatch.setattr(getattr(writer, owner) if owner else writer, name, crash)
+    monkeypatch.setattr(getattr(saving, owner) if owner else saving, name, crash)
     for folder in (second, first):  # a new one, and one in place of the old
         with pytest.raises(CheckpointError, match="the disk is full"):
             save({"w": torch.zeros(2)}, folder, metadata={"n": 2})
@@ -220,7 +220,7 @@ def _fails_on_rank_1(moment: str, directory: str) -> str:
         run = lambda: save(state, directory, metadata={})  # noqa: E731
     elif moment == "while writing":
         if dist.get_rank() == 1:
-            writer._append, kept = _cannot_write, writer._append
+            saving._append, kept = _cannot_write, saving._append
         run = lambda: save({f"w{dist.get_rank()}": torch.ones(2)}, directory, metadata={})  # noqa: E731
     else:
         shape = 3 if dist.get_rank() == 1 else 2
@@ -230,7 +230,7 @@ def _fails_on_rank_1(moment: str, directory: str) -> str:
             run()
     finally:
         if moment == "while writing" and dist.get_rank() == 1:
-            writer._append = kept
+            saving._append = kept
     return str(caught.value)
 
 

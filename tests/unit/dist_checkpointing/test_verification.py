@@ -14,7 +14,7 @@ from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format import reader
 from core.dist_checkpointing.format.index import Box
 from core.dist_checkpointing.format.reader import read_index
-from core.dist_checkpointing.format.verification import damage, differing_tensors
+from core.dist_checkpointing.loading import damage, differing_tensors
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
 
@@ -137,7 +137,7 @@ def test_a_tensor_that_is_read_in_part_is_left_unchecked(tmp_path):
     """Ranks of no layout do so, and there is nothing that the parts would add up to."""
     save({"w": torch.arange(6.0)}, tmp_path / "it", metadata={})
     index = read_index(tmp_path / "it")
-    from core.dist_checkpointing.format.verification import _differs
+    from core.dist_checkpointing.loading import _differs
 
     right = index.tensors["w"].content_hash
     assert not _differs([(Box((0,), (6,)), right), (Box((2,), (3,)), 1)], index, "w")

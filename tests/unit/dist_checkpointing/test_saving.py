@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from core.base import device
 from core.base.errors import CheckpointError
-from core.dist_checkpointing import AsyncSaver, Retention, async_save, latest_checkpoint, load, model_state_dict, save
-from core.dist_checkpointing.async_save import HostStaging
-from core.dist_checkpointing.format import writer
+from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save, saving
+from core.dist_checkpointing.saving import HostStaging
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
 
@@ -28,15 +27,15 @@ class Gate:
     """Holds every write back until it is opened."""
 
     def __init__(self) -> None:
-        self._open, self._kept = threading.Event(), writer._append
-        writer._append = self._wait
+        self._open, self._kept = threading.Event(), saving._append
+        saving._append = self._wait
 
     def _wait(self, *args):
         assert self._open.wait(600)
         return self._kept(*args)
 
     def open(self) -> None:
-        writer._append = self._kept
+        saving._append = self._kept
         self._open.set()
 
     @property
@@ -115,17 +114,17 @@ def test_one_is_written_at_a_time(tmp_path):
 
 
 def _fails_on_rank_1(root: str) -> list[str]:
-    saver, kept = AsyncSaver(), writer._append
+    saver, kept = AsyncSaver(), saving._append
     saver.save({"w": torch.ones(2)}, f"{root}/iter_0000001", metadata={})
     saver.wait()
     messages = []
     if dist.get_rank() == 1:
-        writer._append = _cannot_write
+        saving._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
     deadline = time.monotonic() + 600
     while not saver.failed and time.monotonic() < deadline:
         time.sleep(0.01)
-    writer._append = kept
+    saving._append = kept
     for then in (saver.wait, lambda: saver.save({"w": torch.ones(2)}, f"{root}/iter_0000003", metadata={})):
         try:
             then()
@@ -164,11 +163,11 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
         for tensor in model.state_dict().values():
             tensor.mul_(2)
     save(model_state_dict(model), f"{root}/now", metadata={})
-    kept = writer._append
-    writer._append = lambda stream, tensor: (tensors.append(tensor), kept(stream, tensor))[1]
+    kept = saving._append
+    saving._append = lambda stream, tensor: (tensors.append(tensor), kept(stream, tensor))[1]
     tensors: list[torch.Tensor] = []
-    begun = writer.folders.begin
-    planning, writer.folders.begin = threading.Event(), lambda folder: planning.wait(600) and begun(folder)
+    begun = saving.folders.begin
+    planning, saving.folders.begin = threading.Event(), lambda folder: planning.wait(600) and begun(folder)
     saver.save(model_state_dict(model), f"{root}/it", metadata={})  # returns, though no plan can be made yet
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -177,7 +176,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     dist.barrier()  # one rank's plan lets all of them write
     planning.set()
     saver.wait()
-    writer._append, writer.folders.begin = kept, begun
+    saving._append, saving.folders.begin = kept, begun
     return waited and bool(tensors)
 
 
@@ -228,7 +227,7 @@ def test_staging_memory_is_kept_and_grows():
 def test_another_state_is_planned_again(tmp_path, changed):
     saver = AsyncSaver()
     for state, plans in (({"t0": torch.ones(2)}, 1), ({"t0": torch.zeros(2)}, 0), (changed, 1)):
-        with mock.patch.object(async_save, "planned_pieces", wraps=async_save.planned_pieces) as planned:
+        with mock.patch.object(saving, "planned_pieces", wraps=saving.planned_pieces) as planned:
             saver.save(state, tmp_path / "it", metadata={})
         saver.wait()
         assert planned.call_count == plans

@@ -1,0 +1,334 @@
+"""Saves tensors of any layout, at once or in the background: one file of raw pieces per rank, one index for all.
+
+A state is a flat mapping from names to tensors: plain tensors, which every rank that gives the name holds whole, and
+DTensors, with a piece on each rank (:func:`global_view` makes them). Everything else is stored as JSON in
+``metadata``. A value of one rank alone is a tensor with a name of its own (``rng.rank3``), given by that rank.
+
+A piece is the row-major bytes of a box of a tensor and nothing else: reading it runs no code, and a rank that needs a
+part of a piece reads only the pages of that part. Each piece begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..base import device
+from ..base.errors import CheckpointError
+from ..base.files import write_durably
+from ..base.host_memory import host_pages
+from ..comm import streams
+from ..comm.collectives import all_reduce_by_backend
+from .agreement import (
+    ALIGNMENT_BYTES,
+    Key,
+    Offer,
+    Ranks,
+    held_pieces,
+    joined,
+    offers,
+    planned_pieces,
+    spread,
+    unsavable,
+)
+from .format import folders
+from .format.content_hash import box_hash
+from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, encode_index
+from .format.reader import is_good
+
+
+def save(
+    sharded_state_dict: Mapping[str, Tensor],
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    keep: folders.Retention | None = None,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Writes a checkpoint atomically: it is complete under its name, or not there at all.
+
+    Replaces a checkpoint of that name, also atomically; refuses any other folder of that name. Once the checkpoint is
+    complete, the file ``latest`` in the same folder names it. It stores a hash of each whole tensor, which does not
+    depend on the layout. One process at a time writes in a folder, see `folders`. Collective over `process_group`.
+
+    Args:
+        sharded_state_dict: tensors by name, on any device. A tensor that several ranks hold is written by one of
+            them, a buffer (of `model_state_dict`) by the first.
+        checkpoint_dir: created with its parents. All ranks must see the same file system.
+        metadata: text keys and JSON values; tuples become lists. The first rank's is written.
+        keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, each
+            rank reads back and compares what it wrote. If `metadata` says ``"finite": False``, or ``"skipped_steps"``
+            above 0, the newest checkpoint that does not say so stays too.
+        process_group: the ranks that write together; None means the default group, or this process alone.
+
+    Raises:
+        CheckpointError: on all ranks if any failed, also if another process writes in the folder. Earlier checkpoints
+            are unchanged.
+    """
+    state, metadata = sharded_state_dict, {} if metadata is None else metadata
+    ranks, folder = Ranks(process_group), folders.absolute_folder(checkpoint_dir)
+    keys = planned_pieces(state, metadata, folder, ranks, spread)
+    held = held_pieces(state)
+    _write_pieces(offers(state), keys, [held[key] for key in keys], RawWriter(folder, metadata, keep), ranks)
+
+
+_GROUP_LIMIT = timedelta(hours=6)
+"""How long ranks that have written wait for one that still writes. A rank that has ended is noticed at once."""
+
+
+class AsyncSaver:
+    """Writes one checkpoint at a time in the background, on a gloo group of its own. Collective over all ranks.
+
+    Each rank copies its part of the checkpoint into host memory of the same size, which it keeps for the next one. A
+    thread writes the copies as `save` does: the checkpoint is published atomically, and if a rank dies earlier, the
+    last checkpoint stays. Which rank writes which piece is planned at the first checkpoint, and again after the layout
+    of the state has changed on a rank. Call `wait` before the process group is destroyed.
+    """
+
+    def __init__(self) -> None:
+        # The gloo group of the thread's collectives. The first `save` makes it; never cleared.
+        self._group: dist.ProcessGroup | None = None
+        # Owns the host copies that the thread writes. The next `save` overwrites them, after `wait`.
+        self._staging = HostStaging()
+        # What this rank held at the last plan, and the pieces that it writes of it; empty before. `_plan` sets both.
+        self._offered: dict[str, Offer] = {}
+        self._keys: list[Key] = []
+        # The thread that writes the last checkpoint. `save` starts it, `wait` joins and clears it.
+        self._thread: threading.Thread | None = None
+        # The error of the last checkpoint on this rank. `save` or the thread sets it, `wait` raises and clears it.
+        self._error: BaseException | None = None
+
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        directory: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any],
+        keep: folders.Retention | None = None,
+    ) -> None:
+        """Begins a checkpoint, and returns when `state` may change. Takes the arguments of `save`.
+
+        Waits first for the previous checkpoint. Errors of this one are raised by `wait`, on all ranks.
+
+        Raises:
+            CheckpointError: as `wait` does, for the previous checkpoint.
+        """
+        self.wait()
+        if self._group is None and dist.is_available() and dist.is_initialized():
+            device.set_backend_defaults()  # the maker of the default group may not have asked for it
+            self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT)
+        ranks, folder = Ranks(self._group), folders.absolute_folder(directory)
+        try:
+            self._plan(state, metadata, folder, ranks)
+            held = held_pieces(state)
+            copies = self._staging.copy([held[key] for key in self._keys])
+            writer = RawWriter(folder, metadata, keep)
+        except CheckpointError as error:
+            self._error = error
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(copies, writer, ranks), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the checkpoint could not be written. Other ranks may learn it later."""
+        return self._error is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is writing a checkpoint."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Waits until the checkpoint is written, or for `limit_s` seconds.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; raised once, on all ranks.
+        """
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            if not self._thread.is_alive():
+                self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _plan(self, state: Mapping[str, Tensor], metadata: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:
+        """Plans the pieces of `state`, unless no rank's layout has changed since the last plan."""
+        offered = {} if unsavable(state, metadata) else offers(state)
+        known = torch.tensor(int(offered == self._offered != {}))
+        if self._group is not None:
+            all_reduce_by_backend(known, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
+        if not known:
+            self._keys = planned_pieces(state, metadata, folder, ranks, spread)
+            self._offered = offered
+
+    def _write(self, copies: list[Tensor], writer: RawWriter, ranks: Ranks) -> None:
+        try:
+            _write_pieces(self._offered, self._keys, copies, writer, ranks)
+        except BaseException as error:  # raised in the thread that asked for it
+            self._error = error
+
+
+class HostStaging:
+    """Host memory for copies, allocated by the first checkpoint and reused by later ones.
+
+    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        """Owns the copies of the last checkpoint. `copy` grows it, and overwrites it for the next one."""
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns contiguous copies on the host, complete when it returns. Overwrites those of the last call."""
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors)
+        if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
+            self._memory = streams.pinned([end], torch.uint8) if on_gpu else host_pages(end)
+        copies = []
+        for tensor, start in zip(tensors, starts, strict=True):
+            num_bytes = tensor.numel() * tensor.element_size()
+            copy = self._memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(copy.copy_(tensor, non_blocking=on_gpu))
+        if on_gpu:
+            streams.current_stream().synchronize()
+        return copies
+
+
+def _write_pieces(
+    offered: Mapping[str, Offer], keys: Sequence[Key], values: Sequence[Tensor], writer: RawWriter, ranks: Ranks
+) -> None:
+    """Writes the planned boxes of all ranks, and publishes the checkpoint. Collective.
+
+    Args:
+        offered: what this rank holds.
+        keys: the result of `planned_pieces`.
+        values: the values of each box.
+    """
+    doing, file = f"saving {writer.folder}: ", f"rank_{ranks.rank:05d}.bin"
+    try:
+        ranks.from_first(writer.begin, doing)
+        entries = ranks.on_all(lambda: writer.write(file, offered, keys, values), doing)
+        ranks.decided_by_first(entries, writer.finish, doing)
+    except BaseException:
+        writer.release(failed=True)
+        raise
+    writer.release(failed=False)
+
+
+class RawWriter:
+    """Writes a temporary folder, and renames it to `folder` when every rank's file is on disk.
+
+    In this order: the first rank calls `begin`, every rank `write`, the first rank `finish`, every rank `release`.
+
+    Args:
+        metadata: copied at construction.
+        keep: which older checkpoints stay when this one is complete; None keeps all.
+    """
+
+    def __init__(self, folder: Path, metadata: Mapping[str, Any], keep: folders.Retention | None = None) -> None:
+        self.folder = folder
+        self.metadata = copy.deepcopy(dict(metadata))
+        self.keep = keep
+        self._locked: tuple[int, str] | None = None
+        """Key of the folder's lock on the first rank, from `begin` until `release`. None on other ranks."""
+
+    def begin(self) -> None:
+        """Locks the folder that checkpoints are in, and makes the temporary one."""
+        self._locked = folders.acquire_folder(self.folder.parent)
+        folders.begin(self.folder)
+
+    def write(
+        self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
+    ) -> dict[str, TensorEntry]:
+        """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none.
+
+        Args:
+            offered: what this rank holds.
+            keys: the boxes to write.
+            tensors: their values.
+        """
+        pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
+        written: list[Piece] = []
+        if keys:
+            path = folders.temporary_folder(self.folder) / file
+            with path.open("wb") as stream:
+                for (name, box), tensor in zip(keys, tensors, strict=True):
+                    hashed = box_hash(tensor, box.offsets, offered[name].shape)
+                    start, num_bytes = _append(stream, tensor)
+                    written.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hashed))
+                    pieces.setdefault(name, []).append(written[-1])
+                stream.flush()
+                os.fsync(stream.fileno())
+            if self.keep is not None:  # older checkpoints are removed only if the new one can be read
+                _check_written(path, written, tensors)
+        return {
+            name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of_name))
+            for name, of_name in pieces.items()
+        }
+
+    def finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[Path]:
+        """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
+        tensors, file_bytes = joined(of_ranks)
+        text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
+        write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
+        folders.publish(self.folder)
+        if self.keep is not None:
+            folders.prune(self.folder.parent, self.keep, is_good)
+        return [self.folder] * len(of_ranks)
+
+    def release(self, *, failed: bool) -> None:
+        """Releases the folder's lock. After a failure also removes the unfinished checkpoint."""
+        if self._locked is not None:
+            if failed:
+                folders.discard(self.folder)
+            folders.release_folder(self._locked)
+            self._locked = None
+
+
+def _check_written(path: Path, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> None:
+    """Compares a file with the tensors written to it. Reads from disk if the system can drop its cached pages."""
+    with path.open("rb") as stream:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            data = np.fromfile(stream, np.uint8, piece.num_bytes, offset=piece.start - stream.tell())
+            if len(data) != piece.num_bytes or not np.array_equal(data, _bytes_of(tensor)):
+                end = piece.start + piece.num_bytes
+                raise CheckpointError(
+                    f"{path} does not read back as it was written, in bytes {piece.start} to {end}: the disk or the "
+                    "memory fails; no older checkpoint was removed"
+                )
+
+
+def _append(stream: io.BufferedWriter, tensor: Tensor) -> tuple[int, int]:
+    """Appends the tensor's bytes. Returns their start in the file and their number."""
+    start = -(-stream.tell() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    stream.seek(start)
+    data = _bytes_of(tensor)
+    stream.write(data.data)
+    return start, data.nbytes
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns the tensor's bytes in row-major order, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
