@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .base.megatron_names import absent_names
 from .process_groups import current
 from .process_groups.current import data_parallel_kind, group_getter, name_functions, rank_getter, size_getter
-from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
-from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
+from .process_groups.current import destroy_model_parallel as destroy_model_parallel
+from .process_groups.current import initialize_model_parallel as initialize_model_parallel
 
 
 def is_initialized() -> bool:

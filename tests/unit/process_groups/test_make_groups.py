@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from core.base.errors import ParallelConfigError
-from core.process_groups.rank_generator import parse_order, rank_groups
+from core.process_groups.make_groups import parse_order, rank_groups
 from tests.unit._ranks import Factorisation
 
 ORDERS = ["-".join(tokens) for tokens in permutations(("tp", "cp", "ep", "dp", "pp"))]
