@@ -187,8 +187,8 @@ def report_wire() -> bool:
 
 
 def measure_product(experts: int, rows: int, dtype: torch.dtype, rounds: int) -> dict[str, list[float]]:
+    from core.transformer.moe.dispatch import sort_by_expert
     from core.transformer.moe.experts import grouped_matmul, looped_matmul
-    from core.transformer.moe.permutation import sort_by_expert
 
     torch.manual_seed(0)
     permutation = sort_by_expert(torch.randint(0, experts, (rows, 1)), experts)

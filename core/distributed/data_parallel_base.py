@@ -18,7 +18,7 @@ from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.module import Float16Module
-from ..transformer.moe.step import restart_step
+from ..transformer.moe.moe_layer import restart_step
 from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .gradient_state import GradientChecks, GradientState

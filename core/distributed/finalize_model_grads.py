@@ -15,7 +15,7 @@ from ..base.local_parts import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
-from ..transformer.moe.step import finish_step
+from ..transformer.moe.moe_layer import finish_step
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .groups import managed_parameters
 

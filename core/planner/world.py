@@ -37,7 +37,7 @@ from ..training.initialize import make_groups
 from ..training.state import build_gpt
 from ..transformer.lora import add_lora, freeze_matching, freeze_parameters
 from ..transformer.module import Float16Module
-from ..transformer.moe import routing
+from ..transformer.moe import router
 from .phantom import HOST, Collective, Recorder
 
 ON_HOST = "on the host"
@@ -98,13 +98,13 @@ def fake_world(config: PretrainConfig, world_size: int, rank: int) -> Iterator[N
 @contextmanager
 def balanced_experts() -> Iterator[None]:
     """Makes routers give all experts equally many tokens, one after the other, whatever their scores."""
-    best = routing._best
+    best = router._best
 
     def in_turn(ranked: Tensor, config: Any) -> Tensor:
         chosen = best(ranked, config)
         return torch.arange(chosen.numel()).remainder_(ranked.shape[-1]).view_as(chosen)
 
-    with mock.patch.object(routing, "_best", in_turn):
+    with mock.patch.object(router, "_best", in_turn):
         yield
 
 

@@ -26,7 +26,7 @@ from ..pipeline_parallel.stages import run_stages
 from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
-from ..transformer.moe.step import logged_statistics
+from ..transformer.moe.moe_layer import logged_statistics
 from .data import Batch, to_device
 
 
@@ -57,7 +57,7 @@ class StepResult:
     """The factor that losses were multiplied by before backward."""
 
     experts: Mapping[str, float] = field(default_factory=dict)
-    """Balance of experts, by the names of `core.transformer.moe.step`. Empty for a model without experts."""
+    """Balance of experts, by the names of `core.transformer.moe.moe_layer`. Empty for a model without experts."""
 
 
 class RunningStep:

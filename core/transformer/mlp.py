@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -93,11 +94,15 @@ class MLP(MegatronModule):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
-        if self.gated:
-            # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.
-            gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
-            hidden = self.activation(gate) * up
-        else:
-            hidden = self.activation(hidden)
-        output: torch.Tensor = self.linear_fc2(hidden)[0]
+        output: torch.Tensor = self.linear_fc2(activated(hidden, self.activation, self.gated))[0]
         return output
+
+
+def activated(hidden: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> torch.Tensor:
+    """Maps `[..., ffn]` to `[..., ffn]`, or with alternating gate and up `[..., 2 ffn]` to `[..., ffn]`."""
+    if not gated:
+        return activation(hidden)
+    # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.
+    gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
+    product: torch.Tensor = activation(gate) * up
+    return product

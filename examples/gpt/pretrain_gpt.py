@@ -44,8 +44,7 @@ from core.training.recovery import load_newest_copy
 from core.training.state import TrainingState, build_gpt, build_scheduler
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
-from core.transformer.moe.moe_layer import MoELayer
-from core.transformer.moe.step import STATISTICS
+from core.transformer.moe.moe_layer import STATISTICS, MoELayer
 
 DEFAULTS = {
     # a model that two CPU cores train in minutes; flags change any of these

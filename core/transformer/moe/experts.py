@@ -1,8 +1,8 @@
-"""The experts of a layer, as one parameter for each matrix: `[experts, out, in]`."""
+"""The experts of a layer, as one parameter for each matrix: `[experts, out, in]`. Next to them those that take every
+token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from ...tensor_parallel.initialization import (
     initialize_unless_deferred,
     mark_parameter,
 )
-from ..mlp import GATE_AND_UP
+from ...tensor_parallel.weight_gradients import linear
+from ..mlp import GATE_AND_UP, MLP, activated
 from ..module import MegatronModule
 from ..transformer_config import TransformerConfig, activation_function, init_zeros
-from .permutation import Permutation
+from .dispatch import Permutation
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16  # of each row of a matrix that `grouped_mm` takes
@@ -105,7 +106,7 @@ class GroupedMLP(MegatronModule):
 
     def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
         super().__init__(config)
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = activation_function(config.activation_func)
+        self.activation = activation_function(config.activation_func)
         self.gated = config.gated_linear_unit
         width, inner = config.hidden_size, config.expert_ffn_size
         self.linear_fc1 = GroupedLinear(
@@ -130,13 +131,35 @@ class GroupedMLP(MegatronModule):
     def forward(self, rows: torch.Tensor, permutation: Permutation) -> torch.Tensor:
         """Maps `[rows, h]`, sorted by expert, to `[rows, h]`: this tensor-parallel rank's partial sums."""
         hidden = self.linear_fc1(rows, permutation)  # [rows, ffn / tp], twice that when gated
-        if self.gated:
-            gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
-            hidden = self.activation(gate) * up
-        else:
-            hidden = self.activation(hidden)
-        output: torch.Tensor = self.linear_fc2(hidden, permutation)
+        output: torch.Tensor = self.linear_fc2(activated(hidden, self.activation, self.gated), permutation)
         return output
+
+
+class SharedExpertMLP(MLP, ParameterOwner):
+    """An MLP of `moe_shared_expert_intermediate_size`, multiplied by sigmoid(x g^T) with `moe_shared_expert_gate`."""
+
+    gate_weight: torch.nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
+        super().__init__(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size, tp_group=tp_group)
+        self.register_parameter("gate_weight", None)
+        if config.moe_shared_expert_gate:
+            self.add_parameter(
+                "gate_weight",
+                (1, config.hidden_size),
+                config.init_method,
+                config=config,
+                sequence_parallel=config.sequence_parallel,
+            )
+            mark_parameter(self, "gate_weight", use_muon=False)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Maps `[s, b, h]` to `[s, b, h]`. With sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        output = super().forward(hidden_states)
+        if self.gate_weight is None:
+            return output
+        return output * linear(hidden_states, self.gate_weight).sigmoid()
 
 
 def looped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:

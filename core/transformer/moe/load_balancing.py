@@ -11,7 +11,6 @@ the ranks that share sequences add up to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -127,8 +126,3 @@ class _WithLosses(torch.autograd.Function):
         if group_size(ctx.group) > 1:
             all_reduce_by_backend(weight, ctx.group, what="the weight of losses of experts")
         return grad, None, None, *(weight.to(device, dtype) for dtype, device in ctx.kinds)
-
-
-def modules_of(chunks: Iterable[nn.Module], kind: type[Any]) -> list[Any]:
-    """Returns the modules of a class in several models."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)]

@@ -16,8 +16,7 @@ from ... import parallel_state
 from ...base.errors import ParallelConfigError, WrapError
 from ...tensor_parallel.groups import expert_tensor_group, group_rank, group_size, resolve_group
 from ..moe_config import MoEConfig
-from .dispatch import dispatch
-from .permutation import Permutation
+from .dispatch import Permutation, dispatch
 
 
 def cut_experts(model: nn.Module) -> nn.Module:

@@ -126,10 +126,10 @@ MUTATIONS = (
     ),
     Mutation(
         "experts: probabilities have the bias of the choice",
-        "core.transformer.moe.routing.choose_experts",
+        "core.transformer.moe.router.choose_experts",
         r"probs = scores\.gather\(1, experts\)",
         "probs = (scores if expert_bias is None else scores + expert_bias).gather(1, experts)",
-        ("tests/unit/transformer/moe/test_routing.py",),
+        ("tests/unit/transformer/moe/test_router.py",),
     ),
     Mutation(
         "experts: rows of no expert keep what was in memory",
@@ -154,17 +154,17 @@ MUTATIONS = (
     ),
     Mutation(
         "experts: biases move by this rank's tokens",
-        "core.transformer.moe.step.finish_step",
+        "core.transformer.moe.moe_layer.finish_step",
         r"all_reduce_by_backend\(totals, .*\)",
         "pass",
-        ("tests/unit/transformer/moe/test_step.py",),
+        ("tests/unit/transformer/moe/test_moe_layer.py",),
     ),
     Mutation(
         "experts: biases move towards the load",
-        "core.transformer.moe.step.finish_step",
+        "core.transformer.moe.moe_layer.finish_step",
         r"counts\.mean\(\) - counts",
         "counts - counts.mean()",
-        ("tests/unit/transformer/moe/test_step.py",),
+        ("tests/unit/transformer/moe/test_moe_layer.py",),
     ),
     Mutation(
         "experts: probabilities reach other ranks without a gradient",

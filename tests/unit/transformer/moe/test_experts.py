@@ -7,7 +7,7 @@ from core.base.errors import ConfigError
 from core.tensor_parallel.initialization import initialize_parameters
 from core.transformer.lora import add_lora
 from core.transformer.moe import experts as module
-from core.transformer.moe.permutation import Permutation, drop_over_capacity, sort_by_expert
+from core.transformer.moe.dispatch import Permutation, drop_over_capacity, sort_by_expert
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 
