@@ -7,9 +7,8 @@ from typing import Literal, get_args
 
 import torch
 
-from .base.errors import ConfigError, ParallelConfigError
+from .base.errors import ConfigError, ParallelConfigError, check_choices, check_range
 from .base.megatron_names import ignore, takes_megatron_fields
-from .base.ranges import check_choices, check_range
 
 CrossEntropyFusion = Literal["native", "te", "linear"]
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .base.errors import CheckpointError, ConfigError
-from .base.ranges import check_choices
+from .base.errors import CheckpointError, ConfigError, check_choices
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import ParallelConfigError
-from .ranges import check_positive
+from .errors import ParallelConfigError, check_positive
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:

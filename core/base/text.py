@@ -35,12 +35,17 @@ def listed(parts: Sequence[str], most: int | None = None, separator: str = "; ")
     return shown + (f"{separator.rstrip(', ')} and {more} more" if more else "")
 
 
-def choices(value: str, known: Iterable[str]) -> str:
-    """Says which values are allowed instead of `value`: ``it takes one of a, b``. Suggests a similar one first."""
+def choices(value: str, known: Iterable[str], optional: bool = False) -> str:
+    """Says which values are allowed instead of `value`: ``it takes one of a, b``. Suggests a similar one first.
+
+    `optional` adds None.
+    """
     names = list(dict.fromkeys(known))
     near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
     nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")
-    return f"{nearest}it takes one of {listed(names, _NUM_CHOICES, ', ')}" if names else "there is none to choose from"
+    if not names:
+        return "there is none to choose from"
+    return f"{nearest}it takes {'None or ' * optional}one of {listed(names, _NUM_CHOICES, ', ')}"
 
 
 def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[[T, T], bool]) -> list[list[T]]:

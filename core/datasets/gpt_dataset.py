@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from ..base import host_memory
+from ..base.device import host_memory_bytes
 from ..base.errors import ConfigError, DataError
 from .gpt_dataset_config import SPLITS, GPTDatasetConfig, SplitName, parse_shares
 from .index_cache import default_directory, load_or_build
@@ -224,7 +224,7 @@ def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, fi
 
 def _check_count(num_samples: int | None, config: GPTDatasetConfig) -> None:
     """Refuses a number of samples whose order does not fit into memory, before computing it."""
-    if num_samples is not None and num_samples * _ORDER_BYTES > host_memory.total_bytes():
+    if num_samples is not None and num_samples * _ORDER_BYTES > host_memory_bytes():
         raise ConfigError(
             f"{num_samples} samples of {config.sequence_length} tokens are asked for, and their order alone takes "
             f"{num_samples * _ORDER_BYTES / 2**30:.0f} GiB; lower train_iters or the global batch size"

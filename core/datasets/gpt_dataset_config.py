@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, check_range
 from ..base.megatron_names import takes_megatron_fields
-from ..base.ranges import check_range
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")

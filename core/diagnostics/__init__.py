@@ -7,7 +7,7 @@
 | an optimizer built before the model was wrapped | its step | `step_marks` |
 | a plain state dict for a sharded module | `module.load_state_dict` | `misplaced_parameters` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
-| ranks that wait for each other | the listener's thread | `deadlock` |
+| ranks that wait for each other | the listener's thread | `out_of_step` |
 | ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
 | too little memory | forward, `failures_explained` | `out_of_memory` |
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..base.errors import CheckpointError, UnitError
-from ..base.local_parts import local_part
+from ..base.parameters import local_part
 
 _SAYS_MIXED = "mixed torch.Tensor and DTensor"
 _TORCH = str(Path(torch.__file__).parent)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import MemoryLimitError, ShardstackError
-from ..base.local_parts import local_part
+from ..base.parameters import local_part
 from ..base.text import readable_bytes
 from .step_marks import known_optimizers
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.errors import OptimizerError, UnitError
-from ..base.pending_parameters import can_be_pending, make_pending
+from ..base.parameters import can_be_pending, make_pending
 
 MARK = "_step_mark"
 """The attribute of a parameter that holds its mark."""

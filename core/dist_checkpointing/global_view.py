@@ -32,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from .. import parallel_state
 from ..base.errors import CheckpointError, ParallelConfigError
-from ..base.local_parts import kept_range, local_part
+from ..base.parameters import kept_range, local_part
 
 _OUTER_AXES = ("tp", "ep", "expert_tp")
 _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}

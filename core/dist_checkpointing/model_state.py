@@ -15,7 +15,7 @@ from .. import parallel_state
 from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.local_parts import kept_range
+from ..base.parameters import kept_range
 from .agreement import Ranks, is_of_first_rank, of_first_rank
 from .global_view import FlatRange, global_shape, global_view, local_slices, local_tensor, whole_view
 

@@ -162,7 +162,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
 def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
     """Makes each module below `module` wait for its parameters before its forward. Yields the hooks' handles.
 
-    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children waits for
+    All other code that reads a parameter waits too (`base.parameters`). A module of torch with children waits for
     all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
     """
     unit_of = {param: unit for unit in units for param in unit.name_of}

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from ..base.errors import GradSyncError, ParallelConfigError, warn_once
+from ..base.errors import GradSyncError, ParallelConfigError, check_choices, check_range, warn_once
 from ..base.megatron_names import takes_megatron_fields
-from ..base.ranges import check_choices, check_range
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
-from ..base.local_parts import kept_range
+from ..base.parameters import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..base.device import current_device
 from ..base.errors import WrapError
-from ..base.local_parts import keep_range
-from ..base.pending_parameters import set_pending_view
+from ..base.parameters import keep_range, set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked

@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
 from ..base.dtypes import Dtype, as_dtype
-from ..base.errors import ParallelConfigError
+from ..base.errors import ParallelConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
-from ..base.ranges import check_choices, check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
 T = TypeVar("T")

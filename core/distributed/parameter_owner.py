@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ShardstackError
-from ..base.local_parts import local_part
+from ..base.parameters import local_part
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from .plan import Plan
 

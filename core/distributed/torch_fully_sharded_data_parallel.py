@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fs
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
 from ..base.errors import ParallelConfigError
-from ..base.local_parts import local_part
+from ..base.parameters import local_part
 from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..process_groups_config import ProcessGroupCollection

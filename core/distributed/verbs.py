@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..base.local_parts import kept_range, local_part
+from ..base.parameters import kept_range, local_part
 from .distributed_data_parallel_config import Engine
 from .groups import managed_parameters
 from .parameter_owner import local_gradient

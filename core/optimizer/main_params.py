@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from ..base.dtypes import LOW_PRECISION
 from ..base.errors import OptimizerError
-from ..base.local_parts import local_part
+from ..base.parameters import local_part
 from ..comm.host_read import HostRead
 from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view, noting_copy

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
-from ..base.ranges import check_choices, check_range
 from .newton_schulz import COEFFICIENTS, PRESETS, CoefficientType, Precision, Preset, ScaleMode, recipe_of
 
 OPTIMIZERS = ("adam", "sgd", "muon")

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.host_memory import transient_memory_seen_by_profilers
-from ..base.local_parts import local_part
+from ..base.device import transient_memory_seen_by_profilers
+from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel, wrap_model
 from ..distributed.distributed_data_parallel_config import Engine
 from ..distributed.finalize_model_grads import is_last_stage

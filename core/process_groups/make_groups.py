@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.device import device_type, set_backend_defaults
-from ..base.errors import ParallelConfigError
-from ..base.ranges import check_positive
+from ..base.errors import ParallelConfigError, check_positive
 
 # Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
 # shards over the inner one and is replicated over the outer one.

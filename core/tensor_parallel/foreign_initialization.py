@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.errors import ConfigError
-from ..base.local_parts import keep_range, kept_range
+from ..base.parameters import keep_range, kept_range
 from .groups import resolve_group
 from .partition import copy_partition, copy_shard, whole_shape
 

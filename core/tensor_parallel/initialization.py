@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..base.local_parts import local_part
+from ..base.parameters import local_part
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ModuleToFill, init_weights_hook, reset
 from .groups import Group, resolve_group

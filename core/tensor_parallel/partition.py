@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .. import parallel_state
 from ..base.errors import ParallelConfigError
-from ..base.local_parts import fill_range, kept_range
+from ..base.parameters import fill_range, kept_range
 from ..comm.collectives import all_gather_by_backend, all_to_all_by_backend, reduce_scatter_by_backend
 from ..comm.gloo import exchanges_directly
 from .groups import Group, group_rank, group_size

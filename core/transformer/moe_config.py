@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from ..base.errors import ConfigError, ParallelConfigError
+from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range
 from ..base.megatron_names import ignore
-from ..base.ranges import out_of_choices, out_of_range
 from ..model_parallel_config import ModelParallelConfig
 
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]

@@ -11,9 +11,8 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from ..base.errors import ConfigError, ParallelConfigError
+from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range
 from ..base.megatron_names import takes_megatron_fields
-from ..base.ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig

@@ -3,13 +3,247 @@
 Trains a model under every wrapper in turn, in lockstep with plain replicas, which are themselves compared with one
 process that runs the micro-batches of all ranks. Names the first difference: the step, and the parameter whose
 gradient or weight differs.
-
-    model_under_test    imports, calls and checks the user's function; trains its model, stopping before each update
-    lockstep            compares two trainings step by step, up to the first difference
-    __main__            the command
 """
 
-from .lockstep import FirstDifference, Options, Verdict, verify
-from .model_under_test import ModelUnderTest, load_model_under_test
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import parallel_state
+from ..base.errors import ConfigError, ShardstackError, WrapError, check_range
+from ..distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
+from ..optimizer import OptimizerConfig
+from .model_under_test import ModelUnderTest, Training, load_model_under_test
 
 __all__ = ["Options", "FirstDifference", "ModelUnderTest", "Verdict", "load_model_under_test", "verify"]
+
+REPLICAS = "ddp"
+"""The reference of every other wrapper. It is itself compared with one process."""
+
+_OVERLAP = {"overlap_grad_reduce": True, "num_buckets": 4}
+_OVERLAP_BOTH = {**_OVERLAP, "overlap_param_gather": True}
+_ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+_ZERO2 = {"data_parallel_sharding_strategy": "optim_grads", "num_buckets": 4}
+_HYBRID = {"num_distributed_optimizer_instances": 2}
+
+WRAPPERS: dict[str, Mapping[str, Any]] = {
+    REPLICAS: {},
+    "ddp, overlapped": _OVERLAP,
+    "zero1": _ZERO1,
+    "zero1, overlapped": _ZERO1 | _OVERLAP_BOTH,
+    "zero2": _ZERO2,
+    "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
+    "zero2, every micro-batch": {**_ZERO2, "reduce_every_micro_batch": True},
+    "zero3": {},
+    "zero3, every micro-batch": {"reduce_every_micro_batch": True},
+    "fsdp2": {},
+    "fsdp2, kept gathered": {"reshard_overrides": ("*=False",)},
+    "fsdp2, every micro-batch": {"reduce_every_micro_batch": True},
+    "fsdp2, recomputed": {"activation_checkpointing": "full"},
+    "hybrid zero2": _ZERO2 | _HYBRID,
+    "hybrid zero3": _HYBRID,
+    "hybrid fsdp2": _HYBRID,
+}
+"""Settings to verify, in this order. Hybrids, with two groups that shard, need an even number of ranks from four."""
+
+
+_MAY_NOT_APPLY = ("fsdp2, recomputed",)
+"""Settings that need blocks of several layers: for other models they are reported as inapplicable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of the trainings."""
+
+    steps: int = 10
+    micro_batches: int = 2
+    """Micro-batches of a step on each rank."""
+    optimizer: str = "sgd"
+    """``sgd`` with momentum, or ``adam``, which turns rounding in a tiny gradient into a step of the whole rate."""
+    lr: float = 0.05
+    """Learning rate. The gradient's norm is clipped to one, so that this is about the length of a step."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "steps", "micro_batches", least=1)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first difference between two trainings: the smallest step, in it loss, gradients, weights, then buffers."""
+
+    step: int
+    what: str
+    """``loss``, ``gradient``, ``weight`` or ``buffer``."""
+    parameter: str
+    """The name of the parameter or buffer. Empty for the loss."""
+    off: float
+    """Difference relative to the norm of the reference. NaN if a side is not finite."""
+    rank: int = 0
+    """The first rank that sees it."""
+
+    def __str__(self) -> str:
+        of = f" of {self.parameter}" if self.parameter else ""
+        by = f"off by {self.off:.1e}" if math.isfinite(self.off) else "not finite"
+        return f"parts at step {self.step}: the {self.what}{of} is {by} (rank {self.rank})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one wrapper."""
+
+    wrapper: str
+    reference: str
+    """Name of the reference."""
+    tolerance: float
+    """Relative tolerance of the comparison. 0 means bitwise."""
+    parting: FirstDifference | None = None
+    failure: str = ""
+    """Why it could not run. Empty if it did."""
+    inapplicable: str = ""
+    """Why the settings do not apply to the model. Empty if they do."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the numbers are equal."""
+        return self.parting is None and not self.failure
+
+    def __str__(self) -> str:
+        if self.failure or self.inapplicable:
+            outcome = f"cannot run: {self.failure}" if self.failure else f"not run: {self.inapplicable}"
+        elif self.parting is not None:
+            outcome = str(self.parting)
+        else:
+            outcome = "equal, bit by bit" if self.tolerance == 0.0 else f"equal within {self.tolerance:g}"
+        return f"{self.wrapper:26}{outcome}"
+
+
+def names_of_wrappers(world_size: int) -> list[str]:
+    """Returns the wrappers that this number of ranks can run."""
+    can_be_hybrid = world_size >= 4 and world_size % 2 == 0
+    return [name for name in WRAPPERS if can_be_hybrid or not name.startswith("hybrid")]
+
+
+def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
+    """Compares every wrapper, and yields a verdict for each. All ranks of the default group call it together.
+
+    Plain replicas are compared with one process, and every other wrapper with plain replicas: bitwise at two ranks,
+    because two numbers add in one order only; with more ranks, or with micro-batches reduced one by one, within the
+    tolerance of rounding.
+
+    Args:
+        wrappers: names of :data:`WRAPPERS`; None means all that the ranks can run.
+
+    Raises:
+        ConfigError: the model cannot be trained, or is not built equally twice; or a wrapper is unknown.
+    """
+    known = names_of_wrappers(dist.get_world_size())
+    chosen = known if wrappers is None else list(wrappers)
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ConfigError(f"wrapper {unknown[0]!r} is unknown on {dist.get_world_size()} ranks; choose of {known}")
+    model = tested.check()
+    rounding = _rounding(model.parameters())
+    rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)
+    del model
+
+    for name in chosen:
+        if name == REPLICAS:
+            reference, tolerance = "one process", rounding
+        else:
+            reference, tolerance = REPLICAS, rounding if _adds_in_another_order(name) else 0.0
+        try:
+            serial_or_replicas = None if name == REPLICAS else _config(REPLICAS)
+            expected = Training(tested, serial_or_replicas, rate, options.micro_batches)
+            ours = Training(tested, _config(name), rate, options.micro_batches)
+            yield Verdict(name, reference, tolerance, _first_parting(ours, expected, options.steps, tolerance))
+        except ShardstackError as error:
+            if isinstance(error, ConfigError) and tested.name in str(error):
+                raise  # an error of the model, not of a wrapper
+            does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
+            reason = " ".join(str(error).split())
+            failure, inapplicable = ("", reason) if does_not_apply else (reason, "")
+            yield Verdict(name, reference, tolerance, failure=failure, inapplicable=inapplicable)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _config(wrapper: str) -> DistributedDataParallelConfig:
+    kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
+    kind = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
+    return kind(**WRAPPERS[wrapper])
+
+
+def _adds_in_another_order(wrapper: str) -> bool:
+    return dist.get_world_size() > 2 or "every micro-batch" in wrapper
+
+
+def _rounding(parameters: Iterator[Tensor]) -> float:
+    """Returns the relative change of a loss or gradient by another order of additions, for the least precise dtype."""
+    eps = max(torch.finfo(p.dtype).eps for p in parameters if p.is_floating_point())
+    return 8 * eps if eps > 1e-4 else 64 * eps  # in bf16 64 would be half of everything
+
+
+def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> FirstDifference | None:
+    for step in range(steps):
+        difference = _of_all_ranks(_compare_step(ours, theirs, step, tolerance))
+        if difference is not None:
+            return difference
+    return None
+
+
+def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> FirstDifference | None:
+    """Runs one step of both trainings and compares them. Calls the same collectives in every case."""
+    loss, expected = ours.backward(step), theirs.backward(step)
+    difference: FirstDifference | None = None
+    off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0
+    if not off <= tolerance or not math.isfinite(loss):
+        difference = FirstDifference(step, "loss", "", off, dist.get_rank())
+    gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
+    ours.update()
+    theirs.update()
+    weights = _first_difference(step, "weight", ours.weights(), theirs.weights(), tolerance)
+    buffers = _first_difference(step, "buffer", ours.buffers(), theirs.buffers(), tolerance)
+    return difference or gradients or weights or buffers
+
+
+def _first_difference(
+    step: int, what: str, ours: Iterator[tuple[str, Tensor]], theirs: Iterator[tuple[str, Tensor]], tolerance: float
+) -> FirstDifference | None:
+    differing: list[tuple[str, float, float]] = []
+    total = 0.0
+    for (name, value), (other, expected) in zip(ours, theirs, strict=True):
+        if name != other:
+            raise ConfigError(
+                f"the parameter {other} is named {name} under a wrapper, because its module renames parameters; keep "
+                "their names as they are when the model is built"
+            )
+        norm = float(expected.double().norm())
+        total += norm * norm
+        if not bool(torch.equal(value, expected)) or not math.isfinite(norm):
+            differing.append((name, float((value.double() - expected.double()).norm()), norm))
+    # A gradient that should be zero, but for rounding, is compared with the norm of all gradients.
+    least = 0.01 * math.sqrt(total) if tolerance else 0.0
+    for name, distance, norm in differing:
+        off = distance / max(norm, least, 1e-30)
+        if not off <= tolerance:
+            return FirstDifference(step, what, name, off, dist.get_rank())
+    return None
+
+
+def _of_all_ranks(own: FirstDifference | None) -> FirstDifference | None:
+    """Returns the difference of the first rank that found one: a replica may be wrong on one rank only."""
+    of_ranks: list[FirstDifference | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    order = {"loss": 0, "gradient": 1, "weight": 2, "buffer": 3}
+    return min((p for p in of_ranks if p is not None), key=lambda p: (order[p.what], p.rank), default=None)

@@ -18,8 +18,7 @@ from ..base import device
 from ..base.rendezvous import set_launcher_variables
 from ..training.launch.entry import environment_threads, run_command
 from ..training.launch.ranks import run_ranks
-from .lockstep import WRAPPERS, Options, verify
-from .model_under_test import load_model_under_test
+from . import WRAPPERS, Options, load_model_under_test, verify
 
 NOT_EQUAL_STATUS = 1
 

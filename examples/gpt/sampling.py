@@ -11,8 +11,7 @@ from torch import nn
 
 from core import parallel_state
 from core.base import device
-from core.base.errors import DataError
-from core.base.ranges import check_range
+from core.base.errors import DataError, check_range
 from core.datasets.tokenizer import Tokenizer
 from core.transformer.context_parallel import own_chunks, own_positions
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.base.local_parts import local_part
+from core.base.parameters import local_part
 from core.dist_checkpointing.global_view import whole_view
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.base.local_parts import local_part
+from core.base.parameters import local_part
 from core.comm import collectives
 from core.comm.lane import CommLane, Handle, comm_lane
 from core.distributed.engine.buffer import BucketReduction

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from core.base.local_parts import local_part
+from core.base.parameters import local_part
 from core.comm.lane import comm_lane
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ShardstackError, WrapError
-from ...base.pending_parameters import without_waiting
+from ...base.parameters import without_waiting
 from ..gradient_tree import GradientTree
 from ..model.unfit_models import reject_changed
 from ..parameter_owner import is_unreadable, make_unreadable_gradient

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ...base._torch_compat import fsdp_param_groups
 from ...base.errors import UnitError, WrapError
-from ...base.local_parts import local_part
+from ...base.parameters import local_part
 from ...diagnostics.step_marks import mark_as_gathered, mark_of
 
 

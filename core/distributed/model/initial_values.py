@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ...base import device
 from ...base.errors import WrapError
-from ...base.local_parts import local_part
+from ...base.parameters import local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ...tensor_parallel.initialization import initialize_parameters
 from ...tensor_parallel.partition import copy_shard

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
-from ...base.local_parts import local_part
-from ...base.pending_parameters import can_be_pending
+from ...base.parameters import can_be_pending, local_part
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..groups import DataParallelGroups, ParameterKind, kind_of

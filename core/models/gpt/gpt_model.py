@@ -11,9 +11,8 @@ import torch
 
 from ... import parallel_state
 from ...base import device
-from ...base.errors import ConfigError, DataError, ParallelConfigError
+from ...base.errors import ConfigError, DataError, ParallelConfigError, check_positive
 from ...base.megatron_names import checks_arguments, refuse
-from ...base.ranges import check_positive
 from ...comm.collectives import broadcast_by_backend
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import IGNORE_INDEX

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...base.errors import ConfigError
-from ...base.ranges import check_range
+from ...base.errors import ConfigError, check_range
 from ...dist_checkpointing import Retention
 from ...transformer.lora import LoRATarget
 

@@ -7,7 +7,7 @@ from tests.mutation.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "a rank that waits for a third one counts as waiting for this one",
-        "core.diagnostics.deadlock._has_begun_any",
+        "core.diagnostics.out_of_step._has_begun_any",
         r"wait\[0\] not in begun or",
         "wait[0] in begun and",
         ("tests/unit/diagnostics/test_deadlock.py::test_a_chain_of_waiting_ranks_is_waited_for",),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from core.base.host_memory import transient_memory, transient_memory_seen_by_profilers
+from core.base.device import transient_memory, transient_memory_seen_by_profilers
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -27,10 +27,10 @@ CORE = Path(__file__).parents[3] / "core"
 UNNAMED = {
     "comm/": "records them",
     "base/_torch_compat.py": "says what they are called in this version of torch",
-    "diagnostics/deadlock.py": "closes connections by a message that never comes",
+    "diagnostics/out_of_step.py": "closes connections by a message that never comes",
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
     "dist_checkpointing/host_copies.py": "sends behind the step, on a thread and over a group of its own",
-    "verify/lockstep.py": "gathers objects after training",
+    "verify/__init__.py": "gathers objects after training",
     "process_groups/make_groups.py": "makes the groups",
     "base/device.py": "has the barrier",
 }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.comm import collectives
-from core.diagnostics.deadlock import PATIENCE_S
+from core.diagnostics.out_of_step import PATIENCE_S
 from core.distributed import finalize_model_grads
 from tests.unit._spawn import RankFailure, run_distributed
 from tests.unit.distributed._toys import build

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from core.base.local_parts import kept_range
+from core.base.parameters import kept_range
 from core.comm import gloo
 from core.dist_checkpointing.global_view import FlatRange, whole_view
 from core.distributed import (

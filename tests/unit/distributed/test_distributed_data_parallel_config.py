@@ -12,7 +12,7 @@ from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDat
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"data_parallel_sharding_strategy": "zero3"}, 'it takes one of "no_shard", "optim", "optim_grads", '),
+        ({"data_parallel_sharding_strategy": "zero3"}, "it takes one of no_shard, optim, optim_grads, "),
         ({"num_distributed_optimizer_instances": 0}, "num_distributed_optimizer_instances is 0"),
         ({"bucket_size": 0}, "bucket_size is 0"),
         ({"num_buckets": 0}, "num_buckets is 0"),

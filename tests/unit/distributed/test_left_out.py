@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.base.errors import ParallelConfigError, WrapError
-from core.base.local_parts import local_part
+from core.base.parameters import local_part
 from core.comm.call import Collective, CollectiveRecord
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads

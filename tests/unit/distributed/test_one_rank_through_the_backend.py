@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.base.local_parts import local_part
+from core.base.parameters import local_part
 from core.comm import collectives
 from core.comm.record import record_of
 from core.optimizer import OptimizerConfig, get_megatron_optimizer

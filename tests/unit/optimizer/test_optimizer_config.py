@@ -9,7 +9,7 @@ from core.optimizer import OptimizerConfig
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer": "lion"}, 'lion\'; it takes one of "adam", "sgd"'),
+        ({"optimizer": "lion"}, "lion'; it takes one of adam, sgd"),
         ({"lr": -1e-3}, "lr is -0.001"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),

@@ -16,8 +16,7 @@ from core.base.errors import ConfigError, WrapError
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, _BaseDataParallel
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer.distrib_optimizer import DistributedOptimizer
-from core.verify import FirstDifference, Options, Verdict, load_model_under_test, verify
-from core.verify.lockstep import WRAPPERS, names_of_wrappers
+from core.verify import WRAPPERS, FirstDifference, Options, Verdict, load_model_under_test, names_of_wrappers, verify
 from tests.functional._faults import FAULTS
 from tests.unit._spawn import RankFailure, run_distributed
 

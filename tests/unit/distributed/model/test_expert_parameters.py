@@ -12,7 +12,7 @@ from torch import nn
 
 from core import parallel_state
 from core.base.errors import ParallelConfigError
-from core.base.local_parts import local_part
+from core.base.parameters import local_part
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,

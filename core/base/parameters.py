@@ -1,10 +1,13 @@
-"""Makes the first use of a parameter wait until it is gathered, or raise where it is no longer the model's.
+"""What of a parameter this rank has, and when its values can be read.
 
-An optimizer that shards its state leaves the all-gather of the parameters running. A module's forward is not their
-only reader: a parent may read its child's weights (`torch.nn.MultiheadAttention`), and so may hooks, a state dict, or
-code that clamps or averages weights. The wait is therefore in the parameter: while it is pending, its class is a
-subclass whose ``__torch_function__`` waits for the gather, restores `nn.Parameter` as the class of all parameters of
-that gather, and runs the function.
+This rank has of a DTensor its shard, of a parameter in flat memory a range of elements, which the wrapper notes on it.
+
+An optimizer that shards its state leaves the all-gather of the parameters running. The first use of a parameter waits
+until it is gathered, or raises where it is no longer the model's. A module's forward is not the only reader: a parent
+may read its child's weights (`torch.nn.MultiheadAttention`), and so may hooks, a state dict, or code that clamps or
+averages weights. The wait is therefore in the parameter: while it is pending, its class is a subclass whose
+``__torch_function__`` waits for the gather, restores `nn.Parameter` as the class of all parameters of that gather, and
+runs the function.
 """
 
 from __future__ import annotations
@@ -15,6 +18,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor's local tensor, or a plain tensor itself. Shares storage, and stays in the autograd graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+_RANGE = "held_range"
+"""An attribute of a parameter: its elements on this rank. Set by `keep_range` when the model is wrapped, to None
+inside `whole_parameters`. The elements are a view of the wrapper's memory, valid as long as the wrapper exists."""
+
+
+def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
+    """Notes on a parameter which of its elements this rank keeps, and where.
+
+    Args:
+        kept: `[n]`, contiguous: the elements, and the first one's place in the flattened parameter. None where the
+            parameter itself has its values.
+    """
+    setattr(param, _RANGE, kept)
+
+
+def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
+    """Returns what `keep_range` has noted."""
+    elements: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
+    return elements
+
+
+def fill_range(param: Tensor, whole: Tensor) -> None:
+    """Copies this rank's elements from `whole`, of the parameter's shape, and counts that as a write to it."""
+    kept = kept_range(param)
+    if kept is not None:
+        values, start = kept
+        values.copy_(whole.detach().reshape(-1)[start : start + len(values)])
+        torch.autograd.graph.increment_version(param)
+
 
 _WAIT = "_wait_until_gathered"
 """An attribute of a parameter: the function that its first reader calls. `make_pending` sets it and `end_pending`

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.base.pending_parameters import can_be_pending, end_pending, make_pending
+from core.base.parameters import can_be_pending, end_pending, make_pending
 
 
 @pytest.fixture
