@@ -23,7 +23,7 @@ from ..base.text import listed, readable_bytes
 from .agreement import Ranks, refuse, tensor_problem
 from .format import folders
 from .format.content_hash import MODULUS, box_hash
-from .format.index import Box, CheckpointIndex, Piece, overlap
+from .format.index import Box, CheckpointIndex, Piece, share_elements
 from .format.reader import PieceReader, is_good, read_index
 from .global_view import FlatRange, held_boxes, is_copy
 from .model_state import ShardedStateDict
@@ -250,7 +250,7 @@ def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
     if whole in hashes and hashes.pop(whole) != entry.content_hash:
         return True
     volume = sum(torch.Size(box.sizes).numel() for box in hashes)
-    if volume != torch.Size(entry.shape).numel() or overlap(list(hashes)):
+    if volume != torch.Size(entry.shape).numel() or share_elements(list(hashes)):
         return False  # boxes that overlap, or cover only a part of the tensor: their sum is not comparable
     return sum(hashes.values()) % MODULUS != entry.content_hash
 

@@ -21,6 +21,7 @@ import torch
 from ...base.dtypes import DTYPES, dtype_name
 from ...base.errors import CheckpointError
 from ...base.files import BoundsError, brief, parse_json
+from ..global_view import overlap
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]
@@ -120,12 +121,12 @@ class CheckpointIndex:
                 expect(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
                 expect(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
             volume += elements
-        covered = volume == math.prod(entry.shape) and not overlap(entry.pieces)
+        covered = volume == math.prod(entry.shape) and not share_elements(entry.pieces)
         expect(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
 
-def overlap(pieces: Sequence[Box]) -> bool:
-    """Returns whether two boxes share an element: sweeps along the dimension that separates most of them."""
+def share_elements(pieces: Sequence[Box]) -> bool:
+    """Returns whether two of the boxes share an element: sweeps along the dimension that separates most of them."""
     if len(pieces) < 2:
         return False
     num_dims = len(pieces[0].offsets)
@@ -135,17 +136,10 @@ def overlap(pieces: Sequence[Box]) -> bool:
     active: list[Box] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets[axis]):
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > piece.offsets[axis]]
-        if any(_boxes_meet(piece, other) for other in active):
+        if any(overlap((piece.offsets, piece.sizes), (other.offsets, other.sizes)) for other in active):
             return True
         active.append(piece)
     return False
-
-
-def _boxes_meet(one: Box, other: Box) -> bool:
-    return all(
-        a < b + b_size and b < a + a_size
-        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
 
 
 INDEX_FILE = "checkpoint.json"

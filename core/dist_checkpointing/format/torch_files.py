@@ -45,10 +45,7 @@ def _kind_of(module: str, name: str) -> str | None:
 
 def read_torch_index(path: Path) -> CheckpointIndex:
     """Returns the checked index of a ``torch.distributed.checkpoint`` checkpoint, from its ``.metadata`` pickle."""
-    try:
-        root = _load_inert(read_file(path, PICKLE_BYTES))
-    except (BoundsError, OSError) as error:
-        raise CheckpointError(f"not a readable description of a checkpoint ({error})") from error
+    root = _load_inert(read_file(path, PICKLE_BYTES))
     stored = _table(_field(root, "Metadata", "storage_data"))
     infos: dict[tuple[str, tuple[int, ...]], _Record] = {}
     for key, info in stored.items():
@@ -119,17 +116,17 @@ class _Record:
     """Replaces every class and function in ``.metadata``: stores its arguments and does nothing."""
 
     kind = ""
+    state: Any = None
+    """The arguments of the constructor. `__setstate__` replaces them while the pickle is read."""
 
     def __init__(self, *args: Any) -> None:
-        # The arguments of the constructor. `__setstate__` replaces them while the pickle is read.
-        self.state: Any = args
+        self.state = args
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def get(self, name: str) -> Any:
-        state = getattr(self, "state", None)
-        return state.get(name) if isinstance(state, dict) else None
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def _load_inert(data: bytes) -> Any:
