@@ -143,7 +143,7 @@ SHORTCUTS = {
     "rows in use": Shortcut(
         (*FLAT, "FSDP2"),
         _counted("core.tensor_parallel.weight_gradients._Embedding.apply"),
-        _replaced("core.tensor_parallel.vocab.embedding", _every_row),
+        _replaced("core.tensor_parallel.layers.embedding", _every_row),
     ),
     # The first gradient of a step is copied, rather than added to zeros.
     "no zeroing": Shortcut(

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.datasets.index_cache import load_or_build
-from core.datasets.sample_index import build_indices
+from core.datasets.sample_index import build_indices, load_or_build
 
 SEQUENCE_LENGTH = 1024
 CASES = [(10**6, 1), (10**7, 1), (10**7, 4)]  # documents, epochs

@@ -13,8 +13,8 @@ from .base.errors import ConfigError, ParallelConfigError
 from .base.megatron_names import absent_names, checks_arguments, refuse
 from .distributed.data_parallel_base import _BaseDataParallel
 from .process_groups_config import ProcessGroupCollection, check_same_groups
-from .transformer.context_parallel import own_chunks
 from .transformer.module import Float16Module
+from .transformer.sequences import own_chunks
 
 Modules = nn.Module | Sequence[nn.Module]
 

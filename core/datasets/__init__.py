@@ -2,8 +2,8 @@
 
     indexed_dataset   a memory-mapped corpus: Megatron-LM's ``.bin``/``.idx``
     tokenizer         any Hugging Face ``tokenizer.json``
-    sample_index      computes which tokens make sample i; index_cache stores the result on disk
-    gpt_dataset       returns samples of a split as tensors; gpt_dataset_config has its settings
+    sample_index      computes which tokens make sample i, and caches the result on disk
+    gpt_dataset       returns samples of a split as tensors
     data_samplers     assigns samples to steps, micro-batches and ranks
 
 ``examples/gpt/prepare_data.py`` makes a corpus of text. This file imports nothing, so that its worker processes start

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
-from .gpt_dataset import GPTDataset, MockGPTDataset, document_range
-from .gpt_dataset_config import SPLITS, GPTDatasetConfig
+from .gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, MockGPTDataset, document_range
 
 
 class BlendedMegatronDatasetBuilder:

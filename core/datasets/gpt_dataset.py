@@ -6,10 +6,11 @@ the split, the sequence length, the seed and `num_samples`. The same inputs give
 
 from __future__ import annotations
 
+import math
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -17,18 +18,90 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from ..base.device import host_memory_bytes
-from ..base.errors import ConfigError, DataError
-from .gpt_dataset_config import SPLITS, GPTDatasetConfig, SplitName, parse_shares
-from .index_cache import default_directory, load_or_build
+from ..base.errors import ConfigError, DataError, check_range
+from ..base.megatron_names import takes_megatron_fields
 from .indexed_dataset import IndexedDataset
-from .sample_index import build_indices
+from .sample_index import build_indices, check_tokens, identity_of, load_or_build
 
-__all__ = ["SPLITS", "GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "SplitName", "document_range"]
+SplitName = Literal["train", "valid", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+
+Blend: TypeAlias = tuple[list[str], list[float] | None]
 
 _ALGORITHM = 1  # part of the cache's key; increase it when the same inputs give other arrays
 
 _ORDER_BYTES = 24
 """Working memory per sample while the order is computed: its start, and its place in the order."""
+
+
+class Vocabulary(Protocol):
+    """What a config reads of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int: ...
+
+
+@takes_megatron_fields
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig:
+    """Settings of a dataset. Fields have Megatron-LM's names where it has them.
+
+    Raises:
+        ConfigError: a value is out of range, an option needs `eod` and it is None, or `eod` and `vocab_size` are not
+            the tokenizer's.
+    """
+
+    sequence_length: int
+    """Tokens in a sample's input, and in its labels."""
+
+    random_seed: int = 1234
+    """Seed of the order of documents and samples, 0 to 2**32 - 1."""
+
+    split: str = "969,30,1"
+    """Shares of the documents for training (the first ones), validation (the next ones) and test (the last ones)."""
+
+    vocab_size: int | None = None
+    """Entries of the model's embedding. A corpus with a larger token is refused. None: not checked."""
+
+    eod: int | None = None
+    """Id of the end-of-document token, for the three options below."""
+
+    tokenizer: Vocabulary | None = None
+    """Gives `vocab_size` and `eod`. None: the two are given, or not needed."""
+
+    blend: Blend | None = None
+    """The path of a corpus for `BlendedMegatronDatasetBuilder`, as ``([path], None)``. None: mock data."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Return the start of each token's document, so that attention can be restricted to it."""
+
+    create_attention_mask: bool = True
+    """Return the attention mask of each sample, with `s x s` elements. Models here need none: attention is causal, and
+    `reset_attention_mask` returns what documents need."""
+
+    eod_mask_loss: bool = False
+    """Mask the loss where the input is an end of document, whose label is the start of an unrelated one."""
+
+    cache_dir: Path | None = None
+    """Folder of the index cache. None: `<prefix>.cache`, next to the corpus."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "sequence_length", least=1, takes="a positive number of tokens")
+        check_range(self, "random_seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
+        for name in ("vocab_size", "eod") if self.tokenizer is not None else ():
+            given, known = getattr(self, name), getattr(self.tokenizer, name)
+            if given not in (None, known):
+                raise ConfigError(f"{name} is {given}, and the tokenizer's is {known}; give one of the two")
+            object.__setattr__(self, name, known)
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if self.eod is None and getattr(self, name):
+                raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
+        parse_shares(self.split)
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
@@ -70,9 +143,9 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     def _load_indices(self, first: int, last: int) -> dict[str, NDArray[Any]]:
         """Returns `build_indices` of documents `[first, last)`, from the cache if it has them."""
         corpus, config = self.corpus, self.config
-        cache_dir = config.cache_dir or default_directory(corpus.prefix)
-        identity = _identity(corpus)
-        _check_tokens(corpus, config.vocab_size, cache_dir, identity)
+        cache_dir = config.cache_dir or Path(f"{corpus.prefix}.cache")
+        identity = identity_of(corpus)
+        check_tokens(corpus, config.vocab_size, cache_dir, identity)
         key = {
             "what": "samples",
             "algorithm": _ALGORITHM,
@@ -208,6 +281,22 @@ def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[i
     return round(bounds[which] * num_documents), round(bounds[which + 1] * num_documents)
 
 
+def parse_shares(text: str) -> list[float]:
+    """Parses a `split` into shares of training, validation and test, in any unit.
+
+    Raises:
+        ConfigError: `text` is no list of one to three shares.
+    """
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    shares += [0.0] * (len(SPLITS) - len(shares))
+    if len(shares) > len(SPLITS) or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        raise ConfigError(f"split is {text!r}; it takes one to three shares that are not all zero, like '969,30,1'")
+    return shares
+
+
 def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, first: int, last: int) -> None:
     if first == last:
         raise DataError(
@@ -229,42 +318,3 @@ def _check_count(num_samples: int | None, config: GPTDatasetConfig) -> None:
             f"{num_samples} samples of {config.sequence_length} tokens are asked for, and their order alone takes "
             f"{num_samples * _ORDER_BYTES / 2**30:.0f} GiB; lower train_iters or the global batch size"
         )
-
-
-def _check_tokens(
-    corpus: IndexedDataset, vocab_size: int | None, cache_dir: Path, identity: list[dict[str, Any]]
-) -> None:
-    """Refuses a corpus with tokens outside of the embedding. The range of its tokens is computed once and cached."""
-    if corpus.dtype.kind not in "iu":
-        raise DataError(f"{corpus.idx_path}: tokens are {corpus.dtype.name}; a language model needs integers")
-    limits = np.iinfo(corpus.dtype)
-    if vocab_size is None or (limits.min >= 0 and limits.max < vocab_size):
-        return
-    key = {"what": "token range", "corpus": identity}
-    low, high = (int(value) for value in load_or_build(cache_dir, key, lambda: _token_range(corpus))["range"])
-    if low < 0 or high >= vocab_size:
-        raise DataError(
-            f"{corpus.bin_path}: holds token id {low if low < 0 else high}, and the vocabulary has {vocab_size} "
-            "entries; prepare the corpus with the model's tokenizer, or enlarge the vocabulary"
-        )
-
-
-def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
-    extremes = [(chunk.min(), chunk.max()) for chunk in corpus.iterate_tokens()]
-    lows, highs = zip(*extremes, strict=True)
-    return {"range": np.array([min(lows), max(highs)], np.int64)}
-
-
-def _identity(corpus: IndexedDataset) -> list[dict[str, Any]]:
-    """Returns what identifies the content of a corpus, without its folder, because mounts differ between machines.
-
-    The token file is identified by its size and its times of modification and change; the latter cannot be set. The
-    lengths of sequences, which alone decide the order of samples, are hashed.
-    """
-    stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]
-    named: list[dict[str, Any]] = [
-        {"name": name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats
-    ]
-    named[0]["lengths_crc32"] = zlib.crc32(np.ascontiguousarray(corpus.sequence_lengths).data.cast("B"))
-    named[1]["changed_ns"] = stats[1][1].st_ctime_ns
-    return named

@@ -9,18 +9,42 @@ so that working memory stays small compared with the result.
     shuffle_index  [samples]        a permutation of the samples
 
 Sample i covers the sequence_length + 1 tokens from its start; the last one is the first of sample i + 1.
+
+A cache on disk keeps them, safe when all ranks of a run start at once. An entry is a folder named by the hash of its
+key, with one ``.npy`` per array and a ``description.json``. It is written under a temporary name and renamed, so that
+a reader sees all of it or nothing. Readers memory-map it, so that the ranks of a machine share one copy in memory. An
+entry that does not match its description (truncated, overwritten, bits flipped) is built again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
+import re
+import shutil
+import uuid
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.errors import DataError
+from ..base.files import DISK_FULL, read_json
+from .indexed_dataset import IndexedDataset
+
 _BLOCK_DOCUMENTS = 1 << 21
 _SEPARATE_BELOW = 0.80  # a last epoch shorter than this share is shuffled by itself, so that earlier ones stay whole
+
+
+_DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
+
+Arrays = dict[str, NDArray[Any]]
 
 
 def build_indices(
@@ -79,6 +103,76 @@ def locate_samples(
     return result
 
 
+def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """Returns the arrays of `key`, memory-mapped. Calls `build` if the cache does not have them.
+
+    If several processes of a machine call it at once, one builds and the others wait. On a file system without locks
+    each builds, with the same result.
+
+    Args:
+        key: everything that the arrays depend on, as JSON values.
+
+    Raises:
+        DataError: the cache folder cannot be written.
+    """
+    text = json.dumps(key, sort_keys=True)
+    entry = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
+    arrays = _load(entry, text)
+    if arrays is not None:
+        return arrays
+    with _one_at_a_time(directory) as locked:
+        arrays = _load(entry, text)
+        if arrays is None:
+            built = build()
+            try:
+                if locked:
+                    _sweep(directory)
+                _store(entry, text, built)
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise _unwritable(directory, error) from error
+                warnings.warn(
+                    f"{directory}: the order of samples is not kept ({error.strerror}), and is computed again by each "
+                    "rank and each start; make room",
+                    stacklevel=2,
+                )
+            arrays = _load(entry, text) or built
+    return arrays
+
+
+def check_tokens(
+    corpus: IndexedDataset, vocab_size: int | None, cache_dir: Path, identity: list[dict[str, Any]]
+) -> None:
+    """Refuses a corpus with tokens outside of the embedding. The range of its tokens is computed once and cached."""
+    if corpus.dtype.kind not in "iu":
+        raise DataError(f"{corpus.idx_path}: tokens are {corpus.dtype.name}; a language model needs integers")
+    limits = np.iinfo(corpus.dtype)
+    if vocab_size is None or (limits.min >= 0 and limits.max < vocab_size):
+        return
+    key = {"what": "token range", "corpus": identity}
+    low, high = (int(value) for value in load_or_build(cache_dir, key, lambda: _token_range(corpus))["range"])
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{corpus.bin_path}: holds token id {low if low < 0 else high}, and the vocabulary has {vocab_size} "
+            "entries; prepare the corpus with the model's tokenizer, or enlarge the vocabulary"
+        )
+
+
+def identity_of(corpus: IndexedDataset) -> list[dict[str, Any]]:
+    """Returns what identifies the content of a corpus, without its folder, because mounts differ between machines.
+
+    The token file is identified by its size and its times of modification and change; the latter cannot be set. The
+    lengths of sequences, which alone decide the order of samples, are hashed.
+    """
+    stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]
+    named: list[dict[str, Any]] = [
+        {"name": name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats
+    ]
+    named[0]["lengths_crc32"] = zlib.crc32(np.ascontiguousarray(corpus.sequence_lengths).data.cast("B"))
+    named[1]["changed_ns"] = stats[1][1].st_ctime_ns
+    return named
+
+
 def _shuffled(values: NDArray[Any], draws: np.random.RandomState) -> NDArray[Any]:
     draws.shuffle(values)
     return values
@@ -86,3 +180,81 @@ def _shuffled(values: NDArray[Any], draws: np.random.RandomState) -> NDArray[Any
 
 def _index_dtype(size: int) -> type[np.int32] | type[np.int64]:
     return np.int32 if size <= np.iinfo(np.int32).max else np.int64
+
+
+def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
+    extremes = [(chunk.min(), chunk.max()) for chunk in corpus.iterate_tokens()]
+    lows, highs = zip(*extremes, strict=True)
+    return {"range": np.array([min(lows), max(highs)], np.int64)}
+
+
+def _load(entry: Path, key: str) -> Arrays | None:
+    try:
+        description = read_json(entry / "description.json")
+        if description["key"] != key:
+            return None
+        arrays: Arrays = {}
+        for name, checksum in description["crc32"].items():
+            arrays[name] = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            if _crc32(arrays[name]) != checksum:
+                return None
+        return arrays
+    except Exception:  # missing or damaged: JSON, numpy's header parser and mmap each raise other errors
+        return None
+
+
+def _store(entry: Path, key: str, arrays: Arrays) -> None:
+    draft = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
+    draft.mkdir()
+    try:
+        for name, values in arrays.items():
+            np.save(draft / f"{name}.npy", values, allow_pickle=False)
+        description = {"key": key, "crc32": {name: _crc32(values) for name, values in arrays.items()}}
+        (draft / "description.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):  # a damaged entry; processes that have it mapped keep their pages
+            aside = draft.with_name(f"{draft.name}.old")
+            entry.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            draft.rename(entry)
+        except OSError:
+            if not entry.exists():  # without locks another builder may have been faster
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _crc32(values: NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).data.cast("B"))
+
+
+def _sweep(directory: Path) -> None:
+    """Removes drafts of killed programs. Only the holder of the lock writes, so that no other draft is in use."""
+    for entry in directory.iterdir():
+        if _DRAFT.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[bool]:
+    """Holds a lock, which the kernel releases if the process dies. Yields False if the system has no locks."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "lock").open("ab")
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    with file:
+        locked = False
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = True
+        yield locked
+
+
+def _unwritable(directory: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{directory}: the index cache cannot be written ({error.strerror}); make the folder writable, or choose "
+        "another as cache_dir"
+    )

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from ..distributed.plan import Plan
-from ..tensor_parallel.vocab import pad_vocab_size
+from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
 from .simulation import Pass
 

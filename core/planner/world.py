@@ -28,9 +28,8 @@ from ..comm.lane import CommLane, Handle
 from ..distributed.model import offloaded_activations
 from ..optimizer import clip_grads, exact_sums
 from ..tensor_parallel import cross_entropy, linear_cross_entropy, weight_gradients
-from ..tensor_parallel.groups import expert_tensor_group, group_size
+from ..tensor_parallel.groups import expert_tensor_group, group_size, pad_vocab_size
 from ..tensor_parallel.random import seed_everything
-from ..tensor_parallel.vocab import pad_vocab_size
 from ..training.config import PretrainConfig
 from ..training.data import Batch
 from ..training.initialize import make_groups

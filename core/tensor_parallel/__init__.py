@@ -4,6 +4,7 @@ values."""
 from ..base.megatron_names import absent_names
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
+from .groups import pad_vocab_size
 from .initialization import (
     ParameterOwner,
     deferred_initialization,
@@ -29,7 +30,6 @@ from .random import (
     model_parallel_cuda_manual_seed,
     model_parallel_manual_seed,
 )
-from .vocab import pad_vocab_size
 
 __all__ = [
     "ColumnParallelLinear",

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from .groups import Group, group_rank, group_size, resolve_group
-from .partition import gather_first_dim
-from .vocab import check_ids
+from .groups import Group, check_ids, gather_first_dim, group_rank, group_size, resolve_group
 
 IGNORE_INDEX = -100
 """A target that is no token: its loss and its gradient are zero. The value is torch's."""

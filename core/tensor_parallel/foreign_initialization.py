@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.errors import ConfigError
 from ..base.parameters import keep_range, kept_range
-from .groups import resolve_group
-from .partition import copy_partition, copy_shard, whole_shape
+from .groups import copy_partition, copy_shard, resolve_group, whole_shape
 
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 """torch's names. `nn.MultiheadAttention` and `nn.Transformer` have the second."""

@@ -1,11 +1,23 @@
-"""A tensor-parallel group, or None for a rank alone, and checks of sizes that its ranks divide."""
+"""A tensor-parallel group, or None for a rank alone, and what each of its ranks has of a tensor.
+
+Checks sizes that ranks divide and ids of a vocabulary, copies parts of parameters, and gathers and reduces along the
+first dimension.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .. import parallel_state
-from ..base.errors import ParallelConfigError
+from ..base.errors import ConfigError, DataError, ParallelConfigError
+from ..base.parameters import fill_range, kept_range
+from ..comm.collectives import all_gather_by_backend, all_to_all_by_backend, reduce_scatter_by_backend
+from ..comm.gloo import exchanges_directly
 from ..model_parallel_config import ModelParallelConfig
 
 Group = dist.ProcessGroup | None
@@ -66,3 +78,155 @@ def per_rank(size: int, group: Group, what: str, degree: str = "tensor_model_par
             f"make it {-(-size // ranks) * ranks}, or choose another {degree}"
         )
     return size // ranks
+
+
+def pad_vocab_size(vocab_size: int, multiple: int = 128) -> int:
+    """Returns the smallest multiple of `multiple` that holds `vocab_size` tokens.
+
+    It does not depend on the degrees of parallelism, so that one checkpoint fits all of them. 128 is a multiple of
+    every power of two up to it as a tensor-parallel size, and keeps the logits' matrix aligned for GPU kernels.
+
+    Raises:
+        ConfigError: either number is below one.
+    """
+    if vocab_size < 1 or multiple < 1:
+        raise ConfigError(f"a vocabulary of {vocab_size} padded to a multiple of {multiple}: both must be positive")
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_ids(ids: torch.Tensor, vocab_size: int, what: str, *, allowed: int | None = None) -> None:
+    """Checks that ids are in the vocabulary, for tensors on the CPU, where the check costs almost nothing.
+
+    Args:
+        what: name of the ids in the message.
+        allowed: one value outside of the vocabulary that is allowed.
+
+    Raises:
+        DataError: an id is below zero or beyond the vocabulary; the message names it.
+    """
+    # Subclasses (fake tensors, DTensors) and traced tensors have no values to check.
+    if type(ids) is not torch.Tensor or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low >= 0 and high < vocab_size:
+        return
+    outside = (ids < 0) | (ids >= vocab_size)
+    if allowed is not None:
+        outside &= ids != allowed
+    if outside.any():
+        raise DataError(
+            f"{what} id {int(ids[outside][0])} is outside the vocabulary of {vocab_size} tokens "
+            f"(0 to {vocab_size - 1}); use the tokenizer that the model was made for, or raise the vocabulary size"
+        )
+
+
+def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
+    """Returns the whole model's shape of a parameter, before tensor parallelism (by its attributes) and sharding."""
+    shape = list(parameter.shape)  # a DTensor's shape is that before sharding
+    for dim, ranks in _cuts(parameter, group):
+        shape[dim] *= group_size(ranks)
+    return shape
+
+
+def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
+    """Fills this rank's part from the whole model's tensor, in place and without communication."""
+    for dim, ranks in _cuts(parameter, group):
+        whole = whole.chunk(group_size(ranks), dim)[group_rank(ranks)]
+    copy_shard(whole, parameter)
+
+
+def _cuts(parameter: torch.Tensor, group: Group) -> Iterator[tuple[int, Group]]:
+    """Yields the dims by which ranks share a parameter, by its attributes, and the ranks of each. `group` shares its
+    matrices."""
+    if getattr(parameter, "expert_model_parallel", False):
+        yield 0, parallel_state.get_expert_model_parallel_group()
+    if getattr(parameter, "tensor_model_parallel", False):
+        yield parameter.partition_dim, group  # type: ignore[attr-defined]
+
+
+def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Fills a parameter, or this rank's part of a sharded one, from one tensor-parallel rank's tensor `whole`."""
+    if kept_range(parameter) is not None:
+        fill_range(parameter, whole)
+    elif isinstance(parameter, DTensor):
+        # Without a source rank every rank shards its own copy.
+        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(sharded.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def rank_slice(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Returns this rank's part of `tensor` along `dim`, as a view.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide it.
+    """
+    size = group_size(group)
+    check_divides(tensor, dim, size)
+    return tensor.chunk(size, dim)[group_rank(group)]
+
+
+def check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
+    """Raises ParallelConfigError if `size` ranks do not divide a dimension, the last one or the first."""
+    length = tensor.shape[dim]
+    if length % size:
+        what, fix = "last dim", "choose a size that it divides"
+        if dim == 0:
+            what, fix = "sequence", f"pad the sequence to a multiple of {size}, or turn sequence_parallel off"
+        raise ParallelConfigError(
+            f"a {what} of {length} ({list(tensor.shape)}) cannot be split over {size} tensor-parallel ranks; {fix}"
+        )
+
+
+def gather_first_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Gathers `[n, ...]` of every rank into one `[tp * n, ...]`.
+
+    Args:
+        what: the payload as messages name it.
+        async_op: return work; the result is valid once it is waited for.
+    """
+    whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
+    return whole, all_gather_by_backend(whole, tensor.contiguous(), group, what=what, async_op=async_op)
+
+
+def reduce_scatter_first_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`, with the arguments of :func:`gather_first_dim`.
+
+    gloo implements reduce-scatter as an all-reduce, which sends twice the bytes. There each rank sends parts to their
+    owners, which add them in rank order.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide dim 0.
+    """
+    size = group_size(group)
+    check_divides(tensor, 0, size)
+    part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+    if not exchanges_directly(group, tensor.device):
+        return part, reduce_scatter_by_backend(part, tensor.contiguous(), group, what=what, async_op=async_op)
+    received = tensor.new_empty(tensor.shape)
+    work = all_to_all_by_backend(received, tensor.contiguous(), group, what=what, async_op=async_op)
+    adding = _SumOnWait(work, received.view(size, *part.shape), part)
+    if async_op:
+        return part, adding
+    adding.wait()
+    return part, None
+
+
+class _SumOnWait(dist.Work):
+    """Sums the parts of all ranks, `[ranks, ...]`, once they have arrived."""
+
+    def __init__(self, arriving: dist.Work | None, parts: torch.Tensor, total: torch.Tensor) -> None:
+        super().__init__()
+        # Work that receives `parts`, None if they are there; and the output, which `wait` fills. Fixed.
+        self.arriving, self.parts, self.total = arriving, parts, total
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self.arriving is not None:
+            self.arriving.wait()
+        torch.sum(self.parts, 0, out=self.total)
+        return True

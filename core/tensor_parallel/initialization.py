@@ -32,8 +32,7 @@ from ..base.errors import ConfigError
 from ..base.parameters import local_part
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ModuleToFill, init_weights_hook, reset
-from .groups import Group, resolve_group
-from .partition import copy_partition, whole_shape
+from .groups import Group, copy_partition, resolve_group, whole_shape
 
 Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and

@@ -22,9 +22,7 @@ from ..base._torch_compat import missing_compiler
 from ..base.errors import warn_once
 from ..comm.collectives import all_reduce_by_backend
 from .cross_entropy import IGNORE_INDEX, gather_sums_over_vocabulary
-from .groups import Group, group_rank, group_size, resolve_group
-from .partition import gather_first_dim, reduce_scatter_first_dim
-from .vocab import check_ids
+from .groups import Group, check_ids, gather_first_dim, group_rank, group_size, reduce_scatter_first_dim, resolve_group
 from .weight_gradients import borrow_gradient_memory, lender_of
 
 _COMPILED_ON = ["cuda"]

@@ -21,11 +21,10 @@ from ..base.errors import ConfigError, DataError
 from ..base.micro_batch_tree import MicroBatchTree
 from ..comm import streams
 from ..datasets.data_samplers import build_pretraining_data_loader
-from ..datasets.gpt_dataset import GPTDataset, document_range
-from ..datasets.gpt_dataset_config import GPTDatasetConfig, parse_shares
+from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
 from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
-from ..tensor_parallel.vocab import pad_vocab_size
+from ..tensor_parallel.groups import pad_vocab_size
 from .config import PretrainConfig
 from .launch.signals import ignore_stop_signals
 

@@ -24,9 +24,8 @@ from ..optimizer.exact_sums import exact_totals
 from ..optimizer.optimizer import StepOutcome
 from ..pipeline_parallel.stages import run_stages
 from ..tensor_parallel.random import MicroBatchSeeds
-from ..transformer.context_parallel import own_chunks
-from ..transformer.document_masks import PackedDocuments
 from ..transformer.moe.moe_layer import logged_statistics
+from ..transformer.sequences import PackedDocuments, own_chunks
 from .data import Batch, to_device
 
 

@@ -1,8 +1,8 @@
 """Pre-norm transformer layers with tensor and sequence parallelism, named as in Megatron-LM's local layer spec."""
 
 from ..base.megatron_names import absent_names
-from .context_parallel import own_chunks, own_positions
 from .module import Float16Module, MegatronModule, materialize
+from .sequences import own_chunks, own_positions
 from .spec_utils import ModuleSpec, build_module
 from .transformer_block import TransformerBlock, TransformerBlockSubmodules
 from .transformer_config import TransformerConfig

@@ -14,11 +14,11 @@ from ..tensor_parallel.initialization import FusedRows, mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
 from ..tensor_parallel.random import recompute
-from .document_masks import PackedDocuments
 from .dot_product_attention import DotProductAttention, check_mask_type
 from .enums import AttnMaskType
 from .module import MegatronModule
 from .norms import build_norm
+from .sequences import PackedDocuments
 from .spec_utils import Builder, IdentityOp, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 

@@ -24,12 +24,11 @@ from .attention_backend import (
     takes_pieces,
     warn_of_slow_pieces,
 )
-from .context_parallel import gather_sequence, own_positions
 from .document_attention import attend_within_documents
-from .document_masks import PackedDocuments, visible_keys
 from .enums import AttnMaskType
 from .module import MegatronModule
 from .piecewise_attention import attend_in_pieces
+from .sequences import PackedDocuments, gather_sequence, own_positions, visible_keys
 from .transformer_config import TransformerConfig
 
 

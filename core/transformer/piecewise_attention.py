@@ -19,9 +19,8 @@ import torch
 from ..base._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
 from .attention_backend import PartialAttention, attend, attend_backward, combine
-from .context_parallel import GatheringKeys, ScatteringGradients
 from .document_attention import define_attention
-from .document_masks import QueryPiece, causal_pieces, document_pieces
+from .sequences import GatheringKeys, QueryPiece, ScatteringGradients, causal_pieces, document_pieces
 
 _Random = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 """The random states of a piece: for its own keys, and for those before."""

@@ -12,10 +12,10 @@ from ..base.errors import ConfigError
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
 from .attention import Rotation, packing
-from .document_masks import PackedDocuments
 from .module import MegatronModule
 from .norms import build_norm
 from .pipeline_stages import StageLayers, pipeline_stage
+from .sequences import PackedDocuments
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 from .transformer_layer import TransformerLayer

@@ -13,11 +13,11 @@ from ..base.megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
 from .attention import Rotation, SelfAttention, packing
-from .document_masks import PackedDocuments
 from .mlp import MLP
 from .module import MegatronModule
 from .moe.moe_layer import MoELayer
 from .norms import build_norm
+from .sequences import PackedDocuments
 from .spec_utils import Builder, IdentityOp, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 

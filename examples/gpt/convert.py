@@ -25,7 +25,7 @@ from core.models.gpt import GPTModel
 from core.models.gpt.architecture import EXPERT_FIELDS, TRANSFORMER_FIELDS, Architecture
 from core.models.gpt.hf_config import Layout
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
-from core.tensor_parallel.vocab import pad_vocab_size
+from core.tensor_parallel.groups import pad_vocab_size
 from core.training.checkpointing import TOKENIZER_FILE, find_checkpoint, save_tokenizer
 from core.training.config import PretrainConfig
 from core.training.config.arguments import parse_call

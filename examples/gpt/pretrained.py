@@ -30,9 +30,9 @@ from core.models.gpt.architecture import (
     gpt_of,
     model_fields,
 )
+from core.models.gpt.expert_weights import dense_architecture, group_routers, upcycled
 from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
-from core.models.gpt.upcycling import dense_architecture, group_routers, upcycled
 from core.training.checkpointing import find_checkpoint
 from core.training.state import TrainingState, check_is_run
 from core.transformer.lora import is_adapter

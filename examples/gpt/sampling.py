@@ -13,7 +13,7 @@ from core import parallel_state
 from core.base import device
 from core.base.errors import DataError, check_range
 from core.datasets.tokenizer import Tokenizer
-from core.transformer.context_parallel import own_chunks, own_positions
+from core.transformer.sequences import own_chunks, own_positions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer
 from core.transformer import Float16Module, TransformerConfig, own_chunks
-from core.transformer.context_parallel import ScatteringGradients
+from core.transformer.sequences import ScatteringGradients
 from tests.functional._runs import (
     VOCABULARY,
     Batch,
@@ -234,7 +234,7 @@ def _gradients_a_twentieth_too_large() -> AbstractContextManager[Any]:
 
 def _inputs_keep_their_own_gradient() -> AbstractContextManager[Any]:
     """A column-parallel layer does not sum the gradients of its input over ranks."""
-    return mock.patch("core.tensor_parallel.column_linear.all_reduce_by_backend", lambda *call, **settings: None)
+    return mock.patch("core.tensor_parallel.mappings.all_reduce_by_backend", lambda *call, **settings: None)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

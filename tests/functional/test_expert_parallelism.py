@@ -13,7 +13,7 @@ from core.base.parameters import local_part
 from core.dist_checkpointing.global_view import whole_view
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.transformer.context_parallel import own_chunks
+from core.transformer.sequences import own_chunks
 from examples.gpt.run_model import load_run_model
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._program import TINY, run_program

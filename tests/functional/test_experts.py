@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.distributed import finalize_model_grads, wrap_model
-from core.transformer.context_parallel import own_chunks
 from core.transformer.moe import finish_step
+from core.transformer.sequences import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._program import TINY, run_program
 from tests.functional._runs import (

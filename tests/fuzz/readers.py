@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as torch_checkpoint
 from corpus import prepare, train_bpe
 
 from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from core.datasets.index_cache import load_or_build
 from core.datasets.indexed_dataset import IndexedDataset
+from core.datasets.sample_index import load_or_build
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
 from core.dist_checkpointing.format.folders import acquire_folder, release_folder

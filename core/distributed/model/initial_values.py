@@ -26,8 +26,8 @@ from ...base import device
 from ...base.errors import WrapError
 from ...base.parameters import local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
+from ...tensor_parallel.groups import copy_shard
 from ...tensor_parallel.initialization import initialize_parameters
-from ...tensor_parallel.partition import copy_shard
 from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
 from ..groups import DataParallelGroups, managed_parameters
 

@@ -24,10 +24,9 @@ from ...tensor_parallel.initialization import (
 )
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from ...transformer.context_parallel import own_positions
-from ...transformer.document_masks import PackedDocuments
 from ...transformer.moe.load_balancing import add_auxiliary_losses, forget_losses
 from ...transformer.pipeline_stages import PipelineStage, pipeline_stage
+from ...transformer.sequences import PackedDocuments, own_positions
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
@@ -223,7 +222,7 @@ class GPTModel(LanguageModule):
             document_starts: `[b, s]`, for each token the position in the whole sequence at which its document begins;
                 no token sees another document. Needs no mask. Read on the host: give a CPU tensor, or under FSDP2,
                 which moves it to the GPU, `documents` in its place.
-            documents: `document_starts` as :class:`core.transformer.document_masks.PackedDocuments`.
+            documents: `document_starts` as :class:`core.transformer.sequences.PackedDocuments`.
             inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's
                 arguments; only None is allowed.
 

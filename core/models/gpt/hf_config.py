@@ -1,6 +1,6 @@
 """Translates ``config.json`` of Hugging Face's GPTs to an architecture and back.
 
-Llama, Qwen2, Qwen3 and GPT-2 are dense; Mixtral, Qwen3-MoE and GLM-4.5 have experts (`hf_experts.py`).
+Llama, Qwen2, Qwen3 and GPT-2 are dense; Mixtral, Qwen3-MoE and GLM-4.5 have experts (`expert_weights.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...base.errors import CheckpointError, ConfigError
 from ...base.files import brief
 from ...transformer.transformer_config import TransformerConfig
 from .architecture import Architecture, model_fields
-from .hf_experts import LAYOUTS_WITH_EXPERTS, expert_fields, expert_settings
+from .expert_weights import LAYOUTS_WITH_EXPERTS, expert_fields, expert_settings
 
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000

@@ -8,10 +8,10 @@
 Both need `safetensors` (extra `hf`), not `transformers`.
 
 Translates names and layouts of tensors of Llama, Qwen2, Qwen3 and GPT-2, and of models with experts
-(`hf_experts.py`). In `transformers` a Llama has separate
-projections of queries, keys and values, heads in order, and separate gate and up; ours are fused, by query group and
-by alternating rows. Both rotate channel i together with channel i + d / 2, so that no head is permuted. A GPT-2 fuses
-queries, keys and values as three blocks, and its weights are transposed.
+(`expert_weights.py`). In `transformers` a Llama has separate projections of queries, keys and values, heads in order,
+and separate gate and up; ours are fused, by query group and by alternating rows. Both rotate channel i together with
+channel i + d / 2, so that no head is permuted. A GPT-2 fuses queries, keys and values as three blocks, and its weights
+are transposed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import stages_state_dict
 from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, read_safetensors_index, save_folder
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
+from .expert_weights import dense_architecture, expert_recipes, group_routers, upcycled
 from .hf_config import Layout, architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
-from .hf_experts import expert_recipes
-from .upcycling import dense_architecture, group_routers, upcycled
 
 
 def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:
@@ -223,7 +222,7 @@ def load_hugging_face(
         targets: tensors of the whole model to fill instead of the model's own, by name: an optimizer's masters.
         process_group: the ranks that call together; each reads by itself.
         upcycle: the folder is of a dense model; fill each expert with a copy of the layer's MLP (1, or True), or of
-            one of so many pieces of it, by Megatron-LM's granularity (`upcycling.py`).
+            one of so many pieces of it, by Megatron-LM's granularity (`expert_weights.py`).
 
     Raises:
         CheckpointError: on all ranks, before anything is written: it is another model, or files are damaged.

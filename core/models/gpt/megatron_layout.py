@@ -28,7 +28,7 @@ from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
-from .upcycling import dense_architecture, group_routers, upcycled
+from .expert_weights import dense_architecture, group_routers, upcycled
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 

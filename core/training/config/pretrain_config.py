@@ -22,7 +22,7 @@ from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import Engine
 from ...distributed.torch_fully_sharded_data_parallel_config import config_class
 from ...optimizer import OptimizerConfig
-from ...tensor_parallel.vocab import pad_vocab_size
+from ...tensor_parallel.groups import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces
 from ...transformer.pipeline_stages import check_rounds
 from ...transformer.transformer_config import TransformerConfig, nearest_multiples

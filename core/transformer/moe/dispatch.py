@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from ... import parallel_state
 from ...base.errors import DataError
 from ...comm.collectives import all_reduce_by_backend, all_to_all_by_backend
-from ...tensor_parallel.groups import group_size
+from ...tensor_parallel.groups import gather_first_dim, group_size
 from ...tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from ...tensor_parallel.partition import gather_first_dim
 from ..moe_config import MoEConfig
 from .router import count_tokens
 

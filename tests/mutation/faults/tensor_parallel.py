@@ -10,7 +10,7 @@ _LOSS_IN_PARTS = "tests/unit/tensor_parallel/test_linear_cross_entropy.py"
 MUTATIONS = (
     Mutation(
         "a column-parallel layer's input keeps this rank's gradient",
-        "core.tensor_parallel.column_linear._ColumnParallelLinear.backward",
+        "core.tensor_parallel.mappings._ColumnParallelLinear.backward",
         r"all_reduce_by_backend\(grad_input.*\)",
         "None",
         ("tests/unit/tensor_parallel/test_layers.py",),
@@ -74,14 +74,14 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "streams: a layer's input is used before it is gathered",
-        "core.tensor_parallel.column_linear._ColumnParallelLinear.backward",
+        "core.tensor_parallel.mappings._ColumnParallelLinear.backward",
         r"gathering\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),
     ),
     Mutation(
         "streams: a layer's gradient is used before it is added up",
-        "core.tensor_parallel.column_linear._ColumnParallelLinear.backward",
+        "core.tensor_parallel.mappings._ColumnParallelLinear.backward",
         r"adding\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),

@@ -20,24 +20,24 @@ MUTATIONS = (
     ),
     Mutation(
         "positions of a context-parallel rank count from zero",
-        "core.transformer.context_parallel.own_positions",
+        "core.transformer.sequences.own_positions",
         "return .*",
         "return torch.arange(length, device=device)",
-        ("tests/unit/transformer/test_context_parallel.py", LAYOUTS),
+        ("tests/unit/transformer/test_sequences.py", LAYOUTS),
     ),
     Mutation(
         "keys and values get no gradient from queries of other ranks",
         "core.transformer.piecewise_attention._backward",
         r"(?<= total\.add_\()part",
         "part, alpha=0",
-        ("tests/unit/transformer/test_context_parallel.py",),
+        ("tests/unit/transformer/test_sequences.py",),
     ),
     Mutation(
         "documents are joined at the edge of a chunk",
-        "core.transformer.document_masks._pieces_of",
+        "core.transformer.sequences._pieces_of",
         r"slice\(begin, ",
         "slice(0, ",
-        ("tests/unit/transformer/test_document_masks.py",),
+        ("tests/unit/transformer/test_sequences.py",),
     ),
     Mutation(
         "attention drops the same weights on every tensor-parallel rank",
@@ -197,14 +197,14 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "streams: keys are used before they are gathered",
-        "core.transformer.context_parallel.GatheringKeys.wait",
+        "core.transformer.sequences.GatheringKeys.wait",
         r"self\.work\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),
     ),
     Mutation(
         "streams: gradients of keys are used before they are added up",
-        "core.transformer.context_parallel.ScatteringGradients.wait",
+        "core.transformer.sequences.ScatteringGradients.wait",
         r"self\.work\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),

@@ -20,8 +20,7 @@ from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import is_failure_of_backend
 from core.distributed import finalize_model_grads
-from core.tensor_parallel.column_linear import column_parallel_linear
-from core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from core.tensor_parallel.mappings import column_parallel_linear, reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import give_up_soon, reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy

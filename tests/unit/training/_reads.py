@@ -24,8 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from core.base import device
 from core.comm import gloo, host_read
 from core.optimizer import clip_grads, exact_sums
-from core.tensor_parallel import cross_entropy, linear_cross_entropy, vocab
-from core.transformer import document_masks, piecewise_attention
+from core.tensor_parallel import cross_entropy, layers, linear_cross_entropy
+from core.transformer import piecewise_attention, sequences
 from core.transformer.document_attention import NAMESPACE
 
 READS = (
@@ -220,10 +220,10 @@ def watched(host_tensors: list[Tensor] | None = None) -> Iterator[Reads]:
         for module, name, replaced in (
             (host_read, "_to_list", reads),
             (clip_grads, "known_on_host", lambda value: None),
-            (document_masks, "_on_device", above.on_device),
+            (sequences, "_on_device", above.on_device),
             # What looks at ids on the CPU alone, and at which rows of a table are in use.
-            *((module, "check_ids", mock.Mock()) for module in (vocab, cross_entropy, linear_cross_entropy)),
-            (vocab, "embedding", lambda ids, weight, adds_rows: F.embedding(ids, weight)),
+            *((module, "check_ids", mock.Mock()) for module in (layers, cross_entropy, linear_cross_entropy)),
+            (layers, "embedding", lambda ids, weight, adds_rows: F.embedding(ids, weight)),
             # Of gradients in its memory, as those of offloaded shards.
             *((one, "_sum_on_host", _unwatched(one._sum_on_host)) for one in (clip_grads, exact_sums)),
             # What NCCL has in its place is one collective.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from core.base.device import current_device
-from core.transformer.document_masks import PackedDocuments
 from core.transformer.piecewise_attention import attend_in_pieces
+from core.transformer.sequences import PackedDocuments
 from tests.unit.training._reads import watched
 
 

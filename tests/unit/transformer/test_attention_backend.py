@@ -16,9 +16,9 @@ from torch.profiler import profile
 from core.base.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig, attention_backend, dot_product_attention
 from core.transformer.attention_backend import pick_backend, warn_of_slow_pieces
-from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.enums import AttnBackend
+from core.transformer.sequences import PackedDocuments
 from tests.unit._on_gpu import ON_GPU
 
 CUDNN, FLASH, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION

@@ -17,8 +17,8 @@ from core.transformer.attention_backend import (
     has_kernel,
 )
 from core.transformer.document_attention import attend_within_documents
-from core.transformer.document_masks import PackedDocuments
 from core.transformer.piecewise_attention import attend_in_pieces
+from core.transformer.sequences import PackedDocuments
 from tests.unit._on_gpu import ON_GPU
 from tests.unit.transformer._flash import flash_attention_by_hand
 

@@ -13,7 +13,7 @@ from core import parallel_state
 from core.base.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from core.tensor_parallel.partition import copy_partition, whole_shape
+from core.tensor_parallel.groups import copy_partition, whole_shape
 from core.transformer import TransformerConfig, materialize
 from core.transformer.lora import Adapter, add_lora, is_adapter, merge_lora
 from tests.unit._spawn import run_distributed

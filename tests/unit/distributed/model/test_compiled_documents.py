@@ -15,7 +15,7 @@ from core import parallel_state
 from core.base.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.transformer import dot_product_attention, own_chunks
-from core.transformer.document_masks import PackedDocuments
+from core.transformer.sequences import PackedDocuments
 from tests.functional._runs import FFN, HIDDEN, build_gpt, ddp_config, micro_batches
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick

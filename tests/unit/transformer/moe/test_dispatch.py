@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.base.errors import DataError, ParallelConfigError
+from core.tensor_parallel.groups import copy_partition
 from core.tensor_parallel.initialization import initialize_parameters
-from core.tensor_parallel.partition import copy_partition
 from core.transformer.moe import MoELayer
 from core.transformer.moe.load_balancing import take_pending
 from tests.unit._quick import quick

@@ -1,4 +1,4 @@
-"""Padding of the vocabulary, and ids outside it."""
+"""The padded vocabulary, and ids outside it."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.base.errors import ConfigError, DataError
 from core.tensor_parallel import pad_vocab_size
-from core.tensor_parallel.vocab import check_ids
+from core.tensor_parallel.groups import check_ids
 
 
 @pytest.mark.parametrize(("size", "multiple", "padded"), [(1, 128, 128), (128, 128, 128), (257, 128, 384), (7, 1, 7)])
