@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base import device
 from ..distributed.model.unfit_models import reject_wrapped
-from ..distributed.parameter_owner import own_parameters
 from ..distributed.plan.units import UnitChoice
+from ..distributed.verbs import own_parameters
 from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, wrap_for_trainer
 from .bridge.units import CONTAINERS
 

@@ -5,8 +5,7 @@
 | `collectives` | of flat buffers, and torch's on any tensor; ``what=`` names each in messages; their memory |
 | `gloo` | exchanges pieces directly between ranks under gloo, and adds them |
 | `streams` | streams of a GPU, and the points at which they wait for each other |
-| `lane` | runs collectives while the rank computes: on a thread on CPU, on a stream on CUDA |
+| `lane` | runs collectives while the rank computes, and reads numbers of the device without stopping it |
 | `record` | records the calls of this rank; asks other ranks for theirs when one fails; reads torch's own |
 | `call` | one call of a collective with its time and the error that explains its failure; a group's last calls |
-| `host_read` | reads numbers of the device without stopping it, and explains a collective that never ends |
 """

@@ -2,7 +2,7 @@
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for. Under
-NCCL the host waits only where it reads a step's result; there `core.comm.host_read` looks at how long collectives have
+NCCL the host waits only where it reads a step's result; there `core.comm.lane` looks at how long collectives have
 been running on the device, and raises before torch's watchdog would end the process.
 
 Under gloo alone, two ranks that wait for each other in different collectives, as where one skips a unit, are noticed

@@ -25,7 +25,6 @@ from .gradient_state import GradientChecks, GradientState
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors
-from .model.left_out import leave_out
 from .model.offloaded_activations import offload_activations
 from .model.unfit_models import (
     reject_different_models,
@@ -34,12 +33,11 @@ from .model.unfit_models import (
     reject_unfit_for_fsdp2,
     reject_wrapped,
 )
-from .model.unit_transforms import hold_packed_weights, transform_units
-from .parameter_owner import own_parameters
+from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
 from .plan.units import UnitChoice
 from .report import describe, model_facts
-from .verbs import EngineVerbs
+from .verbs import EngineVerbs, own_parameters
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.errors import ParallelConfigError, ShardstackError
 from ..comm.lane import comm_lane
@@ -13,17 +13,18 @@ from ..diagnostics.step_marks import replaced_parameters_marked
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from .engine.bucket import Bucket
+from .engine.buffer import FlatBuffer
 from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
 from .forward_hooks import WrapperHook
 from .groups import Ranks
 from .model.initial_values import start_equal
-from .param_and_grad_buffer import MegatronBuffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
 
 
-class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
+class DistributedDataParallel(_FlatDataParallel):
     """Replicates the model on every rank, and reduces gradients over the group once a step, in flat buffers.
 
     After `finish_grad_sync` a rank has, by sharding strategy:
@@ -157,6 +158,69 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
         self._pre_hooks.clear()
         if param_sync:
             self.finish_param_sync()
+
+    # ---- buffers, by Megatron-LM's names
+
+    def _views(self, of_experts: bool) -> list[ParamAndGradBuffer]:
+        return [
+            ParamAndGradBuffer(buffer, [bucket for bucket in self._bucket_at.values() if bucket.buffer is buffer])
+            for buffer in self._flat_buffers
+            if buffer.kind.holds_experts is of_experts
+        ]
+
+    @property
+    def buffers(self) -> _BufferList:
+        """The flat buffers, in a list, but for those of experts. Calling it returns torch's ``Module.buffers()``."""
+        return _BufferList(self._views(False), lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
+
+    @property
+    def expert_parallel_buffers(self) -> list[ParamAndGradBuffer]:
+        """The flat buffers of parameters that carry Megatron-LM's mark of experts."""
+        return self._views(True)
+
+    @property
+    def bucket_groups(self) -> list[Bucket]:
+        """The buckets of `buffers`, in the order in which they leave."""
+        return [bucket for bucket in self._buckets if not bucket.buffer.kind.holds_experts]
+
+    @property
+    def expert_parallel_bucket_groups(self) -> list[Bucket]:
+        """The buckets of `expert_parallel_buffers`, in the order in which they leave."""
+        return [bucket for bucket in self._buckets if bucket.buffer.kind.holds_experts]
+
+
+class ParamAndGradBuffer:
+    """One flat buffer under Megatron-LM's names, for scripts that read them: a view that the library never uses.
+
+    It has ``params``, ``param_data``, ``grad_data``, ``numel``, ``buckets`` and ``param_index_map``. A bucket has
+    ``params``, ``param_data``, ``grad_data``, ``offset`` and ``param_to_index``. A bucket group, which here is the
+    bucket itself, also has ``buckets``, ``start_grad_sync`` and ``finish_grad_sync``.
+    """
+
+    def __init__(self, buffer: FlatBuffer, buckets: list[Bucket]) -> None:
+        # Made anew at each access. The memory is the `FlatBuffer`'s, and changes with each step.
+        self.buckets, self.params = buckets, [param for bucket in buckets for param in bucket.params]
+        self.param_data, self.grad_data, self.numel = buffer.param_data, buffer.grad_data, buffer.numel
+        self.param_dtype, self.grad_dtype = buffer.kind.param_dtype, buffer.kind.grad_dtype
+
+    @property
+    def param_index_map(self) -> dict[nn.Parameter, tuple[int, int, int]]:
+        """``(start, end, number of the bucket)`` of each parameter in the buffer."""
+        return {
+            param: (bucket.offset + start, bucket.offset + end, number)
+            for number, bucket in enumerate(self.buckets)
+            for param, (start, end) in bucket.param_to_index.items()
+        }
+
+
+class _BufferList(list[ParamAndGradBuffer]):
+    def __init__(self, items: list[ParamAndGradBuffer], torch_buffers: Callable[..., Iterator[Tensor]]) -> None:
+        super().__init__(items)
+        # Fixed: torch's ``Module.buffers`` of the wrapper. The list lives as long as its reader keeps it.
+        self._torch_buffers = torch_buffers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        return self._torch_buffers(*args, **kwargs)
 
 
 def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:

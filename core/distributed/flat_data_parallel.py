@@ -23,8 +23,8 @@ from .engine.steps import ParamPlacement, ReductionSchedule, ShownGradients, sho
 from .engine.unit import build_units
 from .gradient_state import Phase
 from .groups import ParameterKind, managed_parameters, twin_group
-from .parameter_owner import UNREADABLE, is_unreadable, take_added
 from .plan import Plan
+from .verbs import UNREADABLE, is_unreadable, take_added
 
 
 class _FlatDataParallel(_BaseDataParallel):

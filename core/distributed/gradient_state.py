@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import ShardstackError
-from ..comm.host_read import HostRead
+from ..comm.lane import HostRead
 
 
 class Phase(Enum):

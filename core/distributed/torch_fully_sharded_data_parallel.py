@@ -30,8 +30,8 @@ from .gradient_state import Phase
 from .groups import Ranks, managed_parameters
 from .model.initial_values import InitialValues, cast_buffers, parameter_attributes_kept
 from .model.unfit_models import reject_changed
-from .parameter_owner import local_gradient
 from .plan.units import UnitChoice, find_forward_methods
+from .verbs import local_gradient
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):

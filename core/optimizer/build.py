@@ -13,7 +13,7 @@ from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import refuse
 from ..distributed import _BaseDataParallel
 from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
-from ..distributed.parameter_owner import owner_of
+from ..distributed.verbs import owner_of
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import parallel_state
 from ..base.device import current_device
 from ..comm.collectives import all_reduce_by_backend
-from ..comm.host_read import known_on_host
+from ..comm.lane import known_on_host
 from ..distributed.groups import is_expert_parameter
 from .exact_sums import CHUNK_ELEMENTS, exponent_of_unit, largest_magnitude, root_of_digits, sum_fits, sum_of_squares
 from .main_params import MainParam

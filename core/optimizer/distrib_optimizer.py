@@ -20,9 +20,9 @@ from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.groups import kind_of
-from ..distributed.parameter_owner import owner_of
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
+from ..distributed.verbs import owner_of
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer
 from .param_groups import collect_main_params

@@ -20,10 +20,10 @@ from torch.distributed.tensor.placement_types import Partial
 from ..base.dtypes import LOW_PRECISION
 from ..base.errors import OptimizerError
 from ..base.parameters import local_part
-from ..comm.host_read import HostRead
+from ..comm.lane import HostRead
 from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view, noting_copy
-from ..distributed.parameter_owner import read_gradient
+from ..distributed.verbs import read_gradient
 
 
 @dataclass(eq=False)

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from .. import parallel_state
 from ..base.device import current_device
 from ..base.errors import ParallelConfigError, warn_once
-from ..comm.host_read import known_on_host
+from ..comm.lane import known_on_host
 from ..distributed.groups import whole_group
-from ..distributed.parameter_owner import owner_of
+from ..distributed.verbs import owner_of
 from . import update_rules as rules
 from .main_params import MainParam
 from .matrices import describe_matrices, matrices_of

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..base.errors import OptimizerError
-from ..comm.host_read import HostRead
+from ..comm.lane import HostRead
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
-from ..distributed.parameter_owner import owner_of
+from ..distributed.verbs import owner_of
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients

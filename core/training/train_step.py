@@ -15,7 +15,7 @@ from .. import parallel_state
 from ..base import device
 from ..base.errors import ShardstackError
 from ..comm.collectives import all_reduce_by_backend
-from ..comm.host_read import HostRead
+from ..comm.lane import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.finalize_model_grads import is_last_stage, sum_of_last_stage

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from core.comm import host_read, lane, streams
+from core.comm import lane, streams
 from tests.streams.recorder import HOST, IN_PLACE, IN_TWO, Devices, Recorder, collective
 from tests.streams.simulation import Event, Simulation, Stream
 
@@ -27,7 +27,7 @@ def simulated_streams() -> Iterator[Simulation]:
     with ExitStack() as stack:
         for owner, values in (
             (streams, _seam(simulation)),
-            (host_read, {"wait_for": lambda event: event.synchronize()}),  # which polls
+            (lane, {"wait_for": lambda event: event.synchronize()}),  # which polls
             (torch.cpu, _names_of_both(simulation)),  # where FSDP2 takes them from
             (torch.accelerator, {"current_stream": lambda device=None: simulation.current}),
             (ProcessGroup, _collectives(simulation)),

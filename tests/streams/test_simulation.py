@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.comm import streams
 from core.comm.collectives import all_reduce_by_backend
-from core.comm.host_read import HostRead
-from core.comm.lane import comm_lane
+from core.comm.lane import HostRead, comm_lane
 from tests.streams.process import simulate
 
 CPU = torch.device("cpu")

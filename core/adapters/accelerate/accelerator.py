@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
-from ...distributed.parameter_owner import owner_of
+from ...distributed.verbs import owner_of
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of
 from .optimizer import PreparedOptimizer, prepare_optimizer

@@ -20,7 +20,7 @@ from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.flat_data_parallel import shards_buffers
-from ...distributed.parameter_owner import owner_of
+from ...distributed.verbs import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ...optimizer.distrib_optimizer import collect_main_ranges

@@ -18,8 +18,8 @@ from ...base.errors import ShardstackError, WrapError
 from ...base.parameters import without_waiting
 from ..gradient_tree import GradientTree
 from ..model.unfit_models import reject_changed
-from ..parameter_owner import is_unreadable, make_unreadable_gradient
 from ..plan import Plan
+from ..verbs import is_unreadable, make_unreadable_gradient
 from .bucket import Bucket
 
 

@@ -2,5 +2,5 @@
 
 unfit_models     rejects models that no wrapper takes, wrapped or changed ones, and ranks with different models
 initial_values   makes the values of all ranks equal, and keeps attributes of parameters that torch replaces
-unit_transforms  packed weights, recomputation and compilation of units
+unit_transforms  recomputation and compilation of units, packed weights, parameters that settings leave out
 """

@@ -20,9 +20,13 @@ from ...base.micro_batch_tree import odd_part
 from ...comm import streams
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
+from ..fully_sharded_data_parallel_config import (
+    NOT_OF_FSDP2,
+    FullyShardedDataParallelConfig,
+    Reshard,
+    TorchFullyShardedDataParallelConfig,
+)
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import NOT_OF_FSDP2, TorchFullyShardedDataParallelConfig
 from .parts import PiecePlan
 from .values import GradientReduction, Plan
 

@@ -1,16 +1,14 @@
 """Describes a wrapped model as a table or as a page: `describe`.
 
-facts  collects from the plan what each unit is, keeps and gathers
-rows   formats the facts as cells, and these as text
-page   formats the facts as HTML
+table  collects from the plan what each unit is, keeps and gathers, and formats it as cells and as text
+page   formats it as HTML
 """
 
 from __future__ import annotations
 
 from ...base.errors import ConfigError
-from .facts import ModelFacts, model_facts
 from .page import as_html
-from .rows import as_text
+from .table import ModelFacts, as_text, model_facts
 
 __all__ = ["describe", "model_facts"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from .facts import Held, ModelFacts, UnitFacts
-from .rows import TEXT_COLUMNS, Line, amount, dtype_names, headline, notes, table
+from .table import TEXT_COLUMNS, Held, Line, ModelFacts, UnitFacts, amount, dtype_names, headline, notes, table
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #667085; --line: #d6dbe3;

@@ -20,7 +20,7 @@ from ...base.files import brief
 from ...base.micro_batch_tree import num_microbatches, rank_counts
 from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import Engine
-from ...distributed.torch_fully_sharded_data_parallel_config import config_class
+from ...distributed.fully_sharded_data_parallel_config import config_class
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.groups import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces

@@ -89,7 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "streams: numbers are read before they are copied",
-        "core.comm.host_read.HostRead.wait",
+        "core.comm.lane.HostRead.wait",
         r"wait_for\(self\._event\)",
         "pass",
         ("tests/streams/test_simulation.py::test_an_order_is_accepted",),

@@ -170,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "left out: a pattern splits a tie",
-        "core.distributed.model.left_out._matching",
+        "core.distributed.model.unit_transforms._matching",
         r"len\(matched\) < len\(own\)",
         "False",
         (_LEFT_OUT,),

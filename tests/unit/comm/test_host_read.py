@@ -17,10 +17,10 @@ import torch.distributed as dist
 import core.diagnostics  # noqa: F401  # which explains
 from core.base import device
 from core.base.errors import OutOfStepError
-from core.comm import host_read, streams
+from core.comm import lane, streams
 from core.comm.call import NUM_CALLS_KEPT
 from core.comm.collectives import all_reduce_by_backend
-from core.comm.host_read import HostRead
+from core.comm.lane import HostRead
 from core.comm.record import record_of
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._ranks import fake_world
@@ -150,8 +150,8 @@ def _waits_for_a_rank_that_never_came() -> str:
     _enqueue("the gradients of bucket a", _Event(), group)
     _enqueue("the gradient norm", _Event(), group)
     try:
-        with mock.patch.object(host_read, "_LATE_CHECK_INTERVAL_S", 0.1), pytest.raises(OutOfStepError) as caught:
-            host_read.wait_for(_Event())
+        with mock.patch.object(lane, "_LATE_CHECK_INTERVAL_S", 0.1), pytest.raises(OutOfStepError) as caught:
+            lane.wait_for(_Event())
     finally:
         reach("rank 0 has its message")
     return str(caught.value)
@@ -201,11 +201,11 @@ def test_stuck_host_is_explained_on_stderr() -> None:
 
 def test_host_waits_without_late_collective() -> None:
     event = _Event()
-    with fake_world(rank=0, world_size=2), mock.patch.object(host_read, "_LATE_CHECK_INTERVAL_S", 0.0):
+    with fake_world(rank=0, world_size=2), mock.patch.object(lane, "_LATE_CHECK_INTERVAL_S", 0.0):
         _enqueue("the loss", _Event())
         looks = iter(range(50))
         with mock.patch.object(event, "query", lambda: next(looks, None) is None):
-            host_read.wait_for(event)
+            lane.wait_for(event)
 
 
 def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive: Callable[[], Any]) -> str:
@@ -220,14 +220,14 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
     late = (OutOfStepError, dist.DistBackendError)
     with (
         mock.patch.object(record, "limit_s", 1.0),
-        mock.patch.object(host_read, "_LATE_CHECK_INTERVAL_S", 0.1),
+        mock.patch.object(lane, "_LATE_CHECK_INTERVAL_S", 0.1),
         pytest.raises(late) as caught,
     ):
-        host_read.wait_for(behind)
+        lane.wait_for(behind)
     assert record.first_unfinished() is None  # nothing is said twice
     arrive()
     assert call.is_over
-    host_read.wait_for(behind)
+    lane.wait_for(behind)
     assert HostRead(numbers).wait() == [1.0, 2.0]
     return str(caught.value)
 

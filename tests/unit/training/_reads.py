@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from core.base import device
-from core.comm import gloo, host_read
+from core.comm import gloo, lane
 from core.optimizer import clip_grads, exact_sums
 from core.tensor_parallel import cross_entropy, layers, linear_cross_entropy
 from core.transformer import piecewise_attention, sequences
@@ -208,7 +208,7 @@ class Reads:
 
 @contextmanager
 def watched(host_tensors: list[Tensor] | None = None) -> Iterator[Reads]:
-    """Fails on every read but those through `core.comm.host_read`, which it counts; nothing is known in advance.
+    """Fails on every read but those through `core.comm.lane`, which it counts; nothing is known in advance.
 
     Args:
         host_tensors: made before, and in the host's memory.
@@ -218,7 +218,7 @@ def watched(host_tensors: list[Tensor] | None = None) -> Iterator[Reads]:
     above = _NoReadsAbove(host)
     with ExitStack() as stack:
         for module, name, replaced in (
-            (host_read, "_to_list", reads),
+            (lane, "_to_list", reads),
             (clip_grads, "known_on_host", lambda value: None),
             (sequences, "_on_device", above.on_device),
             # What looks at ids on the CPU alone, and at which rows of a table are in use.

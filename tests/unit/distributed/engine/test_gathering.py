@@ -19,7 +19,7 @@ from core.base.errors import ParallelConfigError, UnitError, WrapError, warn_onc
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
 from core.distributed.engine.unit import POISONS
-from core.distributed.report.facts import model_facts
+from core.distributed.report.table import model_facts
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed

@@ -15,7 +15,7 @@ from core import parallel_state
 from core.base.errors import ParallelConfigError
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import FullyShardedDataParallel, finalize_model_grads, wrap_model
-from core.distributed.report.facts import model_facts
+from core.distributed.report.table import model_facts
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed

@@ -1,7 +1,7 @@
 """The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by no other
 optimizer.
 
-With `steps.py` this tests the parameter half of `distributed_data_parallel.py` and `parameter_owner.py`.
+With `steps.py` this tests the parameter half of `distributed_data_parallel.py` and `verbs.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from core.base.errors import OptimizerError, ShardstackError, WrapError
 from core.comm import collectives
 from core.distributed import finalize_model_grads
+from core.distributed.distributed_data_parallel import ParamAndGradBuffer
 from core.distributed.engine import unit
 from core.distributed.engine.steps import ParamPlacement
-from core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
 from core.optimizer.optimizer import MegatronOptimizer

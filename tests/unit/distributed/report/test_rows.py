@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from core.distributed.plan.parts import Traffic
-from core.distributed.report.facts import Held, ModelFacts, UnitFacts
-from core.distributed.report.rows import amount, count, notes, shorten, size, table
+from core.distributed.report.table import Held, ModelFacts, UnitFacts, amount, count, notes, shorten, size, table
 
 LAYER = UnitFacts(
     name="decoder.layers.0",
