@@ -53,9 +53,9 @@ def _megatron_lm(ours: bool, tied: bool, per_token: bool) -> Row:
     from unittest import mock
 
     from core.adapters import megatron_lm
-    from core.adapters.megatron_lm import wrapper
+    from core.adapters.megatron_lm import TorchFullyShardedDataParallel
 
-    class Stock(wrapper._STOCK):  # type: ignore[misc, name-defined]
+    class Stock(TorchFullyShardedDataParallel._replaced):  # type: ignore[misc, name-defined]
         def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
             """Takes the argument that `finalize_model_grads` of the same release passes, and the class does not."""
 

@@ -16,9 +16,8 @@ from ..base import device
 from ..base.errors import ConfigError, warn_once
 from ..base.text import choices
 from ..distributed import _BaseDataParallel
-from .bridge.meshes import data_parallel_mesh
+from .bridge.sharding import CONTAINERS, data_parallel_mesh
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
-from .bridge.units import CONTAINERS
 
 T = TypeVar("T", bound=nn.Module)
 

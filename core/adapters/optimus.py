@@ -24,8 +24,8 @@ from ..base.dtypes import as_dtype
 from ..base.errors import ParallelConfigError
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.units import UnitChoice
+from .bridge.sharding import CONTAINERS
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
-from .bridge.units import CONTAINERS
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
 _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}

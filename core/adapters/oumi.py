@@ -26,9 +26,8 @@ from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.units import UnitChoice
 from .bridge.checkpoints import whole_state_dict
-from .bridge.meshes import data_parallel_mesh, fully_replicated
+from .bridge.sharding import data_parallel_mesh, fully_replicated, units_by_class, units_by_size
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
-from .bridge.units import units_by_class, units_by_size
 
 
 class _OfTorch(str, Enum):

@@ -21,8 +21,8 @@ from ..base import device
 from ..distributed.model.unfit_models import reject_wrapped
 from ..distributed.plan.units import UnitChoice
 from ..distributed.verbs import own_parameters
+from .bridge.sharding import CONTAINERS
 from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, wrap_for_trainer
-from .bridge.units import CONTAINERS
 
 check_version("torchtitan", __name__)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..adapters.bridge.units import CONTAINERS
+from ..adapters.bridge.sharding import CONTAINERS
 from ..base.device import current_device
 from ..base.errors import ConfigError
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend

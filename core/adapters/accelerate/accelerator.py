@@ -19,8 +19,7 @@ from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.verbs import owner_of
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of
-from .optimizer import PreparedOptimizer, prepare_optimizer
-from .plugin import ShardstackPlugin
+from .prepared import PreparedOptimizer, ShardstackPlugin, prepare_optimizer
 
 
 class ShardstackAccelerator(Accelerator):

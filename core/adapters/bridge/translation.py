@@ -85,21 +85,28 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
         ParallelConfigError: a setting that is refused.
     """
     values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
-    has_defaults = dataclasses.is_dataclass(settings)
-    defaults = {f.name: f.default for f in dataclasses.fields(settings)} if has_defaults else {}
+    given = changed_fields(settings) if dataclasses.is_dataclass(settings) else {n: v for n, v in values.items() if v}
     fields: dict[str, Any] = {}
     for row in rows:
         if row.field:
             fields[row.field] = row.value(values[row.name])
             continue
         value = values.get(row.name)
-        is_given = value != defaults[row.name] if row.name in defaults else bool(value)
-        if row.concerns(value) if row.concerns else is_given:
+        if row.concerns(value) if row.concerns else row.name in given:
             shown = value.name if isinstance(value, Enum) else value
             if row.is_refused:
                 raise ParallelConfigError(f"{row.name} is {shown!r}{where}: {row.reason}")
             warn_once(f"{row.name}={shown} changes nothing: {row.reason}")
     return fields
+
+
+def changed_fields(settings: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that differ from their defaults, by name."""
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(settings)
+    }
+    return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default}
 
 
 def config_class(strategy: str, setting: str = "sharding") -> type[DistributedDataParallelConfig]:

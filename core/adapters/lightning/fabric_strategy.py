@@ -17,8 +17,16 @@ from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, fin
 from ...distributed.gradient_state import Phase
 from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
-from .checkpoint import load_folder, save_folder
-from .shared import Processes, ZeroesThroughWrapper, check_precision, take_optimizer, trained_of, wrap
+from .shared import (
+    Processes,
+    ZeroesThroughWrapper,
+    check_precision,
+    load_folder,
+    save_folder,
+    take_optimizer,
+    trained_of,
+    wrap,
+)
 
 
 class NoSync(_BackwardSyncControl):

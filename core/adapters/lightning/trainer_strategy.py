@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from ...base.errors import ConfigError
 from ...distributed import _BaseDataParallel, finalize_model_grads
 from ..bridge.trained import Trained, mix_in
-from .checkpoint import load_folder, save_folder
-from .shared import Processes, check_precision, take_optimizer, wrap
+from .shared import Processes, check_precision, load_folder, save_folder, take_optimizer, wrap
 
 
 class StepsThroughStrategy(Precision):

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from ...base.errors import ParallelConfigError, WrapError, warn_once
 from ...base.text import choices
 from ...distributed.model.initial_values import broadcast_tensors, parameter_attributes_kept
-from ..bridge.meshes import TENSOR_AXES, axis_sizes
+from ..bridge.sharding import TENSOR_AXES, axis_sizes
 
 Plan = Mapping[str, ParallelStyle]
 """By module name, in which ``*`` matches any one part."""

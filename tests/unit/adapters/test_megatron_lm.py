@@ -130,9 +130,9 @@ def test_megatrons_sharded_state_dict_has_every_row_at_its_place() -> None:
 
 
 def _stock() -> type:
-    from core.adapters.megatron_lm import wrapper
+    from core.adapters.megatron_lm import TorchFullyShardedDataParallel
 
-    return wrapper._STOCK
+    return TorchFullyShardedDataParallel._replaced
 
 
 def test_the_class_is_replaced_wherever_megatron_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
     from core.adapters import megatron_lm
-    from core.adapters.megatron_lm.wrapper import translated
+    from core.adapters.megatron_lm import translated
 
     assert translated(TorchFullyShardedDataParallelConfig()).reshard_after_forward is True
     assert translated(TorchFullyShardedDataParallelConfig(reshard_after_forward=2)).reshard_after_forward == 2
@@ -256,13 +256,15 @@ def test_a_script_runs_unchanged_by_its_path(tmp_path: Path) -> None:
         "print(TorchFullyShardedDataParallel.__module__, *sys.argv[1:])\n"
     )
     module = tmp_path / "module.py"  # as -m core.adapters.megatron_lm, in a process that has torch already
-    module.write_text("from core.adapters.megatron_lm.__main__ import main\nmain()\n")
+    module.write_text(
+        "import runpy\nrunpy.run_module('core.adapters.megatron_lm', run_name='__main__', alter_sys=True)\n"
+    )
     ended = run_program(module, script, "--flag", folder=tmp_path)
-    assert ended.out == "core.adapters.megatron_lm.wrapper --flag\n", ended.err
+    assert ended.out == "core.adapters.megatron_lm --flag\n", ended.err
 
 
 def test_a_script_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from core.adapters.megatron_lm.__main__ import main
+    from core.adapters.megatron_lm import main
 
     monkeypatch.setattr(sys, "argv", ["core.adapters.megatron_lm", "pretrain_gtp.py"])
     _raises_one_line(ConfigError, r"pretrain_gtp\.py was given, which is no file", main)

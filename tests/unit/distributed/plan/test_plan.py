@@ -173,7 +173,7 @@ def test_one_function_says_which_engine_a_strategy_means():
     configs = {"distributed/distributed_data_parallel_config.py"}
     assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
     assert not _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)")
-    before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/parallelize.py"}
+    before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/prepared.py", "adapters/nemo/__init__.py"}
     plans = {f"distributed/plan/{file}.py" for file in ("values", "settings", "pieces", "make_plan")}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 

@@ -1,34 +1,50 @@
-"""Megatron-LM's FSDP2 wrapper becomes this library's: registered in its place, constructed, called and saved as it is.
+"""Megatron-LM's training loop on this library's FSDP2 wrapper: import it before ``megatron.training``.
 
-Fields of Megatron-LM's settings that differ from their defaults become fields of ours; tables say what is refused.
+    import core.adapters.megatron_lm                          # the first line of pretrain_gpt.py
+
+or run a script without a change in it::
+
+    torchrun --nproc-per-node 8 -m core.adapters.megatron_lm pretrain_gpt.py --use-torch-fsdp2 ...
+
+Then ``--use-torch-fsdp2`` selects `TorchFullyShardedDataParallel` of this module. `with_fsdp2` selects it without the
+flag, for what Megatron-LM's check of the flag refuses, as tied embeddings and fp16; `register` gives it settings that
+have no flag. Fields of Megatron-LM's settings that differ from their defaults become fields of ours; tables say what
+is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import runpy
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
+from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_module
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from ... import distributed
-from ...base.errors import ParallelConfigError, ShardstackError
-from ...base.text import choices
-from ...distributed import TorchFullyShardedDataParallelConfig
-from ...distributed.groups import Ranks
-from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.plan.units import UnitChoice
-from ..bridge.translation import refused, translate
+from .. import distributed
+from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.text import choices
+from ..distributed import TorchFullyShardedDataParallelConfig
+from ..distributed.groups import Ranks
+from ..distributed.model.unfit_models import reject_wrapped
+from ..distributed.plan.units import UnitChoice
+from .bridge.translation import changed_fields, check_version, refused, translate
+
+check_version("megatron-core", "core.adapters.megatron_lm")
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import torch_fully_sharded_data_parallel as stock_module  # noqa: E402
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper  # noqa: E402
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+
+__all__ = ["TorchFullyShardedDataParallel", "register", "with_fsdp2"]
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -76,8 +92,6 @@ _REFUSED_ARGUMENTS = (
         lambda name: name not in (None, "adam", "sgd"),
     ),
 )
-_STOCK = stock_module.TorchFullyShardedDataParallel
-
 registered_settings: dict[str, Any] = {}
 """Fields of `TorchFullyShardedDataParallelConfig` for every wrapper that is constructed from now on. `register` sets
 them, for what no flag of Megatron-LM carries to the wrapper."""
@@ -107,6 +121,8 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
             ``config.no_sync_func`` of another origin, or a field that FSDP2 cannot honour.
         WrapError: a model that is wrapped already.
     """
+
+    _replaced = stock_module.TorchFullyShardedDataParallel
 
     def __init__(
         self,
@@ -149,23 +165,13 @@ def translated(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
     Raises:
         ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one.
     """
-    changed = _changed_fields(ddp_config)
+    changed = changed_fields(ddp_config)
     for name, value in registered_settings.items():
         if changed.get(name, value) != value:
             raise ParallelConfigError(
                 f"{name} is {changed[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
             )
     return TorchFullyShardedDataParallelConfig(**(changed | registered_settings))
-
-
-def _changed_fields(ddp_config: Any) -> dict[str, Any]:
-    changed = {}
-    for field in fields(ddp_config):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        value = getattr(ddp_config, field.name)
-        if value != default:
-            changed[field.name] = value
-    return changed
 
 
 def _reject_unsupported(config: Any) -> None:
@@ -213,9 +219,8 @@ def register(**settings: Any) -> None:
     holders = [
         (module, name)
         for module in modules
-        if module.__name__ != __name__
         for name, value in list(vars(module).items())
-        if value is _STOCK
+        if value is TorchFullyShardedDataParallel._replaced
     ]
     for module, _ in holders:
         if not module.__name__.startswith("megatron."):
@@ -248,3 +253,21 @@ def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Mod
         return model_provider(*args, **kwargs)
 
     return provide
+
+
+def main() -> None:
+    """Runs the script that the first argument names, as Python would, with the other arguments."""
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        raise ConfigError(
+            f"{' '.join(sys.argv[1:2]) or 'no script'} was given, which is no file; give the path of a script: "
+            "python -m core.adapters.megatron_lm pretrain_gpt.py --use-torch-fsdp2"
+        )
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":  # of the imported module, whose class scripts find in Megatron-LM
+    importlib.import_module("core.adapters.megatron_lm").main()
+else:
+    register()
