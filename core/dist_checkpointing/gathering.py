@@ -1,9 +1,9 @@
 """Moves tensors of the whole model between ranks, a bucket at a time, so that no rank holds more than that of them.
 
 Every way out of a sharded model (files of other systems, a trainer's whole state dict, an inference server and its
-shards) goes through `move`: from the boxes that ranks hold, elements travel straight into those that others want,
-replicas only once, and what a rank holds itself is copied meanwhile. A `TensorStream` makes other systems' tensors of
-the wholes.
+shards) goes through `plan_transfers` and `move`: from the boxes that ranks hold, elements travel straight into those
+that others want, replicas only once, and what a rank holds itself is copied meanwhile. A `TensorStream` makes other
+systems' tensors of the wholes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,56 +53,96 @@ def owners_of(boxes: Mapping[int, Mapping[str, Iterable[Box]]]) -> dict[str, dic
     return owners
 
 
-def move(
+class Transfer(NamedTuple):
+    """Elements of one tensor that a rank sends, receives, or copies itself."""
+
+    name: str
+    box: Box
+    """Where they are held."""
+    cut: tuple[slice, ...]
+    """Their place in `box`."""
+    want: Box
+    """Where they are to be."""
+    place: tuple[slice, ...]
+    """Their place in `want`."""
+    source: int
+    receiver: int
+
+
+def plan_transfers(
     names: Sequence[str],
     owners: Mapping[str, Mapping[Box, Sequence[int]]],
-    held: Mapping[str, Mapping[Box, Tensor]],
     wanted: Mapping[int, Mapping[str, Iterable[Box]]],
-    targets: Mapping[str, Mapping[Box, Tensor]],
-    ranks: Ranks,
+    rank: int,
     dtypes: Mapping[str, torch.dtype],
     limit_bytes: int = BUCKET_BYTES,
-) -> None:
-    """Fills boxes of tensors with what ranks hold of them. Collective. A rank that holds what it wants copies its own.
+) -> list[tuple[str, list[Transfer]]]:
+    """Returns what one rank does to fill boxes of tensors with what ranks hold of them, in groups that `move` takes.
+
+    A rank that holds what it wants copies its own.
 
     Args:
         names: tensors to move together.
         owners: ranks that hold each box, equal on every rank.
-        held: this rank's boxes.
         wanted: by rank, the boxes to fill; equal on every rank.
-        targets: this rank's boxes to fill; it does not copy its own elements into a tensor that is not in them.
         dtypes: what each tensor travels in.
         limit_bytes: bytes of boxes whose copies, where memory is not contiguous, a rank holds together.
+
+    Returns:
+        of each group its name in messages and its transfers. Groups are equally many on all ranks.
     """
     parts = [((name, box), math.prod(box[1]) * dtypes[name].itemsize) for name in names for box in owners[name]]
+    planned = list[tuple[str, list[Transfer]]]()
     for group in in_buckets(parts, limit_bytes):
+        transfers = list[Transfer]()
+        for name, box in group:
+            replicas = owners[name][box]
+            for receiver, want in ((to, want) for to in wanted for want in wanted[to].get(name, ())):
+                source = receiver if receiver in replicas else replicas[receiver % len(replicas)]
+                shared = overlap(box, want) if rank in (source, receiver) else None
+                if shared is not None:
+                    transfers.append(Transfer(name, box, shared[0], want, shared[1], source, receiver))
+        planned.append((f"parts of {group[0][0]} to {group[-1][0]}", transfers))
+    return planned
+
+
+def move(
+    planned: Iterable[tuple[str, Iterable[Transfer]]],
+    held: Mapping[str, Mapping[Box, Tensor]],
+    targets: Mapping[str, Mapping[Box, Tensor]],
+    ranks: Ranks,
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Carries out what `plan_transfers` has planned. Collective.
+
+    Args:
+        held: this rank's boxes.
+        targets: this rank's boxes to fill; it does not copy its own elements into a tensor that is not in them.
+    """
+    for what, transfers in planned:
         sends, receives = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
         own, arrived = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-        for name, box in group:
-            replicas, packed = owners[name][box], dict[Box, Tensor]()
-            for receiver, want in ((rank, want) for rank in wanted for want in wanted[rank].get(name, ())):
-                source = receiver if receiver in replicas else replicas[receiver % len(replicas)]
-                shared = overlap(box, want) if ranks.rank in (source, receiver) else None
-                if shared is None or (source == receiver and name not in targets):
-                    continue
-                if source == receiver:
-                    own.append((targets[name][want][shared[1]], held[name][box][shared[0]]))
-                elif source == ranks.rank:
-                    if want not in packed:
-                        packed[want] = _as_bytes(held[name][box][shared[0]].to(dtypes[name]).contiguous())
-                    sends.append((packed[want], receiver))
-                else:
-                    target = targets[name][want][shared[1]]
-                    if not target.is_contiguous():
-                        arrived.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
-                        target = arrived[-1][1]
-                    receives.append((_as_bytes(target), source))
-        exchange(sends, receives, ranks.group, what=f"parts of {group[0][0]} to {group[-1][0]}", copies=own)
+        packed = dict[tuple[str, Box, Box], Tensor]()
+        for name, box, cut, want, place, source, receiver in transfers:
+            if receiver != ranks.rank:
+                if (name, box, want) not in packed:
+                    packed[name, box, want] = as_bytes(held[name][box][cut].to(dtypes[name]).contiguous())
+                sends.append((packed[name, box, want], receiver))
+            elif source != ranks.rank:
+                target = targets[name][want][place]
+                if not target.is_contiguous():
+                    arrived.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
+                    target = arrived[-1][1]
+                receives.append((as_bytes(target), source))
+            elif name in targets:
+                own.append((targets[name][want][place], held[name][box][cut]))
+        exchange(sends, receives, ranks.group, what=what, copies=own)
         for target, received in arrived:
             target.copy_(received)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Views a contiguous tensor as its bytes, `[n]`."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -220,26 +260,40 @@ class TensorStream:
 
         A tensor may be the model's own memory, where this rank holds all of it: do not write to it.
         """
-        for bucket in self._buckets:
-            yield self._made(bucket, self._gather(list(dict.fromkeys(name for of in bucket for name in of.sources))))
+        for bucket, planned in zip(self._buckets, self._transfers, strict=True):
+            yield self._made(bucket, self._gather(_sources(bucket), planned))
+
+    @cached_property
+    def _transfers(self) -> list[list[tuple[str, list[Transfer]]]]:
+        """What this rank does for each bucket. Fixed from the first pass on, as `held` is."""
+        wanted = {rank: {name: [_whole(view)] for name, view in self.views.items()} for rank in self.receivers}
+        fixed = self.owners, wanted, self.ranks.rank, self.dtypes, self.bucket_bytes
+        return [plan_transfers(_sources(bucket), *fixed) for bucket in self._buckets]
 
     def _made(self, bucket: Sequence[Outgoing], wholes: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for tensor in bucket:
             made = tensor.make(wholes) if self.receives else torch.empty(tensor.shape, device="meta")
             yield tensor.name, made.to(self._metadata[tensor].dtype)
 
-    def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _gather(self, names: Iterable[str], planned: Iterable[tuple[str, Iterable[Transfer]]]) -> dict[str, Tensor]:
         wholes, targets = dict[str, Tensor](), dict[str, dict[Box, Tensor]]()
-        boxes = {name: ((0,) * self.views[name].ndim, tuple(self.views[name].shape)) for name in names}
-        for name, box in boxes.items() if self.receives else ():
+        for name in names if self.receives else ():
+            box, view, dtype = _whole(self.views[name]), self.views[name], self.dtypes[name]
             if self.ranks.rank in self.owners[name].get(box, ()):
-                wholes[name] = self.held[name][box].to(self.dtypes[name])
+                wholes[name] = self.held[name][box].to(dtype)
             else:
-                wholes[name] = torch.empty(box[1], dtype=self.dtypes[name], device=self.views[name].device)
+                wholes[name] = torch.empty(view.shape, dtype=dtype, device=view.device)
                 targets[name] = {box: wholes[name]}
-        wanted = {rank: {name: [box] for name, box in boxes.items()} for rank in self.receivers}
-        move(names, self.owners, self.held, wanted, targets, self.ranks, self.dtypes, self.bucket_bytes)
+        move(planned, self.held, targets, self.ranks, self.dtypes)
         return wholes
+
+
+def _sources(bucket: Iterable[Outgoing]) -> list[str]:
+    return list(dict.fromkeys(name for tensor in bucket for name in tensor.sources))
+
+
+def _whole(view: Tensor) -> Box:
+    return (0,) * view.ndim, tuple(view.shape)
 
 
 def in_buckets(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:

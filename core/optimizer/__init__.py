@@ -3,8 +3,7 @@
 from ..base.megatron_names import absent_names
 from ..optimizer_param_scheduler import OptimizerParamScheduler
 from .averaged_weights import AveragedWeights
-from .build import get_megatron_optimizer
-from .distrib_optimizer import DistributedOptimizer
+from .distrib_optimizer import DistributedOptimizer, get_megatron_optimizer
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import (

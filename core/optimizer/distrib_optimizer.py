@@ -1,9 +1,9 @@
-"""The optimizer for wrappers that shard optimizer state (ZeRO-1), gradients (ZeRO-2) or parameters (ZeRO-3) in flat
-buffers.
+"""The optimizer that a model gets, and the one for wrappers that shard optimizer state (ZeRO-1), gradients (ZeRO-2) or
+parameters (ZeRO-3) in flat buffers.
 
-Each rank updates an equal share of every bucket. A share may end inside a parameter, so a rank updates a run of the
-parameter's elements. The gradient's shard, the moments and, in low precision, the fp32 masters exist only for that
-run. (Rajbhandari et al., 2020.)
+In that each rank updates an equal share of every bucket. A share may end inside a parameter, so a rank updates a run
+of the parameter's elements. The gradient's shard, the moments and, in low precision, the fp32 masters exist only for
+that run. (Rajbhandari et al., 2020.)
 """
 
 from __future__ import annotations
@@ -11,21 +11,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.errors import OptimizerError
+from ..base.device import current_device
+from ..base.errors import ConfigError, OptimizerError
+from ..base.megatron_names import refuse
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
-from ..distributed import DistributedDataParallelConfig
+from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
-from ..distributed.flat_data_parallel import _FlatDataParallel
+from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
 from ..distributed.verbs import owner_of
+from ..process_groups_config import ProcessGroupCollection
+from .clip_grads import GradientStatistics
+from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
+from .matrices import choose_optimizers
+from .muon import Muon
 from .optimizer import MegatronOptimizer
-from .param_groups import collect_main_params
+from .optimizer_config import OptimizerConfig
+from .param_groups import ConfigOverrides, ParamCondition, build_param_groups, collect_main_params
+from .update_rules import build_update_rule
 
 
 @dataclass(eq=False)
@@ -120,6 +130,81 @@ def collect_main_ranges(
     return collect_main_params(model_chunks, make)
 
 
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: ConfigOverrides | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: None = None,
+    *,
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
+    lr_mult: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+) -> MegatronOptimizer:
+    """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
+
+    The wrapper's sharding strategy decides: a `DistributedDataParallel` that shards optimizer state gets the
+    :class:`DistributedOptimizer`, everything else an optimizer that updates what the rank holds of the parameters.
+
+    Args:
+        config: the update rule and its constants.
+        model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
+        config_overrides: settings of single parameters, by `ParamKey`. They replace `get_standard_config_overrides`
+            and exclude `no_weight_decay_cond` and `scale_lr_cond`.
+        use_gloo_process_groups: Megatron-LM's argument; not read, because optimizers use the wrappers' groups.
+        pg_collection: process groups, whose `tp` is the default of `tp_group`.
+        dump_param_to_param_group_map: Megatron-LM's argument; must be None.
+        no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
+            and parameters of at most one dimension.
+        scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
+        lr_mult: factor of the learning rates that `scale_lr_cond` selects.
+        tp_group: ranks that share parameters marked ``tensor_model_parallel``; by default the group of
+            :mod:`core.parallel_state`, if it is initialised.
+
+    Raises:
+        ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
+        OptimizerError: parameters that cannot be updated.
+    """
+    if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
+        raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
+    refuse(
+        "get_megatron_optimizer",
+        ConfigError,
+        dump_param_to_param_group_map=(dump_param_to_param_group_map, None, "read the optimizer's param_groups"),
+    )
+    if tp_group is None and pg_collection is not None:
+        tp_group = pg_collection.tp
+    wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    for wrapper in wrappers:
+        wrapper.settle_parameters()
+    sharding = _wrappers_that_shard_state(config, model_chunks)
+    if sharding:
+        params = collect_main_ranges(model_chunks, sharding)
+    else:
+        params = collect_main_params(model_chunks)
+        _check_whole(params)
+    _check_precision(config, model_chunks, params)
+    settings = (config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
+    device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
+    rule: torch.optim.Optimizer
+    if config.optimizer == "muon":
+        reasons = choose_optimizers(params, config, config_overrides)
+        ours, others = ([p for p in params if bool(reasons[p]) == is_other] for is_other in (False, True))
+        groups = [group | {"optimizer": "muon"} for group in build_param_groups(ours, *settings)]
+        groups += [
+            group | {"optimizer": config.muon_scalar_optimizer} for group in build_param_groups(others, *settings)
+        ]
+        rule = Muon(groups, config, reasons, tp_group)
+    else:
+        rule = build_update_rule(config, build_param_groups(params, *settings), device_type)
+    kind = DistributedOptimizer if sharding else MegatronOptimizer
+    is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
+    statistics = GradientStatistics(params, tp_group, is_exact=is_exact)
+    return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers)
+
+
 def _planned_ranges(wrapper: _FlatDataParallel) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
     """Yields the planned parameters that are still in the model, with the arguments of their `MainRange`."""
     planned = wrapper.plan.trained
@@ -128,3 +213,49 @@ def _planned_ranges(wrapper: _FlatDataParallel) -> Iterator[tuple[nn.Parameter, 
             index = wrapper.plan.over_ranks_of(kind_of(param)).updated_part
             start, end = planned[name].bounds[index : index + 2]
             yield param, (wrapper, start, end)
+
+
+def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_FlatDataParallel]:
+    """Returns the chunks' wrappers if each rank updates its share of their flat buffers, else an empty list."""
+    wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    strategies = {wrapper.plan.strategy for wrapper in wrappers}
+    sharding = [wrapper for wrapper in wrappers if shards_buffers(wrapper)]
+    if sharding and len(sharding) < len(model_chunks):
+        raise ConfigError(
+            f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
+            "of them by one strategy"
+        )
+    is_sharded = config.use_distributed_optimizer
+    if is_sharded is not None and is_sharded != bool(sharding):
+        names = " and ".join(sorted(strategies)) or "no_shard"
+        raise ConfigError(
+            f"use_distributed_optimizer is {is_sharded} in OptimizerConfig, but data_parallel_sharding_strategy is "
+            f"{names} in the config of the model's wrapper, which decides; leave the first at None"
+        )
+    return sharding
+
+
+def _check_whole(params: list[MainParam]) -> None:
+    for p in params:
+        wrapper = owner_of(p.param)
+        if shards_buffers(wrapper):
+            raise OptimizerError(
+                f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
+                "was not given that wrapper; give it what wrap_model returned"
+            )
+
+
+def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: list[MainParam]) -> None:
+    if not config.fp16 and any(getattr(getattr(chunk, "config", None), "fp16", False) for chunk in model_chunks):
+        raise ConfigError(
+            "the model computes in fp16, but OptimizerConfig has fp16=False, so that no loss scale would keep small "
+            "gradients from vanishing; set fp16=True"
+        )
+    for p in params:
+        dtype = p.local().dtype
+        if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):
+            setting = "fp16=True" if dtype == torch.float16 else "bf16=True"
+            raise ConfigError(
+                f"parameter {p.name} is {dtype}, but OptimizerConfig has fp16={config.fp16}, bf16={config.bf16}; "
+                f"set {setting}, or create the model in the configured precision"
+            )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 from .optimizer_config import OptimizerConfig
 
 
-class GradScaler(ABC):
-    """A loss scale. It is equal on all ranks, because ranks agree on an overflow before they update it."""
+class GradScaler:
+    """A loss scale that never changes. The configuration has it, so that no state is saved."""
 
     def __init__(self, initial_scale: float) -> None:
-        # The factor of losses, equal on all ranks. `update` sets it once a step, and `load_state_dict` when a run
-        # resumes. A constant scale never changes.
+        # The factor of losses, equal on all ranks, because ranks agree on an overflow before they update it. `update`
+        # of a dynamic scale sets it once a step, and `load_state_dict` when a run resumes.
         self.scale = initial_scale
 
-    @abstractmethod
     def update(self, found_inf: bool) -> None:
         """Adapts the scale once a step.
 
@@ -24,27 +22,16 @@ class GradScaler(ABC):
             found_inf: a gradient was not finite on some rank, so that the step was skipped.
         """
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as plain numbers."""
+        return {}
 
-    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from :meth:`state_dict`."""
 
 
 class ConstantGradScaler(GradScaler):
-    """A loss scale that never changes."""
-
-    def update(self, found_inf: bool) -> None:
-        """Does nothing: the scale is constant."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the configuration has the scale."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: the configured scale stays."""
+    """Megatron-LM's name of a scale that never changes."""
 
 
 class DynamicGradScaler(GradScaler):

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, which matrices they are, and the table that shows both.
+"""Which parameters Muon updates, which matrices they are, the table that shows both, and the Newton-Schulz iteration.
 
 A parameter's whole tensor, before any sharding, is viewed as `[rows, columns]`, with all dimensions but the last as
 rows. A matrix is some of these rows. Layers declare rows that they have fused by :func:`~core.tensor_parallel.\
@@ -7,6 +7,7 @@ initialization.declare_fused_rows`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 from ..base.errors import ConfigError
 from ..tensor_parallel.initialization import FusedRows
 from .main_params import MainParam
-from .newton_schulz import MuonRecipe
-from .optimizer_config import OptimizerConfig
+from .optimizer_config import CoefficientType, MuonRecipe, OptimizerConfig
 from .param_groups import ConfigOverrides, override_of
 
 _OUTPUT_LAYERS = ("lm_head", "output_layer")
@@ -172,3 +172,71 @@ def _text(shape: Sequence[int]) -> str:
 
 def _without_numbers(name: str) -> str:
     return re.sub(r"(?<![a-zA-Z_])\d+|(?<=^[qkv])\d+", "*", name)
+
+
+Triple = tuple[float, float, float]
+
+_CLASSIC: Triple = (3.4445, -4.7750, 2.0315)
+
+# fmt: off
+COEFFICIENTS: dict[CoefficientType, tuple[Triple, ...]] = {
+    "simple": (_CLASSIC,),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
+    ),
+    "cans": (
+        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630), (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    "aol": (
+        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169),
+    ),
+    "deepseekv4": (*(_CLASSIC,) * 8, (2.0, -1.5, 0.5)),
+}
+# fmt: on
+"""Coefficients (a, b, c) of the steps, by Megatron-LM's names.
+
+Jordan et al., 2024; Cesista et al., 2025; Amsel et al., 2025 (Polar Express, with its safety factor of 1.01); Grishina
+et al., 2025 (CANS); Boissin et al., 2025 (Turbo-Muon); DeepSeek-V4.
+"""
+
+_LAST_REPEATS = ("polar_express", "cans", "deepseekv4")
+"""Types whose last coefficients are those of all further steps. Of the others the first come again."""
+
+
+def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:
+    """Returns a matrix with the singular vectors of `update` and singular values near 1, in the dtype of products.
+
+    The bits depend on nothing but the matrix: one call for each, with operations in the order of `torch.optim.Muon`.
+
+    Args:
+        update: `[rows, columns]`, contiguous.
+    """
+    is_rounded, is_tall = recipe.fp32_matmul_prec == "medium", update.shape[0] > update.shape[1]
+    x = update.bfloat16() if is_rounded and recipe.rounds_first else update
+    x = x.T if is_tall else x
+    norm = x.norm()
+    x = x / (norm + recipe.eps if recipe.adds_eps else norm.clamp(min=recipe.eps))
+    x = x.bfloat16() if is_rounded else x
+    triples = COEFFICIENTS[recipe.coefficient_type]
+    rest = triples[-1:] if recipe.coefficient_type in _LAST_REPEATS else triples
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(recipe.fp32_matmul_prec)
+    try:
+        for a, b, c in itertools.islice(itertools.chain(triples, itertools.cycle(rest)), recipe.num_ns_steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return x.T if is_tall else x
+
+
+def cost(shape: Sequence[int]) -> int:
+    """Returns the multiplications of one step on a matrix, up to a constant factor."""
+    small, large = sorted(shape)
+    return small * small * (2 * large + small)

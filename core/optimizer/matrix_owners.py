@@ -20,8 +20,7 @@ from ..base.errors import OptimizerError
 from ..comm.collectives import all_to_all_by_backend
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.gathering import held_parts, in_buckets
-from .matrices import Matrix
-from .newton_schulz import cost
+from .matrices import Matrix, cost
 
 BUCKET_ELEMENTS = 2**23
 """Elements for each rank that a bucket has at most. A larger parameter is a bucket of its own."""

@@ -25,10 +25,9 @@ from ..distributed.groups import whole_group
 from ..distributed.verbs import owner_of
 from . import update_rules as rules
 from .main_params import MainParam
-from .matrices import describe_matrices, matrices_of
+from .matrices import describe_matrices, matrices_of, orthogonalize
 from .matrix_owners import Arrival, MatrixOwners
-from .newton_schulz import MuonRecipe, orthogonalize, recipe_of
-from .optimizer_config import OptimizerConfig
+from .optimizer_config import MuonRecipe, OptimizerConfig, recipe_of
 
 _MOMENTUM = "momentum_buffer"
 _OWNED = "owned."

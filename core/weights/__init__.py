@@ -1,22 +1,18 @@
 """Weights out of any wrapper, in bounded memory: to an inference server, a file, or another run.
 
-stream      whole tensors under another system's names, a bucket at a time
+stream      whole tensors under another system's names, a bucket at a time, or straight into the shards of receivers
 patches     only the elements that changed since the receivers' version
 sender      sends both to receivers in processes of their own
-receiver    receives them
-shards      straight into the shards of receivers
-adapters    LoRA adapters as PEFT's files
-files       models of transformers from and to their files
+receiver    receives them, over a group and a store that both share
+files       models of transformers from and to their files, and LoRA adapters as PEFT's
 """
 
 from ..dist_checkpointing.gathering import ParamMeta
-from .adapters import save_adapter
-from .files import load_pretrained, save_pretrained
+from .files import load_pretrained, save_adapter, save_pretrained
 from .patches import PatchStream, WeightPatch
 from .receiver import WeightReceiver
 from .sender import WeightSender
-from .shards import receive_shards, send_shards
-from .stream import WeightStream
+from .stream import WeightStream, receive_shards, send_shards
 
 __all__ = [
     "ParamMeta",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 from ..base.errors import CheckpointError, ShardstackError, WeightsError
 from ..dist_checkpointing.gathering import ParamMeta
-from .link import Backend, Link, as_json, bytes_of, first_line, new_hash, update_hash, views_of
 from .patches import PatchStream
+from .receiver import Backend, Link, as_json, first_line, new_hash, update_hash
 from .stream import WeightStream
 
 T = TypeVar("T")
@@ -63,12 +62,9 @@ class WeightSender:
         self._round, self._state = 0, ""
         # Bytes of the last round's buckets, on the rank that sends. Each round sets it.
         self.sent_bytes = 0
-        # Memory of a bucket that is sent, which the next one uses again. A full round allocates it, a patch as needed;
-        # a round that ends well frees it.
-        self._memory = torch.empty(0, dtype=torch.uint8, device=next(iter(stream.views.values())).device)
-        # Waits until the bucket in it has arrived, while the next one is gathered. `_send_bucket` sets it,
-        # `_finish_bucket` clears it.
-        self._wait: Callable[[], object] = bool
+        # Wait until the tensors of a bucket have arrived, while the next one is gathered. `_send_bucket` adds them,
+        # `_finish_bucket` calls and drops them, and with them the tensors.
+        self._waits: list[Callable[[], object]] = []
         # The connections to the receivers, on the rank that sends; None elsewhere.
         self._link = self._on_sender(lambda: Link(address, 0, num_receivers, limit_s, backend))
 
@@ -89,10 +85,7 @@ class WeightSender:
         if self._patches is not None:
             self._patches.restart()
         header = {"kind": "full", "version": version, "base": "", "tensors": as_json(self.stream.metadata())}
-        described = self.stream.bucket_metadata()
-        if self.sends:
-            self._memory = self._memory.new_empty(max(map(bytes_of, described)))
-        self._send_round(header, zip(described, self.stream.buckets(), strict=True))
+        self._send_round(header, zip(self.stream.bucket_metadata(), self.stream.buckets(), strict=True))
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -137,7 +130,6 @@ class WeightSender:
             link.check_answers(f"{key}/done", "confirm the weights")
 
         self._on_sender(close)
-        self._memory = self._memory.new_empty(0)
         self._state = digest.hexdigest()
 
     def _connected(self) -> Link:
@@ -158,26 +150,25 @@ class WeightSender:
         """Waits until the bucket before has arrived, and starts to send one."""
         self._finish_bucket(key, number)
         metas, tensors = bucket
-        num_bytes, link = bytes_of(metas), self._connected()
-        if len(self._memory) < num_bytes:
-            self._memory = self._memory.new_empty(num_bytes)
-        memory = self._memory[:num_bytes]
-        for view, (_, tensor) in zip(views_of(memory, metas), tensors, strict=True):
-            view.copy_(tensor)
+        link, sent = self._connected(), list[Tensor]()
         link.write(f"{key}/bucket/{number}", as_json(metas))
-        self._wait = link.broadcast(memory)
-        update_hash(digest, memory)
-        self.sent_bytes += num_bytes
+        for _, tensor in tensors:
+            sent.append(tensor.contiguous())
+            self._waits.append(link.broadcast(sent[-1]))
+        for tensor in sent:
+            update_hash(digest, tensor)
+            self.sent_bytes += tensor.nbytes
 
     def _finish_bucket(self, key: str, number: int) -> None:
         """Waits until the bucket before number `number` has arrived."""
         link = self._connected()
         try:
-            self._wait()
+            for wait in self._waits:
+                wait()
         except RuntimeError as error:
             link.close()  # or receivers that are not lost would wait for bytes, and not answer
             link.write(f"{key}/bucket/{number}", {"failure": "the connection to another receiver was lost"})
             link.check_answers(f"{key}/done", "take the weights", _ANSWER_S)
             raise WeightsError(f"weights could not be sent within the limit ({first_line(error)})") from error
         finally:
-            self._wait = bool
+            self._waits = []

@@ -38,7 +38,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a gathered tensor has the first rank's piece in the place of every rank's",
-        "core.dist_checkpointing.gathering.move",
+        "core.dist_checkpointing.gathering.plan_transfers",
         r"receiver if receiver in replicas",
         "receiver if replicas",
         ("tests/unit/weights/test_stream.py",),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core.base.errors import ConfigError
 from core.models.gpt import GPTModel
-from core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, newton_schulz
+from core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, matrices, optimizer_config
 from core.optimizer.muon import Muon
 from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
@@ -92,7 +92,7 @@ def _published(preset: str, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return m, scale * x
 
 
-@pytest.mark.parametrize("preset", list(newton_schulz.PRESETS))
+@pytest.mark.parametrize("preset", list(optimizer_config.PRESETS))
 @pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-12), ("medium", 0.06)])
 def test_presets_equal_published_formulas(preset: Any, precision: Any, tolerance: float):
     model, expected = _Matrices(torch.float64), dict(_Matrices(torch.float64).named_parameters())
@@ -109,12 +109,12 @@ def test_presets_equal_published_formulas(preset: Any, precision: Any, tolerance
             assert (moved - update).norm() <= tolerance * update.norm(), f"{name} at step {step}"
 
 
-@pytest.mark.parametrize("kind", list(newton_schulz.COEFFICIENTS))
+@pytest.mark.parametrize("kind", list(matrices.COEFFICIENTS))
 def test_coefficients_bring_singular_values_near_one(kind: Any):
     steps = {"polar_express": 8, "aol": 8, "deepseekv4": 10}.get(kind, 5)
-    recipe = newton_schulz.recipe_of(_config(muon_coefficient_type=kind, muon_num_ns_steps=steps))
+    recipe = optimizer_config.recipe_of(_config(muon_coefficient_type=kind, muon_num_ns_steps=steps))
     matrix = torch.randn(24, 60, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(newton_schulz.orthogonalize(matrix, recipe).float())
+    values = torch.linalg.svdvals(matrices.orthogonalize(matrix, recipe).float())
     assert values.min() > 0.6 and values.max() < 1.3
 
 
@@ -124,22 +124,22 @@ def test_coefficients_bring_singular_values_near_one(kind: Any):
 )
 def test_further_steps_begin_again_or_repeat_the_last(kind: Any, order: list[int]):
     recipe = replace(
-        newton_schulz.PRESETS["torch"], coefficient_type=kind, num_ns_steps=len(order), fp32_matmul_prec="highest"
+        optimizer_config.PRESETS["torch"], coefficient_type=kind, num_ns_steps=len(order), fp32_matmul_prec="highest"
     )
     row = torch.tensor([[0.6, 0.8]], dtype=torch.float64)  # its norm is 1, and each step a polynomial of it
     value = 1.0
-    for a, b, c in (newton_schulz.COEFFICIENTS[kind][index] for index in order):
+    for a, b, c in (matrices.COEFFICIENTS[kind][index] for index in order):
         value = a * value + b * value**3 + c * value**5
     # The least norm of this preset changes nothing. A step amplifies rounding by its slope, 26 at most here.
-    assert torch.allclose(newton_schulz.orthogonalize(row, recipe), value * row, rtol=1e-9)
+    assert torch.allclose(matrices.orthogonalize(row, recipe), value * row, rtol=1e-9)
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("simple", 5), ("quintic", 5), ("cans", 5), ("polar_express", 8)])
 def test_noise_of_a_gradient_grows_by_the_slope_at_zero(kind: Any, steps: int):
     """The bound of docs/muon.md, which noise in a direction that the gradient almost lacks reaches."""
-    preset = newton_schulz.PRESETS["torch"]
+    preset = optimizer_config.PRESETS["torch"]
     recipe = replace(preset, coefficient_type=kind, num_ns_steps=steps, fp32_matmul_prec="highest")
-    slope = math.prod(a for a, _, _ in (newton_schulz.COEFFICIENTS[kind] * steps)[:steps])
+    slope = math.prod(a for a, _, _ in (matrices.COEFFICIENTS[kind] * steps)[:steps])
     left, _, right = torch.linalg.svd(
         torch.randn(16, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64), full_matrices=False
     )
@@ -150,7 +150,7 @@ def test_noise_of_a_gradient_grows_by_the_slope_at_zero(kind: Any, steps: int):
 
     def growth(direction: Tensor) -> float:
         noisy = gradient + noise * direction / direction.norm()
-        change = newton_schulz.orthogonalize(noisy, recipe) - newton_schulz.orthogonalize(gradient, recipe)
+        change = matrices.orthogonalize(noisy, recipe) - matrices.orthogonalize(gradient, recipe)
         return change.norm().item() / 1e-9
 
     assert growth(left[:, -1:] @ right[-1:]) > 0.95 * slope
@@ -407,10 +407,10 @@ def test_unfit_models_are_one_line(model: nn.Module, settings: Any, overrides: A
 
 
 def test_settings_without_a_preset_replace_moonlights():
-    recipe = newton_schulz.recipe_of(_config(muon_scale_mode="shape_scaling", muon_momentum=0.9))
+    recipe = optimizer_config.recipe_of(_config(muon_scale_mode="shape_scaling", muon_momentum=0.9))
     assert (recipe.scale_mode, recipe.momentum, recipe.extra_scale_factor) == ("shape_scaling", 0.9, 0.2)
     assert recipe.adds_eps and recipe.nesterov
-    assert newton_schulz.recipe_of(_config(muon_momentum=0.0)).momentum == 0.0  # not the preset's
+    assert optimizer_config.recipe_of(_config(muon_momentum=0.0)).momentum == 0.0  # not the preset's
 
 
 def test_state_of_torch_is_that_of_every_preset():

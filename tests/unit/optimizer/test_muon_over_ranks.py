@@ -25,14 +25,7 @@ from core.distributed import (
 )
 from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
-from core.optimizer import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-    matrix_owners,
-    muon,
-    newton_schulz,
-)
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrices, matrix_owners, muon
 from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
@@ -242,13 +235,13 @@ def _updates_of_micro_batches(wrapper: str, expected: dict[str, Tensor]) -> tupl
 
     def orthogonalize(matrix: Tensor, recipe: Any) -> Tensor:
         counted.append(matrix)
-        return newton_schulz.orthogonalize(matrix, recipe)
+        return matrices.orthogonalize(matrix, recipe)
 
     muon.orthogonalize = orthogonalize
     try:
         _train(model, optimizer, STEPS, micro_batches=2)
     finally:
-        muon.orthogonalize = newton_schulz.orthogonalize
+        muon.orthogonalize = matrices.orthogonalize
     state = _state(model, optimizer)
     return [name for name, t in expected.items() if not torch.equal(t, whole(state[name]))], len(counted)
 

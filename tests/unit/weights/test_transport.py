@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import WeightsError
-from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, link
+from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream
+from core.weights import receiver as receiving
 from tests._forked import FORKED
 from tests.unit._quick import quick
 from tests.unit._spawn import RankFailure, run_distributed
@@ -46,15 +48,24 @@ def _receiver(store: Any, limit_s: float = LIMIT_S, **more: Any) -> WeightReceiv
     return WeightReceiver(store, dist.get_rank() - TRAINERS, RECEIVERS, limit_s=limit_s, **more)
 
 
+def _memory_of(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Returns a server's tensors for the weights of a model."""
+    return {
+        meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in WeightStream(model, dtype=dtype).metadata()
+    }
+
+
 def _rounds(kind: str, path: Path, steps: int) -> list[dict[str, torch.Tensor]]:
     """Returns the weights after each round: of the stream on rank 0, and what each receiver has."""
     start()
     group, store = _roles(path)
     if dist.get_rank() >= TRAINERS:
-        receiver, taken = _receiver(store), []
+        into = _memory_of(gpt(), torch.bfloat16) if dist.get_rank() == TRAINERS else None
+        receiver, taken = _receiver(store, into=into), []
         for version in range(steps):
             assert receiver.receive() == receiver.version == version
             taken.append({name: value.clone() for name, value in receiver.weights.items()})
+            assert into is None or all(value is into[name] for name, value in receiver.weights.items())
         return taken
     model, undisturbed = _model(kind, group), _model(kind, group)
     optimizer, other = optimizer_of(model), optimizer_of(undisturbed)
@@ -139,7 +150,7 @@ def _fault(fault: str, path: Path) -> tuple[list[str], Any]:
         noting(receiver.receive)
         if fault == "missing" and rank == 3:
             receiver._state = "of a round that was not taken"
-        damage = mock.patch.object(link.hashlib, "sha256", lambda text: _Damaged())
+        damage = mock.patch.object(receiving.hashlib, "sha256", lambda text: _Damaged())
         with damage if fault == "damaged" and rank == 3 else mock.patch.object(receiver, "device"):
             receiver.device = torch.device("cpu")
             noting(receiver.receive)
@@ -309,10 +320,11 @@ def _live(kind: str, path: Path, bucket: int) -> tuple[int, int]:
     start()
     group, store = _roles(path)
     if dist.get_rank() >= TRAINERS:
-        receiver = _receiver(store)
+        is_in_place = dist.get_rank() == TRAINERS
+        receiver = _receiver(store, into=_memory_of(gpt(num_layers=4)) if is_in_place else None)
         with LiveBytes() as live:
             receiver.receive()
-        return live.peak, 2 * bucket + sum(value.nbytes for value in receiver.weights.values())
+        return live.peak, 2 * bucket + (0 if is_in_place else sum(v.nbytes for v in receiver.weights.values()))
     model = wrapped(kind, gpt(num_layers=4), group=group)
     stream = WeightStream(model, receivers=[0], bucket_bytes=bucket, process_group=group)
     sender = WeightSender(stream, store, RECEIVERS, limit_s=LIMIT_S)
@@ -350,8 +362,8 @@ def test_a_receiver_that_sleeps_half_a_minute_is_no_error(tmp_path: Path):
 
 
 def _hash_of(flat: torch.Tensor) -> str:
-    digest = link.new_hash({"kind": "full", "version": 0, "base": ""})
-    link.update_hash(digest, flat)
+    digest = receiving.new_hash({"kind": "full", "version": 0, "base": ""})
+    receiving.update_hash(digest, flat)
     return digest.hexdigest()
 
 
@@ -370,3 +382,29 @@ def test_an_address_without_a_port_is_refused():
         WeightReceiver("localhost", 0, 1)
     with pytest.raises(WeightsError, match="0 to 0"):
         WeightReceiver("localhost:1", 1, 1)
+
+
+def test_a_failed_round_into_given_memory_leaves_no_version():
+    store, kept = dist.HashStore(), {"w": torch.zeros(3)}
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(receiving.Link, store, 0, 1, LIMIT_S, "gloo")
+        receiver = WeightReceiver(store, 0, 1, into=kept, limit_s=LIMIT_S)
+    metas = receiving.as_json([ParamMeta("w", torch.float32, (3,))])
+    for number, end in enumerate((None, "a lost rank"), 1):
+        header = {"kind": "full", "version": number, "base": "", "tensors": metas}
+        digest, sent = receiving.new_hash(header), torch.full((3,), float(number))
+        receiving.update_hash(digest, sent)
+        sender.result().write(f"round/{number}/header", header)
+        sender.result().write(f"round/{number}/bucket/0", metas)
+        sender.result().write(f"round/{number}/bucket/1", {"failure": end} if end else digest.hexdigest())
+        sender.result().broadcast(sent)
+        if end is None:
+            assert receiver.receive() == 1 and receiver.weights["w"] is kept["w"]
+    with pytest.raises(WeightsError, match=r"a lost rank.*; send all of them again"):
+        receiver.receive()
+    assert receiver.version is None and receiver.weights == {} and kept["w"].tolist() == [2.0] * 3
+
+
+def test_memory_that_is_not_contiguous_is_refused():
+    with pytest.raises(WeightsError, match="w of into is not contiguous"):
+        WeightReceiver("localhost:1", 0, 1, into={"w": torch.zeros(2, 3).T})
