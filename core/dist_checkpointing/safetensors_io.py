@@ -110,55 +110,6 @@ def open_safetensors(path: Path) -> Any:
         raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}); restore it") from error
 
 
-def write_safetensors(
-    folder: Path,
-    plan: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    make: Callable[[str], torch.Tensor],
-    *,
-    writes: bool = True,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> None:
-    """Writes a model into `folder`, which must exist. A file exceeds `max_shard_bytes` only for a single tensor.
-
-    The rank that writes holds the tensors of one file at a time in host memory; other ranks hold one tensor.
-
-    Args:
-        plan: dtype and shape of every tensor by name, in the order in which they are distributed to files.
-        make: returns the tensor of a name, which shares no memory with another. Called once per tensor in the order of
-            `plan`, after a failure too, because ranks may gather the tensor together; the error is raised at the end.
-        writes: if False, call `make` for every tensor and write nothing, to help another rank gather.
-        max_shard_bytes: bytes of the tensors in one file.
-
-    Raises:
-        CheckpointError: a tensor that is not what `plan` says, or a file that cannot be written.
-        MissingExtraError: the library is not installed.
-    """
-    failure: Exception | None = None
-    shards = in_buckets([(name, _bytes(*of)) for name, of in plan.items()], max_shard_bytes) or [[]]
-    for number, names in enumerate(shards):
-        shard: dict[str, torch.Tensor] = {}
-        for name in names:
-            try:
-                if writes and failure is None:
-                    shard[name] = _as_planned(name, make(name), *plan[name])
-                else:
-                    make(name)
-            except Exception as error:
-                failure = failure or error
-                shard.clear()
-        try:
-            if writes and failure is None:
-                _write_file(folder / _file_name(number, len(shards)), shard)
-        except Exception as error:
-            failure = error
-    if failure is not None:
-        raise failure
-    if writes and len(shards) > 1:
-        places = {name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names}
-        document = {"metadata": {"total_size": sum(_bytes(*plan[name]) for name in plan)}, "weight_map": places}
-        write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
-
-
 def save_folder(
     folder: Path,
     plan: Mapping[str, tuple[torch.dtype, Sequence[int]]],
@@ -170,31 +121,55 @@ def save_folder(
 ) -> None:
     """Writes a model into a folder that appears atomically. Collective. The first rank writes.
 
+    It holds the tensors of one file at a time in host memory; other ranks hold one tensor.
+
     Args:
         folder: a new or empty folder.
-        plan, max_shard_bytes: as of :func:`write_safetensors`.
-        tensors: the plan's tensors in its order, as a `TensorStream` yields them. Every rank takes them to the end.
+        plan: dtype and shape of every tensor by name, in the order in which they are distributed to files.
+        tensors: the plan's tensors in its order, as a `TensorStream` yields them. Every rank takes them to the end,
+            after a failure too, because ranks may gather a tensor together.
         describe: adds what goes next to the tensors to the folder that it is given, on the first rank.
+        max_shard_bytes: bytes of the tensors in one file, which exceeds them only for a single tensor.
 
     Raises:
-        CheckpointError: on all ranks, if it failed on one.
+        CheckpointError: on all ranks, if it failed on one: the folder is not empty, a tensor is not what `plan` says,
+            or a file cannot be written.
         MissingExtraError: the library is not installed; with several ranks, a CheckpointError that says so.
     """
-    temporary = ranks.on_all(lambda: begin_new_folder(folder) if ranks.is_first else folder)
+    temporary = ranks.on_all(lambda: _begin_new_folder(folder) if ranks.is_first else folder)
+    shards = in_buckets([(name, _bytes(*of)) for name, of in plan.items()], max_shard_bytes) or [[]]
+    files = {_file_name(number, len(shards)): names for number, names in enumerate(shards)}
     failures: list[Exception] = []
-    try:
-        write_safetensors(
-            temporary, plan, lambda name: next(tensors)[1], writes=ranks.is_first, max_shard_bytes=max_shard_bytes
-        )
-    except Exception as error:
-        failures.append(error)
+    for file, names in files.items():
+        shard: dict[str, torch.Tensor] = {}
+        for name in names:
+            try:
+                if ranks.is_first and not failures:
+                    shard[name] = _as_planned(name, next(tensors)[1], *plan[name])
+                else:
+                    next(tensors)
+            except Exception as error:
+                failures.append(error)
+                shard.clear()
+        try:
+            if ranks.is_first and not failures:
+                _write_file(temporary / file, shard)
+        except Exception as error:
+            failures.append(error)
 
     def publish() -> None:
         for failure in failures:
             raise failure
-        if ranks.is_first:
-            describe(temporary)
-            publish_new_folder(folder)
+        if not ranks.is_first:
+            return
+        if len(files) > 1:
+            places = {name: file for file, names in files.items() for name in names}
+            document = {"metadata": {"total_size": sum(_bytes(*of) for of in plan.values())}, "weight_map": places}
+            write_durably(temporary / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
+        describe(temporary)
+        sync_folder(temporary)
+        temporary.replace(folder)
+        sync_folder(folder.parent)
 
     try:
         ranks.on_all(publish)
@@ -219,13 +194,8 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{path} cannot be written ({error}); make room, or choose another folder") from error
 
 
-def begin_new_folder(folder: Path) -> Path:
-    """Makes the temporary folder that `folder` is written in. :func:`publish_new_folder` renames it.
-
-    Raises:
-        CheckpointError: `folder` exists and is not empty, or nothing can be written there.
-        MissingExtraError: the library is not installed; raised before tensors are gathered.
-    """
+def _begin_new_folder(folder: Path) -> Path:
+    """Makes the temporary folder that `folder` is written in. Raises before tensors are gathered."""
     _library()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty; choose another folder, or move it away")
@@ -236,14 +206,6 @@ def begin_new_folder(folder: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written ({error.strerror}); choose another folder") from error
     return temporary
-
-
-def publish_new_folder(folder: Path) -> None:
-    """Renames the temporary folder to `folder`."""
-    temporary = folders.temporary_folder(folder)
-    sync_folder(temporary)
-    temporary.replace(folder)
-    sync_folder(folder.parent)
 
 
 def _library() -> Any:

@@ -81,7 +81,7 @@ def save(
     ranks, folder = Ranks(process_group), folders.absolute_folder(checkpoint_dir)
     keys = planned_pieces(state, metadata, folder, ranks, spread)
     held = held_pieces(state)
-    _write_pieces(offers(state), keys, [held[key] for key in keys], RawWriter(folder, metadata, keep), ranks)
+    _Writer(folder, metadata, keep).write(offers(state), keys, [held[key] for key in keys], ranks)
 
 
 _GROUP_LIMIT = timedelta(hours=6)
@@ -134,7 +134,7 @@ class AsyncSaver:
             self._plan(state, metadata, folder, ranks)
             held = held_pieces(state)
             copies = self._staging.copy([held[key] for key in self._keys])
-            writer = RawWriter(folder, metadata, keep)
+            writer = _Writer(folder, metadata, keep)
         except CheckpointError as error:
             self._error = error
             return
@@ -177,9 +177,9 @@ class AsyncSaver:
             self._keys = planned_pieces(state, metadata, folder, ranks, spread)
             self._offered = offered
 
-    def _write(self, copies: list[Tensor], writer: RawWriter, ranks: Ranks) -> None:
+    def _write(self, copies: list[Tensor], writer: _Writer, ranks: Ranks) -> None:
         try:
-            _write_pieces(self._offered, self._keys, copies, writer, ranks)
+            writer.write(self._offered, self._keys, copies, ranks)
         except BaseException as error:  # raised in the thread that asked for it
             self._error = error
 
@@ -214,31 +214,8 @@ class HostStaging:
         return copies
 
 
-def _write_pieces(
-    offered: Mapping[str, Offer], keys: Sequence[Key], values: Sequence[Tensor], writer: RawWriter, ranks: Ranks
-) -> None:
-    """Writes the planned boxes of all ranks, and publishes the checkpoint. Collective.
-
-    Args:
-        offered: what this rank holds.
-        keys: the result of `planned_pieces`.
-        values: the values of each box.
-    """
-    doing, file = f"saving {writer.folder}: ", f"rank_{ranks.rank:05d}.bin"
-    try:
-        ranks.from_first(writer.begin, doing)
-        entries = ranks.on_all(lambda: writer.write(file, offered, keys, values), doing)
-        ranks.decided_by_first(entries, writer.finish, doing)
-    except BaseException:
-        writer.release(failed=True)
-        raise
-    writer.release(failed=False)
-
-
-class RawWriter:
-    """Writes a temporary folder, and renames it to `folder` when every rank's file is on disk.
-
-    In this order: the first rank calls `begin`, every rank `write`, the first rank `finish`, every rank `release`.
+class _Writer:
+    """Writes one checkpoint into a temporary folder, and renames it to `folder` when every rank's file is on disk.
 
     Args:
         metadata: copied at construction.
@@ -249,60 +226,69 @@ class RawWriter:
         self.folder = folder
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
-        self._locked: tuple[int, str] | None = None
-        """Key of the folder's lock on the first rank, from `begin` until `release`. None on other ranks."""
-
-    def begin(self) -> None:
-        """Locks the folder that checkpoints are in, and makes the temporary one."""
-        self._locked = folders.acquire_folder(self.folder.parent)
-        folders.begin(self.folder)
+        self._lock: tuple[int, str] | None = None
+        """Key of the folder's lock on the first rank, while `write` runs. None on other ranks."""
 
     def write(
-        self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
-    ) -> dict[str, TensorEntry]:
-        """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none.
+        self, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor], ranks: Ranks
+    ) -> None:
+        """Writes the planned boxes of all ranks, and publishes the checkpoint. Collective.
 
         Args:
             offered: what this rank holds.
-            keys: the boxes to write.
+            keys: the boxes to write, a result of `planned_pieces`.
             tensors: their values.
         """
+        doing, file = f"saving {self.folder}: ", f"rank_{ranks.rank:05d}.bin"
+        try:
+            ranks.from_first(self._begin, doing)
+            entries = ranks.on_all(lambda: self._write_file(file, offered, keys, tensors), doing)
+            ranks.decided_by_first(entries, self._finish, doing)
+        except BaseException:
+            if self._lock is not None:
+                folders.discard(self.folder)
+            raise
+        finally:
+            if self._lock is not None:
+                folders.release_folder(self._lock)
+                self._lock = None
+
+    def _begin(self) -> None:
+        self._lock = folders.acquire_folder(self.folder.parent)
+        folders.begin(self.folder)
+
+    def _write_file(
+        self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
+    ) -> dict[str, TensorEntry]:
+        """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none."""
         pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
-        written: list[Piece] = []
+        in_file: list[Piece] = []
         if keys:
             path = folders.temporary_folder(self.folder) / file
             with path.open("wb") as stream:
                 for (name, box), tensor in zip(keys, tensors, strict=True):
                     hashed = box_hash(tensor, box.offsets, offered[name].shape)
                     start, num_bytes = _append(stream, tensor)
-                    written.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hashed))
-                    pieces.setdefault(name, []).append(written[-1])
+                    in_file.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hashed))
+                    pieces.setdefault(name, []).append(in_file[-1])
                 stream.flush()
                 os.fsync(stream.fileno())
             if self.keep is not None:  # older checkpoints are removed only if the new one can be read
-                _check_written(path, written, tensors)
+                _check_written(path, in_file, tensors)
         return {
             name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of_name))
             for name, of_name in pieces.items()
         }
 
-    def finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[Path]:
-        """Writes the index of all ranks' pieces, and publishes the folder, which it returns for each rank."""
+    def _finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[None]:
+        """Writes the index of all ranks' pieces, and publishes the folder."""
         tensors, file_bytes = joined(of_ranks)
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
         write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
         if self.keep is not None:
             folders.prune(self.folder.parent, self.keep, is_good)
-        return [self.folder] * len(of_ranks)
-
-    def release(self, *, failed: bool) -> None:
-        """Releases the folder's lock. After a failure also removes the unfinished checkpoint."""
-        if self._locked is not None:
-            if failed:
-                folders.discard(self.folder)
-            folders.release_folder(self._locked)
-            self._locked = None
+        return [None] * len(of_ranks)
 
 
 def _check_written(path: Path, pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> None:

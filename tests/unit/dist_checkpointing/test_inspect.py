@@ -12,7 +12,6 @@ import torch
 
 from core.dist_checkpointing import save
 from core.dist_checkpointing.inspect import main
-from core.dist_checkpointing.safetensors_io import write_safetensors
 
 
 def _state() -> dict[str, torch.Tensor]:
@@ -83,8 +82,8 @@ def test_expanded_pages_differ_where_two_checkpoints_do(run: Path, tmp_path: Pat
 
 
 def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("safetensors")
-    write_safetensors(tmp_path, {"a.0.b": (torch.float16, (2, 3))}, lambda name: torch.zeros(2, 3).half())
+    library = pytest.importorskip("safetensors.torch")
+    library.save_file({"a.0.b": torch.zeros(2, 3).half()}, tmp_path / "model.safetensors")
     assert main([str(tmp_path), "--expand"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  tensors alone, no metadata",
@@ -116,9 +115,9 @@ def test_files_are_hashed_unless_switched_off(run: Path, capsys: pytest.CaptureF
 def test_what_cannot_be_read_is_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("safetensors")
+    library = pytest.importorskip("safetensors.torch")
     (tmp_path / "other").mkdir()
-    write_safetensors(tmp_path / "other", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
+    library.save_file({"x": torch.zeros(1)}, tmp_path / "other" / "model.safetensors")
     index = run / "iter_0000030" / "checkpoint.json"
     assert main([str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err

@@ -6,21 +6,18 @@ import json
 import resource
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from core.base.errors import CheckpointError, MissingExtraError
+from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.foreign_layout import BoxReader
-from core.dist_checkpointing.safetensors_io import (
-    begin_new_folder,
-    publish_new_folder,
-    read_safetensors_index,
-    write_safetensors,
-)
+from core.dist_checkpointing.safetensors_io import read_safetensors_index, save_folder
 
 library = pytest.importorskip("safetensors.torch")
 
@@ -34,11 +31,17 @@ TENSORS = {
 }
 
 
+PLAN = {name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()}
+
+
+def _save(folder: Path, plan: dict[str, Any], tensors: Iterator[tuple[str, torch.Tensor]], **options: Any) -> None:
+    ranks = Ranks()
+    ranks.rank = options.pop("rank", 0)
+    save_folder(folder, plan, tensors, lambda temporary: None, ranks, **options)
+
+
 def _write(folder: Path, max_shard_bytes: int = 10**9) -> Path:
-    plan = {name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()}
-    write_safetensors(begin_new_folder(folder), plan, TENSORS.__getitem__, max_shard_bytes=max_shard_bytes)
-    assert not folder.exists()
-    publish_new_folder(folder)
+    _save(folder, PLAN, iter(TENSORS.items()), max_shard_bytes=max_shard_bytes)
     return folder
 
 
@@ -102,7 +105,7 @@ def test_an_index_is_read_without_the_tensors(tmp_path: Path):
 def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = _write(tmp_path / "ours")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    for use in (lambda: read_safetensors_index(folder), lambda: begin_new_folder(tmp_path / "new")):
+    for use in (lambda: read_safetensors_index(folder), lambda: _write(tmp_path / "new")):
         with pytest.raises(MissingExtraError, match=r"package 'safetensors': pip install 'shardstack\[hf\]'"):
             use()
     assert not (tmp_path / "new").exists()
@@ -178,38 +181,40 @@ def test_an_index_that_is_not_what_the_files_hold_is_refused(tmp_path: Path, cha
         read_safetensors_index(folder)
 
 
-@pytest.mark.parametrize("writes", [True, False], ids=["writes", "helps"])
-def test_tensors_of_one_file_are_held_at_a_time(tmp_path: Path, writes: bool):
+@pytest.mark.parametrize("rank", [0, 1], ids=["writes", "helps"])
+def test_tensors_of_one_file_are_held_at_a_time(tmp_path: Path, rank: int):
     plan = {f"{number}": (torch.float32, (10,)) for number in range(9)}
     made: list[weakref.ref[np.ndarray]] = []
     held: list[int] = []
 
-    def make(name: str) -> torch.Tensor:
+    def make() -> torch.Tensor:
         held.append(sum(memory() is not None for memory in made))
         memory = np.zeros(10, np.float32)
         made.append(weakref.ref(memory))
         return torch.from_numpy(memory)
 
-    write_safetensors(tmp_path, plan, make, writes=writes, max_shard_bytes=120)
-    assert held == ([0, 1, 2] * 3 if writes else [0] * 9)
-    assert len([*tmp_path.iterdir()]) == (4 if writes else 0)
+    tensors = ((name, make()) for name in plan)
+    _save(tmp_path / "new", plan, tensors, rank=rank, max_shard_bytes=120)
+    assert held == ([0, 1, 2] * 3 if rank == 0 else [0] * 9)
+    assert len([*tmp_path.glob("new/*")]) == (4 if rank == 0 else 0)
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"absent/model\.safetensors cannot be written"):
-        write_safetensors(tmp_path / "absent", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        (tmp_path / ".absent.tmp").rmdir()
+        yield "x", torch.zeros(1)
+
+    with pytest.raises(CheckpointError, match=r"absent\.tmp/model\.safetensors cannot be written"):
+        _save(tmp_path / "absent", {"x": (torch.float32, (1,))}, tensors())
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/new cannot be written"):
+        _write(tmp_path / "file" / "new")
 
 
 def test_a_failure_to_write_asks_for_every_tensor_all_the_same(tmp_path: Path):
-    plan = {name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()}
-    asked = []
-
-    def make(name: str) -> torch.Tensor:
-        asked.append(name)
-        return TENSORS[name].double() if name == "whole" else TENSORS[name]
-
+    tensors = iter((TENSORS | {"whole": TENSORS["whole"].double()}).items())
     with pytest.raises(CheckpointError, match=r"whole came as torch\.float64"):
-        write_safetensors(tmp_path, plan, make, max_shard_bytes=100)
-    assert sorted(asked) == sorted(TENSORS)
+        _save(tmp_path / "new", PLAN, tensors, max_shard_bytes=100)
+    assert [*tensors] == [] and [*tmp_path.iterdir()] == []
     with pytest.raises(CheckpointError, match="exists and is not empty"):
-        begin_new_folder(tmp_path)
+        _write(_write(tmp_path / "ours"))
