@@ -21,8 +21,8 @@ from ..transformer.module import Float16Module
 from ..transformer.moe.moe_layer import restart_step
 from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
-from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations

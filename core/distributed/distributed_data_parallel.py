@@ -17,8 +17,8 @@ from .engine.bucket import Bucket
 from .engine.buffer import FlatBuffer
 from .engine.unit import Unit
 from .flat_data_parallel import _FlatDataParallel
-from .forward_hooks import WrapperHook
 from .groups import Ranks
+from .model.forward_hooks import WrapperHook
 from .model.initial_values import start_equal
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice

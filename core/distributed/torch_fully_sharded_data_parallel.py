@@ -20,14 +20,20 @@ from ..tensor_parallel import VocabParallelEmbedding
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import BucketReduction
-from .forward_hooks import enclose, watch_outputs
-from .fsdp2.gathered_weights import FreedWeights, prefetch_units, reject_graph_of_gradients
+from .engine.gathered_units import WriteCounts, lost_write
 from .fsdp2.gradient_sums import GradientSums
-from .fsdp2.shard_model import fsdp_modules, set_collectives, shard_model
+from .fsdp2.shard_model import (
+    FreedWeights,
+    fsdp_modules,
+    prefetch_units,
+    reject_graph_of_gradients,
+    set_collectives,
+    shard_model,
+)
 from .fsdp2.torch_private import TorchState, as_fsdp
-from .gathered_units import WriteCounts, lost_write
 from .gradient_state import Phase
 from .groups import Ranks, managed_parameters
+from .model.forward_hooks import enclose, watch_outputs
 from .model.initial_values import InitialValues, cast_buffers, parameter_attributes_kept
 from .model.unfit_models import reject_changed
 from .plan.units import UnitChoice, find_forward_methods

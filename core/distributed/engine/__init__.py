@@ -8,4 +8,9 @@ bucket         one bucket, whose gradients are reduced together, in a step
 steps          when buckets are sent in a step; between steps parameters that were moved, and ``param.grad``
 unit           buckets whose parameters are gathered together: in place, or under ZeRO-3 in slots that units share
 gathering      ZeRO-3: when units are gathered, and the hooks around calls of modules
+
+Two files are FSDP2's too:
+
+gathered_units  which units to gather ahead, whether gathered ones were written, what neighbouring ranks keep
+gradient_tree   sums of micro-batches in a fixed order
 """

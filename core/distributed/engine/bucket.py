@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...base.errors import ShardstackError
 from ...comm import collectives, streams
 from ...comm.lane import Handle
-from ..gradient_tree import PartialSums
 from ..plan import PiecePlan
 from .buffer import BucketReduction, FlatBuffer, PlacedParams
 from .grad_slot import GradSlot
+from .gradient_tree import PartialSums
 
 
 class BucketPhase(Enum):

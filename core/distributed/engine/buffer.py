@@ -19,9 +19,9 @@ from ...comm import collectives, streams
 from ...comm.collectives import Allocate
 from ...comm.gloo import Sum
 from ...comm.lane import CommLane
-from ..gradient_tree import GradientTree
 from ..plan import GradientReduction, PieceKind, PiecePlan, Plan
 from .grad_slot import GradSlot
+from .gradient_tree import GradientTree
 
 _KEPT_GRADS = 2
 """Whole gradients kept per size, where units are reduced in turn: one is filled while the other is reduced."""

@@ -20,11 +20,11 @@ from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
 from ...transformer.module import has_no_memory
-from ..forward_hooks import SavedWeights
-from ..gathered_units import KeptPart, WriteCounts, lost_write
 from ..groups import neighbour_groups
+from ..model.forward_hooks import SavedWeights
 from ..plan import Plan, UnitPlan
 from .buffer import PlacedParams
+from .gathered_units import KeptPart, WriteCounts, lost_write
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved

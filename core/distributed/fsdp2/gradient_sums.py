@@ -21,7 +21,7 @@ from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import ShardstackError, UnitError
 from ...comm import collectives, streams
 from ...comm.gloo import Sum
-from ..gradient_tree import GradientTree, PartialSums
+from ..engine.gradient_tree import GradientTree, PartialSums
 from ..plan import Plan, UnitPlan
 from .shard_model import UnitReduceScatter
 from .torch_private import TorchState, as_fsdp, has_all_reduce_hook

@@ -19,8 +19,8 @@ from ...base.errors import MemoryLimitError
 from ...base.text import readable_bytes
 from ...comm import streams
 from ...diagnostics.out_of_memory import is_out_of_memory
-from ..forward_hooks import WrapperHook, keep, read_kept
 from ..plan.parts import UnitTransform
+from .forward_hooks import WrapperHook, keep, read_kept
 
 LEAST_BYTES = 1024
 """Size of a tensor from which on it is copied. A smaller one costs more than its memory is worth."""

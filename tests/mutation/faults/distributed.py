@@ -178,14 +178,14 @@ MUTATIONS = (
     # ---- what ranks skip
     Mutation(
         "skipped: a rank that drops an output leaves its gathers and reductions to others",
-        "core.distributed.gathered_units.UnitOrder.reach",
+        "core.distributed.engine.gathered_units.UnitOrder.reach",
         r"self\._pass_by\(.*\)",
         "pass",
         (f"{_SKIPPED}::test_ranks_that_skip_a_tower_train_as_one_process",),
     ),
     Mutation(
         "skipped: what ranks agree to skip is gathered without the setting",
-        "core.distributed.gathered_units.UnitOrder.__init__",
+        "core.distributed.engine.gathered_units.UnitOrder.__init__",
         r"list\(units\) if plan\.gather_skipped_units else \[\]",
         "list(units)",
         (f"{_SKIPPED}::test_ranks_that_agree_send_nothing_more",),
@@ -278,7 +278,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a view of a weight that is in use is not seen",
-        "core.distributed.forward_hooks.SavedWeights.are_in_use",
+        "core.distributed.model.forward_hooks.SavedWeights.are_in_use",
         r"> self\._least_uses",
         "< self._least_uses",
         _SAVED,
@@ -292,7 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         "writes to what autograd has saved are not seen",
-        "core.distributed.forward_hooks.read_kept",
+        "core.distributed.model.forward_hooks.read_kept",
         r"tensor\._version != version",
         "False",
         _SAVED,

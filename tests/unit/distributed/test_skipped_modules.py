@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from core.base.errors import UnitError
 from core.comm.call import Collective, CollectiveRecord
 from core.distributed import finalize_model_grads
-from core.distributed.gathered_units import _GraphMark
+from core.distributed.engine.gathered_units import _GraphMark
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, build, full

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..base._torch_compat import NO_BACKWARD, current_backward
-from ..base.errors import ConfigError, ShardstackError
-from ..base.micro_batch_tree import MicroBatchTree
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import ConfigError, ShardstackError
+from ...base.micro_batch_tree import MicroBatchTree
 
 Begin = Callable[[int | None, bool], None]
 """Called when a backward begins, before its first gradient is stored. Arguments: `MicroBatchTree.additions` of its

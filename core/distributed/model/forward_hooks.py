@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from ..base.parameters import local_part
+from ...base.parameters import local_part
 
 
 class WrapperHook:

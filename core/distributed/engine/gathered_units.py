@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from ..base._torch_compat import NO_BACKWARD, current_backward
-from ..base.errors import UnitError
-from ..comm import streams
-from .plan import Plan, UnitPlan
+from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import UnitError
+from ...comm import streams
+from ..plan import Plan, UnitPlan
 
 Unit = TypeVar("Unit")
 """What an engine knows a unit by."""
