@@ -24,7 +24,6 @@ from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.record import recorded
-from ..datasets.tokenizer import Tokenizer
 from ..dist_checkpointing import (
     AsyncSaver,
     checkpoint_directory,
@@ -44,6 +43,7 @@ from ..dist_checkpointing.loading import advice, another_offered, held_hashes, n
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
 from ..distributed.data_parallel_base import unwrap_model
 from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
+from ..tokenizers import Tokenizer
 from .config import PretrainConfig
 from .state import TrainingState, check_is_run, check_same_model, rank_layout, warn_of_another_order
 

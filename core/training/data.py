@@ -23,8 +23,8 @@ from ..comm import streams
 from ..datasets.data_samplers import build_pretraining_data_loader
 from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
-from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from ..tensor_parallel.groups import pad_vocab_size
+from ..tokenizers import Tokenizer, load_tokenizer, tokenizer_path
 from .config import PretrainConfig
 from .launch.signals import ignore_stop_signals
 

@@ -27,7 +27,7 @@ from text_sources import Format, Record, SplitOn, find_files, parse_record, read
 
 from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
-from core.datasets.tokenizer import (
+from core.tokenizers import (
     END_OF_DOCUMENT,
     Tokenizer,
     load_tokenizer,

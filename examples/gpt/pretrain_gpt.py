@@ -28,10 +28,10 @@ from core.base import device
 from core.base.device import barrier, current_device
 from core.base.errors import ConfigError
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.tokenizer import Tokenizer
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import get_megatron_optimizer
+from core.tokenizers import Tokenizer
 from core.training.checkpointing import load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple, validate
 from core.training.config.arguments import parse_arguments

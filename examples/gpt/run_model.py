@@ -12,11 +12,11 @@ import torch
 from core.base.device import current_device
 from core.base.errors import CheckpointError, DataError
 from core.base.files import brief
-from core.datasets.tokenizer import Tokenizer, load_tokenizer
 from core.dist_checkpointing import load_metadata
 from core.dist_checkpointing.format.folders import existing_folder
 from core.dist_checkpointing.format.reader import read_index
 from core.models.gpt import GPTModel
+from core.tokenizers import Tokenizer, load_tokenizer
 from core.training.checkpointing import TOKENIZER_FILE, load_weights
 from core.training.config import PretrainConfig
 from core.training.state import build_gpt, check_is_run

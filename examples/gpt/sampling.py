@@ -12,7 +12,7 @@ from torch import nn
 from core import parallel_state
 from core.base import device
 from core.base.errors import DataError, check_range
-from core.datasets.tokenizer import Tokenizer
+from core.tokenizers import Tokenizer
 from core.transformer.sequences import own_chunks, own_positions
 
 

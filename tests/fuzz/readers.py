@@ -14,13 +14,13 @@ from corpus import prepare, train_bpe
 from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.sample_index import load_or_build
-from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
 from core.dist_checkpointing.format.folders import acquire_folder, release_folder
 from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
+from core.tokenizers import load_tokenizer
 from core.training.log_file import read_log
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import save_weights

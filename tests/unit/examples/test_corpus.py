@@ -11,7 +11,7 @@ from corpus import prepare
 
 from core.base.errors import ConfigError, DataError, MissingExtraError
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
+from core.tokenizers import Tokenizer, load_tokenizer, tokenizer_path
 from examples.gpt.byte_tokenizer import ByteTokenizer
 
 DOCUMENTS = ["one", "two\nlines é", "", "three <|endoftext|> three", "four " * 2000]

@@ -15,7 +15,7 @@ from corpus import prepare
 
 from core import parallel_state
 from core.base.errors import ConfigError, DataError
-from core.datasets.tokenizer import tokenizer_path
+from core.tokenizers import tokenizer_path
 from core.training.data import DeviceBatches, load_data, open_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config

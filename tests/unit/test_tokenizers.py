@@ -9,7 +9,7 @@ import pytest
 from corpus import train_bpe
 
 from core.base.errors import ConfigError, DataError, MissingExtraError
-from core.datasets.tokenizer import load_tokenizer, tokenizer_path
+from core.tokenizers import load_tokenizer, tokenizer_path
 from examples.gpt.byte_tokenizer import ByteTokenizer
 
 TEXTS = [
@@ -172,7 +172,7 @@ def test_library_panic_is_a_file_error(tmp_path: Path, monkeypatch: pytest.Monke
         raise PanicException("index out of bounds")
 
     library = SimpleNamespace(Tokenizer=SimpleNamespace(from_str=panic))
-    monkeypatch.setattr("core.datasets.tokenizer.tokenizers_library", lambda: library)
+    monkeypatch.setattr("core.tokenizers.tokenizers_library", lambda: library)
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(DataError, match=r"no Hugging Face tokenizer\.json \('index out of bounds'\)"):
         load_tokenizer(tmp_path / "t.json")
