@@ -1,4 +1,4 @@
-"""Speeds of accelerators and their links: presets with their sources, and measured ones.
+"""Speeds of accelerators and their links: presets with their sources, and those of the machine, measured.
 
 Rates of products are what torch reaches in the best shapes, and links what NCCL reaches with large messages. Shares of
 a datasheet that are not measured are marked as assumed.
@@ -9,11 +9,19 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
+from ..base import device
 from ..base.errors import ConfigError
-from .phantom import HOST, Collective, Ranks, Work
+from ..comm import streams
+from .recorder import HOST, Collective, Ranks, Work
 
 
 @dataclass(frozen=True)
@@ -156,14 +164,72 @@ def find_hardware(name: str) -> Hardware:
             "wrote"
         )
     try:
-        values = json.loads(Path(name).read_text(encoding="utf-8"))
-        types = {entry.name: str if entry.name in ("name", "source") else (int, float) for entry in fields(Hardware)}
-        odd = [key for key, kind in types.items() if not isinstance(values[key], kind)]
-        odd += [key for key, kind in types.items() if kind is not str and not values[key] > 0]
-        if odd or values.keys() != types.keys():
-            raise ValueError(f"{', '.join(odd) or 'its entries'} cannot be")
-        return Hardware(**values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hardware = Hardware(**json.loads(Path(name).read_text(encoding="utf-8")))
+        odd = [key for key, value in asdict(hardware).items() if key not in ("name", "source") and not value > 0]
+        if odd:
+            raise ValueError(f"{', '.join(odd)} cannot be")
+        return hardware
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{name} is no calibration ({type(error).__name__}: {error}); write one with --calibrate"
         ) from error
+
+
+_REPEATS = 7
+_MOST_SPREAD = 0.2
+
+
+def calibrate(links: Hardware) -> tuple[Hardware, str]:
+    """Returns this machine's hardware, and a line that says that the machine was busy, or "".
+
+    Args:
+        links: the hardware whose links, node and attention are taken, the last in proportion to products.
+    """
+    place = device.current_device()
+    is_gpu = place.type == "cuda"
+    size, elements = (8192, 2**28) if is_gpu else (768, 2**24)
+    halves = torch.randn(2, size, size, device=place).bfloat16()
+    wholes, small = halves.float(), torch.zeros(1, device=place)
+    source = torch.zeros(elements, device=place)
+    target = torch.zeros_like(source)
+    times = {
+        "half": _seconds(lambda: torch.mm(halves[0], halves[1])),
+        "fp32": _seconds(lambda: torch.mm(wholes[0], wholes[1])),
+        "copy": _seconds(lambda: target.copy_(source)),
+        "launch": _seconds(lambda: [small.add_(1) for _ in range(1000)]),
+    }
+    half, fp32, copy, launch = (statistics.median(seconds) for seconds in times.values())
+    spread = max(max(seconds) / min(seconds) - 1 for seconds in times.values())
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = spread > _MOST_SPREAD or load > (os.cpu_count() or 1) / 2
+    matmul = 2 * size**3 / half
+    hardware = replace(
+        links,
+        name=torch.cuda.get_device_name(place) if is_gpu else "cpu",
+        memory_bytes=device.memory_bytes(),
+        peak_flops=links.peak_flops if is_gpu else matmul,
+        matmul_flops=matmul,
+        fp32_flops=2 * size**3 / fp32,
+        attention_flops=links.attention_flops / links.matmul_flops * matmul,
+        memory_bandwidth=2 * source.nbytes / copy,
+        launch_s=launch / 1000,
+        source=f"measured; links, node and the share of attention as of {links.name}",
+    )
+    warning = (
+        f"warning: the machine was busy: times of one operation differ by {100 * spread:.0f} %, and its load is "
+        f"{load:.1f}; calibrate again when it is idle\n"
+    )
+    return hardware, warning if busy else ""
+
+
+def _seconds(run: Callable[[], object]) -> list[float]:
+    """Returns the seconds of each of some calls, after one that is not counted."""
+    synchronize = streams.synchronize if device.device_type() == "cuda" else lambda: None
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        synchronize()
+        began = time.perf_counter()
+        run()
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]

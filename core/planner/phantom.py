@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import functools
 import mmap
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,12 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from .recorder import Collective, Kind, Ranks, Recorder, Work
+
 MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
 
 MOST_INTEGER_BYTES = 2**21
 """The same of integers, in bytes: a quarter of a million tokens. Sums of the bits of large weights are larger."""
-
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's, which Python names from 3.13 on."""
@@ -40,10 +38,6 @@ def _has_values(tensor: Tensor) -> bool:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor.nbytes <= MOST_INTEGER_BYTES if is_integer else tensor.numel() <= MOST_VALUES
 
-
-Kind = Literal[
-    "all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send", "to the host", "from the host"
-]
 
 _COLLECTIVES: dict[str, tuple[Kind, int]] = {
     "c10d::_allgather_base_": ("all-gather", 0),
@@ -60,155 +54,6 @@ _RUN_AS_THEY_ARE = {
     *("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::is_pinned"),
     *("aten::sparse_coo_tensor", "aten::_sparse_coo_tensor_with_dims_and_tensors"),  # made of two tensors that exist
 }
-
-
-class Ranks(tuple[int, ...]):
-    """The ranks of a group, which are hashed once: there are up to thousands of them."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-HOST = Ranks((-1,))
-"""The host of an accelerator, in place of a group."""
-
-
-@dataclass(frozen=True, eq=False)
-class Collective:
-    """A collective of this rank, a message between pipeline stages, or a copy between an accelerator and its host.
-    Equal ones are different calls."""
-
-    kind: Kind
-    nbytes: int
-    """Bytes of the whole tensor: the output of an all-gather, else the input."""
-    ranks: Ranks
-    """The group's ranks, in the world."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends at least, as in a ring: ``(n - 1) / n`` of the tensor, twice that to all-reduce
-        it."""
-        if self.kind == "send":
-            return self.nbytes
-        passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.nbytes * (len(self.ranks) - 1) // len(self.ranks)
-
-
-@dataclass(frozen=True)
-class Work:
-    """An operation of torch."""
-
-    name: str
-    flops: int
-    """Floating-point operations of a matrix product or an attention. Others count their bytes alone."""
-    nbytes: int
-    """Bytes that it reads and writes."""
-    itemsize: int
-    """Bytes of an element of its result."""
-    awaits: tuple[Collective, ...]
-    """Collectives whose results it is the first to read."""
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The begin of a micro-batch. With pipeline stages the begin of one pass of it through one stage."""
-
-    stage: int
-    is_forward: bool
-    micro_batch: int
-    """From 0."""
-
-
-Event = Collective | Work | Mark
-
-
-@dataclass
-class Block:
-    """Memory of one tensor and its views, from its allocation to its release."""
-
-    nbytes: int
-    where: str
-    """The recorder's place when it was allocated."""
-    category: str = ""
-    """Set by `Recorder.sort_into`. Empty for what neither wrapper nor optimizer holds."""
-    collective: Collective | None = None
-    """The last one that read or wrote it."""
-    awaited: Collective | None = None
-    """The last one that wrote it, until an operation reads it."""
-
-
-@dataclass
-class Recorder:
-    """What a run allocated, computed and sent, in order."""
-
-    where: str = ""
-    """What the run is doing, for `Block.where`. Set by the code that follows the run."""
-    events: list[tuple[str, Event]] = field(default_factory=list)
-    """Each with its place."""
-    live: dict[int, Block] = field(default_factory=dict)
-    """Memory by the address of its storage's object."""
-    changes: list[tuple[str, int, Block]] = field(default_factory=list)
-    """Place, signed bytes and block of each allocation and release."""
-    _seen: dict[int, Any] = field(default_factory=dict)
-
-    def follow(self, tensor: Tensor) -> None:
-        """Records the memory of a tensor until it is released. Does nothing where it is known."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._seen:
-            return
-        self._seen[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self._allocate(key, storage.nbytes())
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Records a storage that was freed, or allocated again."""
-        key = storage._cdata
-        if key in self._seen:
-            self._release(key)
-            self._allocate(key, storage.nbytes())
-
-    def _allocate(self, key: int, nbytes: int) -> None:
-        if nbytes:
-            block = self.live[key] = Block(nbytes, self.where)
-            self.changes.append((self.where, nbytes, block))
-
-    def _release(self, key: int) -> None:
-        block = self.live.pop(key, None)
-        if block is not None:
-            self.changes.append((self.where, -block.nbytes, block))
-
-    def _forget(self, key: int) -> None:
-        self._seen.pop(key, None)
-        self._release(key)
-
-    def sort_into(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Gives a category to the memory of tensors, in place of any earlier one."""
-        for block in self._blocks(tensors):
-            block.category = category
-
-    def send(self, collective: Collective, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Adds a collective to the events, and notes it on the memory that it reads and writes."""
-        self.events.append((self.where, collective))
-        for block in self._blocks(tensors):
-            block.collective = collective
-        for block in self._blocks(outputs):
-            block.awaited = collective
-
-    def read(self, tensors: Iterable[Tensor]) -> tuple[Collective, ...]:
-        """Returns the collectives that wrote tensors and were not waited for."""
-        awaited = dict[Collective, None]()
-        for block in self._blocks(tensors):
-            if block.awaited is not None:
-                awaited[block.awaited], block.awaited = None, None
-        return tuple(awaited)
-
-    def _blocks(self, tensors: Iterable[Tensor]) -> Iterator[Block]:
-        found = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        return (block for block in found if block is not None)
 
 
 class PhantomMode(TorchDispatchMode):
@@ -233,10 +78,9 @@ class PhantomMode(TorchDispatchMode):
             return NotImplemented  # which first becomes its local tensors
         if _is_view(func):
             return func(*args, **kwargs)
-        name = func._schema.name
-        if name.startswith("c10d::"):
-            return self._collective(name, args)
-        output = self._run(func, name, args, kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func._schema.name, args)
+        output = self._run(func, func._schema.name, args, kwargs)
         for tensor in _tensors(output):
             if tensor.device.type == "cpu" and not tensor.is_sparse:
                 self._recorder.follow(tensor)
@@ -245,30 +89,23 @@ class PhantomMode(TorchDispatchMode):
         return output
 
     def _cast(self, args: Any, dtype: torch.dtype) -> None:
-        casts = [
-            torch.empty(arg.shape, dtype=dtype)
-            for arg in args
-            if isinstance(arg, Tensor) and arg.dim() and dtype.is_floating_point and arg.dtype != dtype
-        ]
-        for cast in casts:
+        tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() and arg.dtype != dtype]
+        casts = [torch.empty(arg.shape, dtype=dtype) for arg in tensors if dtype.is_floating_point]
+        for cast in casts:  # which live at the same time
             self._recorder.follow(cast)
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))
         inputs = [leaf.values() if leaf.is_sparse else leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        on_meta = any(tensor.device.type == "meta" for tensor in inputs) or kwargs.get("device") == torch.device(
-            "meta"
-        )
-        if on_meta or name in _RUN_AS_THEY_ARE:
+        devices = {kwargs.get("device"), *(tensor.device for tensor in inputs)}
+        if torch.device("meta") in devices or name in _RUN_AS_THEY_ARE:
             return func(*args, **kwargs)
         if name == "fsdp::all_gather_copy_in":  # returns views of its output
             whole, numel, rank = args[1], args[3], args[4]
             return whole.narrow(0, numel * rank, numel), whole
         has_values = all(map(_has_values, inputs))
-        if not func._schema.returns:
-            output = func(*args, **kwargs) if has_values else None
-        elif name == "aten::equal":
-            output = func(*args, **kwargs) if has_values else True
+        if not func._schema.returns or name == "aten::equal":
+            output = func(*args, **kwargs) if has_values else (True if func._schema.returns else None)
         else:
             try:
                 shapes = self._shapes_of(func, args, kwargs, leaves)
@@ -290,19 +127,16 @@ class PhantomMode(TorchDispatchMode):
             groups = (len(kwargs["offs"] if "offs" in kwargs else args[2]),) if matrices.dim() == 2 else ()
             return rows.new_empty(*groups, len(rows), matrices.shape[-1], device="meta")
         key = (func, *kwargs, *((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves))
-        try:
-            if key not in self._shapes:
-                self._shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
-            return self._shapes[key]
-        except TypeError:  # not hashable
-            return func(*_on_meta(args), **_on_meta(kwargs))
+        if key not in self._shapes:
+            self._shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
+        return self._shapes[key]
 
     def _note(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> None:
-        count = _FLOPS.get(func._schema.name) or flop_registry.get(func._overloadpacket)
-        flops = int(count(*args, **kwargs, out_val=output)) if count else 0
-        outputs = _tensors(output)
         if (name := func._schema.name) in _WRITE_NOTHING:
             return
+        count = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=output)) if count else 0
+        outputs = _tensors(output)
         nbytes, awaits = sum(t.nbytes for t in (*inputs, *outputs)), self._recorder.read(inputs)
         if nbytes > MOST_VALUES or flops or awaits:
             itemsize = max((tensor.itemsize for tensor in outputs), default=0)
@@ -353,13 +187,7 @@ def _leaves(values: Any) -> list[Any]:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return [values]
-    leaves = []
-    for value in values:
-        if isinstance(value, (tuple, list, dict)):
-            leaves += _leaves(value)
-        else:
-            leaves.append(value)
-    return leaves
+    return [leaf for value in values for leaf in _leaves(value)]
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -385,14 +213,13 @@ def _results(schema: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write
     }
 
-    def result(each: Any, shape: Any) -> Any:
-        if each.alias_info is not None and each.alias_info.is_write:
-            return written[str(each.alias_info.before_set)]
-        return _memory(shape) if isinstance(shape, Tensor) else tree_map_only(Tensor, _memory, shape)
-
-    if len(schema.returns) == 1:
-        return result(schema.returns[0], shapes)
-    return tuple(map(result, schema.returns, shapes))
+    results = [
+        written[str(each.alias_info.before_set)]
+        if each.alias_info is not None
+        else tree_map_only(Tensor, _memory, shape)
+        for each, shape in zip(schema.returns, shapes if len(schema.returns) > 1 else (shapes,), strict=True)
+    ]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _memory(shape: Tensor) -> Tensor:
@@ -405,22 +232,25 @@ def _memory(shape: Tensor) -> Tensor:
     return memory.zero_() if _has_values(shape) else memory
 
 
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False) -> int:
-    """Two products for each pair of a query and a key that it attends to, exact for a causal mask."""
+def _attention_flops(
+    query: Tensor, key: Tensor, value: Tensor, *options: Any, products: int = 2, **unused: Any
+) -> int:
+    """Products for each pair of a query and a key that it attends to, exact for a causal mask.
+
+    Args:
+        options: dropout, and whether the mask is causal.
+        products: two forward; five backward, one of forward again and the gradients of query, key and value.
+    """
     batch, heads, queries, width = query.shape
-    pairs = queries * (queries + 1) // 2 if causal else queries * key.shape[2]
-    return 2 * batch * heads * pairs * (width + value.shape[3])
-
-
-def _attention_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any, out_val: Any, **unused: Any) -> int:
-    return _attention_flops(query, key, value, *options[:2])
+    is_causal = len(options) > 1 and options[1]
+    pairs = queries * (queries + 1) // 2 if is_causal else queries * key.shape[2]
+    return products * batch * heads * pairs * (width + value.shape[3])
 
 
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *options: Any, **unused: Any
 ) -> int:
-    """Five products: the two of forward, one of them again, and the gradients of query, key and value."""
-    return 5 * _attention_flops(query, key, value, *options[:2]) // 2
+    return _attention_flops(query, key, value, *options, products=5)
 
 
 def _grouped_flops(rows: Tensor, matrices: Tensor, *options: Any, **unused: Any) -> int:
@@ -430,7 +260,7 @@ def _grouped_flops(rows: Tensor, matrices: Tensor, *options: Any, **unused: Any)
 
 _FLOPS: dict[str, Callable[..., int]] = {
     "aten::_grouped_mm": _grouped_flops,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 

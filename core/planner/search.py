@@ -6,7 +6,8 @@ for any depth. The error to a plan of the whole model is below a percent where t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,15 +15,14 @@ from ..base.errors import ConfigError
 from ..distributed.plan.layout import default_bucket_size
 from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
-from . import formula
-from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, estimate, own_wrapper, without_choice
+from .estimates import RESERVED_BYTES, WRAPPERS, Estimate, estimate, layer_weights, own_wrapper, without_choice
 from .hardware import Hardware
 
 MOST_RANKS = 16384
 """The end of a sweep over numbers of ranks."""
 
 MICRO_BATCH_SIZES = (1, 2, 4)
-"""What a search tries."""
+"""What a search tries, next to the run's own."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def shallow_estimate(
     if not config.ddp.shards_parameters:
         model_ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
         bucket = (config.ddp.bucket_size or default_bucket_size(world_size // model_ranks)) * model_ranks
-        step *= -(-bucket * depth // formula.layer_weights(config))
+        step *= -(-bucket * depth // layer_weights(config))
     shallow, deep = (step, 2 * step) if 2 * step < depth else (depth, depth)
 
     def at(layers: int) -> tuple[Estimate, tuple[float, ...]]:
@@ -108,8 +108,16 @@ def candidates(
             found.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware, gpu_memory))
         except ConfigError:
             continue
-    fitting = [each for each in found if each.peak_bytes + RESERVED_BYTES <= gpu_memory]
-    return sorted(fitting, key=lambda each: -each.tokens_per_second)
+    return _fastest_first(found, gpu_memory)
+
+
+def _fits(candidate: Candidate, gpu_memory: int) -> bool:
+    return candidate.peak_bytes + RESERVED_BYTES <= gpu_memory
+
+
+def _fastest_first(found: Iterable[Candidate], gpu_memory: int) -> list[Candidate]:
+    """Returns those that fit."""
+    return sorted((each for each in found if _fits(each, gpu_memory)), key=lambda each: -each.tokens_per_second)
 
 
 def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
@@ -124,19 +132,53 @@ def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
     return changes | {more: [*flags, *more.split()] for more in added}
 
 
-def combinations(flags: Sequence[str], wrappers: Sequence[str], node_size: int) -> dict[str, list[str]]:
-    """Returns the flags with each combination of wrapper, tensor-parallel size, micro-batch size and recomputation."""
-    rest = without_choice(flags)
-    return {
-        f"{wrapper}, tensor-parallel {tp}, micro-batch {size}, recomputes {recomputes}": [
-            *(*rest, *WRAPPERS[wrapper], "--tensor-model-parallel-size", str(tp), "--micro-batch-size", str(size)),
-            *("--activation-checkpointing", recomputes, *(["--sequence-parallel"] if tp > 1 else [])),
-        ]
-        for wrapper in wrappers
-        for tp in _powers(1, node_size)
-        for size in MICRO_BATCH_SIZES
-        for recomputes in ("none", "selective", "full")
-    }
+def search(
+    flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardware: Hardware, gpu_memory: int
+) -> list[Candidate]:
+    """Looks for the fastest way to run a model, and returns what fits of all that was planned, the fastest first.
+
+    One setting changes at a time: the wrapper, the size of a parallel group, or micro-batch size and recomputation
+    together. The best value stays, until no change of one setting is faster. While nothing fits, the
+    best has the lowest peak. What several changes together would gain is missed.
+    """
+    own, rest = parse_arguments(flags), without_choice(flags)
+    sizes, recomputes = sorted({*MICRO_BATCH_SIZES, own.data.micro_batch_size}), ("none", "selective", "full")
+    choices: list[Sequence[tuple[str, str]]] = [
+        [(name, " ".join(WRAPPERS[name])) for name in wrappers],
+        *(
+            [(f"{kind}-parallel {n}", f"--{kind}-model-parallel-size {n}") for n in _powers(1, most)]
+            for kind, most in (
+                ("tensor", hardware.node_size),
+                ("pipeline", min(own.model.num_layers, world_size, hardware.node_size)),
+                ("expert", min(own.model.num_moe_experts or 1, world_size)),
+            )
+        ),
+        [
+            (f"micro-batch {size}, recomputes {what}", f"--micro-batch-size {size} --activation-checkpointing {what}")
+            for size in sizes
+            for what in recomputes
+        ],
+    ]
+    planned: dict[tuple[tuple[str, str], ...], Candidate | None] = {}
+
+    def score(settings: tuple[tuple[str, str], ...]) -> tuple[bool, float]:
+        if settings not in planned:
+            changes = " ".join(flag for _, flag in settings).split()
+            name = ", ".join(label for label, _ in settings if not label.endswith("-parallel 1"))
+            line = [*rest, *changes, *(["--sequence-parallel"] if settings[1] != choices[1][0] else [])]
+            with suppress(ConfigError):
+                planned[settings] = None
+                planned[settings] = shallow_estimate(name, parse_arguments(line), world_size, hardware, gpu_memory)
+        if (found := planned[settings]) is None:
+            return False, -math.inf
+        return (True, found.tokens_per_second) if _fits(found, gpu_memory) else (False, -found.peak_bytes)
+
+    best, before = tuple(values[0] for values in choices), None
+    while best != before:
+        before = best
+        for index, values in enumerate(choices):
+            best = max(((*best[:index], value, *best[index + 1 :]) for value in values), key=score)
+    return _fastest_first(filter(None, planned.values()), gpu_memory)
 
 
 def scalings(

@@ -27,20 +27,9 @@ from ..training.config import PretrainConfig, validate
 from ..training.state import build_scheduler
 from ..training.train_step import train_step
 from ..transformer.transformer_layer import TransformerLayer
-from .phantom import Block, Collective, Event, Mark, Ranks, Recorder, Work, phantoms
-from .world import (
-    ON_GPU,
-    ON_HOST,
-    activations_on_host,
-    balanced_experts,
-    batches,
-    build_model,
-    collectives_at_once,
-    exchanges_hold_what_is_sent,
-    fake_world,
-    resolved,
-    whole_size,
-)
+from . import world
+from .phantom import phantoms
+from .recorder import Block, Collective, Event, Mark, Ranks, Recorder, Work
 
 CATEGORIES = (
     *("parameters", "gathered units", "gradients", "optimizer state"),
@@ -145,12 +134,12 @@ def simulate(config: PretrainConfig, world_size: int, *, pipeline_rank: int = 0,
         ConfigError: what a run with these settings raises; or a setting that is not simulated.
     """
     validate(config, world_size)
-    config = resolved(config, on_gpu)
+    config = world.resolved(config, on_gpu)
     rank = world_size // config.model.pipeline_model_parallel_size * pipeline_rank
-    with fake_world(config, world_size, rank), warnings.catch_warnings(), ExitStack() as stack:
+    with world.fake_world(config, world_size, rank), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         if on_gpu:
-            for place, name, value in ON_GPU:
+            for place, name, value in world.ON_GPU:
                 stack.enter_context(mock.patch.object(place, name, value))
         return _Run(config, world_size, on_gpu).simulation()
 
@@ -172,10 +161,10 @@ class _Run:
         with (
             phantoms(recorder, casts_in_memory=not self._on_gpu),
             transient_memory_seen_by_profilers(),
-            collectives_at_once(),
-            balanced_experts(),
-            activations_on_host(recorder) if self._on_gpu else nullcontext(),
-            exchanges_hold_what_is_sent(on_gpu=self._on_gpu),
+            world.collectives_at_once(),
+            world.balanced_experts(),
+            world.activations_on_host(recorder) if self._on_gpu else nullcontext(),
+            world.exchanges_hold_what_is_sent(on_gpu=self._on_gpu),
             mock.patch.multiple(
                 stages._Stage,
                 _note=self._begin_action,
@@ -184,8 +173,8 @@ class _Run:
                 _warmup_backward_result=lambda *unused, **also_unused: torch.ones(1, dtype=torch.int32),
             ),
         ):
-            modules = build_model(config)
-            num_parameters = sum(map(whole_size, modules.parameters()))
+            modules = world.build_model(config)
+            num_parameters = sum(map(world.whole_size, modules.parameters()))
             chunks = [wrap_model(module, config.model, config.ddp) for module in modules]
             optimizer = get_megatron_optimizer(config.optimizer, chunks)
             scheduler = build_scheduler(config, optimizer)
@@ -195,7 +184,7 @@ class _Run:
             for _ in range(2):
                 recorder.where, self._micro_batch = "the start of the step", 0
                 first_change, first_event = len(recorder.changes), len(recorder.events)
-                train_step(chunks, optimizer, scheduler, batches(config), simulated).result()
+                train_step(chunks, optimizer, scheduler, world.batches(config), simulated).result()
                 self._note_state(optimizer)
                 self._note(chunks)
                 steps.append(tuple(_repeated(recorder.events[first_event:], num_microbatches - simulated)))
@@ -353,7 +342,7 @@ class _Run:
         """Yields the memory after each change, from change `first` on, with so many bytes of other micro-batches."""
         held = {**dict.fromkeys(CATEGORIES, 0), "communication buffers": kept}
         for index, (where, nbytes, block) in enumerate(self._recorder.changes):
-            if block.category != ON_HOST:
+            if block.category != world.ON_HOST:
                 held[_category(block, replicas)] += nbytes
             if index >= first - 1:
                 yield Moment(tuple(held.values()), where)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..base.errors import ShardstackError
 from .hardware import Hardware
-from .phantom import Collective, Event, Mark, Ranks
+from .recorder import Collective, Event, Mark, Ranks
 from .simulation import Pass, Simulation
 
 

@@ -37,7 +37,7 @@ from ..training.state import build_gpt
 from ..transformer.lora import add_lora, freeze_matching, freeze_parameters
 from ..transformer.module import Float16Module
 from ..transformer.moe import router
-from .phantom import HOST, Collective, Recorder
+from .recorder import HOST, Collective, Recorder
 
 ON_HOST = "on the host"
 """The category of memory that is not the device's."""
@@ -65,6 +65,11 @@ def resolved(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
     """
     if getattr(config.ddp, "cpu_offload", False):
         raise ConfigError("cpu_offload is set, which the planner does not simulate; drop it to plan the run without")
+    if config.optimizer.optimizer == "muon" and config.ddp.shards_updates:
+        raise ConfigError(
+            "optimizer is 'muon', which the planner simulates for replicated parameters alone: it does not know which "
+            "parts other ranks hold; plan with 'adam', or with data_parallel_sharding_strategy 'no_shard'"
+        )
     if config.data.vocab_size is None:
         raise ConfigError("vocab_size is not set, and the planner reads no corpus; add --vocab-size")
     ddp, model = replace(config.ddp, compile_units=False, activation_memory_budget=None), config.model

@@ -7,14 +7,14 @@ from tests.mutation.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "memory that is freed counts until the end",
-        "core.planner.phantom.Recorder._release",
+        "core.planner.recorder.Recorder._release",
         r"-block\.nbytes",
         "0",
         ("tests/unit/planner/test_simulation.py",),
     ),
     Mutation(
         "planned all-reduces send as much as gathers",
-        "core.planner.phantom.Collective.sent_bytes",
+        "core.planner.recorder.Collective.sent_bytes",
         r"2 if",
         "1 if",
         ("tests/unit/planner/test_simulation.py",),
@@ -56,7 +56,7 @@ MUTATIONS = (
     ),
     Mutation(
         "backward needs as many operations as forward",
-        "core.planner.formula.model_flops",
+        "core.planner.estimates.model_flops",
         r"return 3 \*",
         "return 2 *",
         ("tests/unit/planner/test_simulation.py",),

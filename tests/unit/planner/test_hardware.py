@@ -10,7 +10,7 @@ import pytest
 
 from core.base.errors import ConfigError
 from core.planner.hardware import PRESETS, find_hardware
-from core.planner.phantom import Collective, Ranks, Work
+from core.planner.recorder import Collective, Ranks, Work
 
 H100 = PRESETS["h100"]
 MIB = 2**20

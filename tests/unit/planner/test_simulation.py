@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import ConfigError
-from core.planner import formula, simulation
-from core.planner.phantom import HOST, Collective, Recorder, phantoms
+from core.planner import simulation
+from core.planner.estimates import model_flops
+from core.planner.phantom import phantoms
+from core.planner.recorder import HOST, Collective, Recorder
 from core.training.config.arguments import parse_arguments
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -89,7 +91,7 @@ def test_operations_are_those_of_the_formula():
     model, length = config.model, config.data.seq_length
     # A fused backward of attention computes the scores again: one product for each pair of tokens.
     again = 8 * model.num_layers * 2 * (length * (length + 1) // 2) * model.hidden_size
-    assert 2 * simulated(flags).hardware_flops == formula.model_flops(config, 2) + again
+    assert 2 * simulated(flags).hardware_flops == model_flops(config, 2) + again
 
 
 def test_ranks_share_the_operations_of_a_model():
@@ -132,7 +134,7 @@ def test_experts_have_equally_many_tokens():
     config = parse_arguments(f"{TINY} {flags}".split())
     model, planned = config.model, simulated(flags)
     attention = model.num_layers * 2 * (64 * 65 // 2) * model.hidden_size  # as in the test above
-    assert 2 * planned.hardware_flops == formula.model_flops(config, 2) + 4 * attention
+    assert 2 * planned.hardware_flops == model_flops(config, 2) + 4 * attention
     tokens = 2 * 64 * model.moe_router_topk
     rows = [event for _, event in planned.events if isinstance(event, Collective) and event.kind == "all-to-all"]
     # Both ways, forward and backward, of each layer.

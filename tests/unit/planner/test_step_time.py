@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.planner.hardware import PRESETS
-from core.planner.phantom import Collective, Mark, Ranks, Work
+from core.planner.recorder import Collective, Mark, Ranks, Work
 from core.planner.step_time import step_time
 from tests.unit.planner._lines import simulated
 

@@ -1,0 +1,165 @@
+"""What a run allocates, computes and sends, as it is recorded in order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send", "to the host", "from the host"
+]
+
+
+class Ranks(tuple[int, ...]):
+    """The ranks of a group, which are hashed once: there are up to thousands of them."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+HOST = Ranks((-1,))
+"""The host of an accelerator, in place of a group."""
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A collective of this rank, a message between pipeline stages, or a copy between an accelerator and its host.
+    Equal ones are different calls."""
+
+    kind: Kind
+    nbytes: int
+    """Bytes of the whole tensor: the output of an all-gather, else the input."""
+    ranks: Ranks
+    """The group's ranks, in the world."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends at least, as in a ring: ``(n - 1) / n`` of the tensor, twice that to all-reduce
+        it."""
+        if self.kind == "send":
+            return self.nbytes
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.nbytes * (len(self.ranks) - 1) // len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operation of torch."""
+
+    name: str
+    flops: int
+    """Floating-point operations of a matrix product or an attention. Others count their bytes alone."""
+    nbytes: int
+    """Bytes that it reads and writes."""
+    itemsize: int
+    """Bytes of an element of its result."""
+    awaits: tuple[Collective, ...]
+    """Collectives whose results it is the first to read."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The begin of a micro-batch. With pipeline stages the begin of one pass of it through one stage."""
+
+    stage: int
+    is_forward: bool
+    micro_batch: int
+    """From 0."""
+
+
+Event = Collective | Work | Mark
+
+
+@dataclass
+class Block:
+    """Memory of one tensor and its views, from its allocation to its release."""
+
+    nbytes: int
+    where: str
+    """The recorder's place when it was allocated."""
+    category: str = ""
+    """Set by `Recorder.sort_into`. Empty for what neither wrapper nor optimizer holds."""
+    collective: Collective | None = None
+    """The last one that read or wrote it."""
+    awaited: Collective | None = None
+    """The last one that wrote it, until an operation reads it."""
+
+
+@dataclass
+class Recorder:
+    """What a run allocated, computed and sent, in order."""
+
+    where: str = ""
+    """What the run is doing, for `Block.where`. Set by the code that follows the run."""
+    events: list[tuple[str, Event]] = field(default_factory=list)
+    """Each with its place."""
+    live: dict[int, Block] = field(default_factory=dict)
+    """Memory by the address of its storage's object."""
+    changes: list[tuple[str, int, Block]] = field(default_factory=list)
+    """Place, signed bytes and block of each allocation and release."""
+    _seen: dict[int, Any] = field(default_factory=dict)
+
+    def follow(self, tensor: Tensor) -> None:
+        """Records the memory of a tensor until it is released. Does nothing where it is known."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._allocate(key, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Records a storage that was freed, or allocated again."""
+        key = storage._cdata
+        if key in self._seen:
+            self._release(key)
+            self._allocate(key, storage.nbytes())
+
+    def _allocate(self, key: int, nbytes: int) -> None:
+        if nbytes:
+            block = self.live[key] = Block(nbytes, self.where)
+            self.changes.append((self.where, nbytes, block))
+
+    def _release(self, key: int) -> None:
+        block = self.live.pop(key, None)
+        if block is not None:
+            self.changes.append((self.where, -block.nbytes, block))
+
+    def _forget(self, key: int) -> None:
+        self._seen.pop(key, None)
+        self._release(key)
+
+    def sort_into(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Gives a category to the memory of tensors, in place of any earlier one."""
+        for block in self._blocks(tensors):
+            block.category = category
+
+    def send(self, collective: Collective, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Adds a collective to the events, and notes it on the memory that it reads and writes."""
+        self.events.append((self.where, collective))
+        for block in self._blocks(tensors):
+            block.collective = collective
+        for block in self._blocks(outputs):
+            block.awaited = collective
+
+    def read(self, tensors: Iterable[Tensor]) -> tuple[Collective, ...]:
+        """Returns the collectives that wrote tensors and were not waited for."""
+        awaited = dict[Collective, None]()
+        for block in self._blocks(tensors):
+            if block.awaited is not None:
+                awaited[block.awaited], block.awaited = None, None
+        return tuple(awaited)
+
+    def _blocks(self, tensors: Iterable[Tensor]) -> Iterator[Block]:
+        found = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return (block for block in found if block is not None)
