@@ -167,9 +167,9 @@ class MeshCollective(Collective):
     ) -> None:
         device.init_process_group()
         super().__init__(dist.get_rank(), dist.get_world_size())
-        for name, given, actual in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
-            if given not in (None, actual):
-                raise ParallelConfigError(f"{name} is {given}, but the process group has {actual}; leave it out")
+        for name, requested, actual in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
+            if requested not in (None, actual):
+                raise ParallelConfigError(f"{name} is {requested}, but the process group has {actual}; leave it out")
         self.process_group = dist.group.WORLD
         self.default_device = device.current_device()
         local_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))

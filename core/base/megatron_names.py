@@ -123,9 +123,9 @@ def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
         reason: why ignoring them changes no number.
         arguments: by Megatron-LM's name: the given value, and the default.
     """
-    given = sorted(name for name, (value, default) in arguments.items() if value is not default and value != default)
-    if given:
-        warn_once(f"{caller} ignores {', '.join(given)}: {reason}", stacklevel=4)
+    ignored = sorted(name for name, (value, default) in arguments.items() if value is not default and value != default)
+    if ignored:
+        warn_once(f"{caller} ignores {', '.join(ignored)}: {reason}", stacklevel=4)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

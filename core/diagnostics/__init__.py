@@ -2,7 +2,7 @@
 
 | failure | where it is found | file |
 | --- | --- | --- |
-| a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `distributed.model.rewrapping` |
+| a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `distributed.model.unfit_models` |
 | ranks that wrap different models | a wrapper's constructor | `distributed.model.unfit_models` |
 | an optimizer built before the model was wrapped | its step | `step_marks` |
 | a plain state dict for a sharded module | `module.load_state_dict` | `misplaced_parameters` |

@@ -310,18 +310,18 @@ def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
     if not shape:
         return [((), ())]
     row = math.prod(shape[1:])
-    first, skipped = divmod(start, row)
-    last, taken = divmod(end, row)
+    first, start_in_row = divmod(start, row)
+    last, end_in_row = divmod(end, row)
     if first == last:  # the run ends in the row that it begins in
-        return _inside_row(shape, first, skipped, taken)
+        return _inside_row(shape, first, start_in_row, end_in_row)
     boxes: list[Box] = []
-    if skipped:
-        boxes += _inside_row(shape, first, skipped, row)
+    if start_in_row:
+        boxes += _inside_row(shape, first, start_in_row, row)
         first += 1
     if first < last:
         boxes.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
-    if taken:
-        boxes += _inside_row(shape, last, 0, taken)
+    if end_in_row:
+        boxes += _inside_row(shape, last, 0, end_in_row)
     return boxes
 
 

@@ -46,13 +46,13 @@ def stages_state_dict(modules: nn.Module | Sequence[nn.Module]) -> dict[str, tor
     own = {name: view for stage in stages for name, view in model_state_dict(stage).items()}
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return own
-    found: dict[str, torch.Tensor] = {}
+    views: dict[str, torch.Tensor] = {}
     described = [(name, view.dtype, tuple(view.shape), is_of_first_rank(view)) for name, view in own.items()]
     for of_rank in Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(described):
         for name, dtype, shape, is_buffer in of_rank:
             absent = FlatRange(torch.empty(0, dtype=dtype, device=current_device()), shape, [])
-            found.setdefault(name, own.get(name, of_first_rank(absent) if is_buffer else absent))
-    return found
+            views.setdefault(name, own.get(name, of_first_rank(absent) if is_buffer else absent))
+    return views
 
 
 MODEL, OPTIMIZER, _MASTER = "model.", "optimizer.", "master."

@@ -204,10 +204,10 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _lone_group() -> dist.ProcessGroup:
     """Returns a group of this rank alone, made once: torch names two of them alike once other groups are destroyed."""
     world = dist.distributed_c10d._get_default_group()
-    found = _lone_groups.get(world)
-    if found is None or _is_destroyed(found):
-        found = _lone_groups[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return found
+    group = _lone_groups.get(world)
+    if group is None or _is_destroyed(group):
+        group = _lone_groups[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group
 
 
 def _is_destroyed(group: dist.ProcessGroup) -> bool:

@@ -137,12 +137,12 @@ class MatrixOwners:
 
     def take(self, arrival: Arrival) -> dict[int, Tensor]:
         """Returns the matrices that this rank owns, by index, when they have arrived."""
-        taken: dict[int, Tensor] = {}
+        arrived: dict[int, Tensor] = {}
         for part, values in arrival():
-            if part.matrix not in taken:
-                taken[part.matrix] = values.new_empty(self._matrices[part.matrix].shape)
-            taken[part.matrix][part.window] = values
-        return taken
+            if part.matrix not in arrived:
+                arrived[part.matrix] = values.new_empty(self._matrices[part.matrix].shape)
+            arrived[part.matrix][part.window] = values
+        return arrived
 
     def start_returning(self, bucket: int, matrices: dict[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to send a bucket's matrices, in `dtype`, from their owners to all ranks that hold parts."""

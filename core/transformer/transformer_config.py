@@ -324,9 +324,9 @@ class TransformerConfig(MoEConfig):
                     f"(num_layers), and it is {number}"
                 )
         elif method is not None or number is not None:
-            given = [n for n in ("recompute_method", "recompute_num_layers") if getattr(self, n) is not None]
+            names = [n for n in ("recompute_method", "recompute_num_layers") if getattr(self, n) is not None]
             yield ConfigError(
-                f"{' and '.join(given)} given with recompute_granularity {granularity!r}, where nothing reads it; "
+                f"{' and '.join(names)} given with recompute_granularity {granularity!r}, where nothing reads it; "
                 'drop it, or take "full"'
             )
 

@@ -93,9 +93,9 @@ class PatchStream:
         self.stream.check_between_steps()
         self._pending = {}
         stream, rows = self.stream, dict[str, Tensor]()
-        found = {name: self._compare(name, self._base) for name in stream.views}
-        counts = stream.ranks.all_gather({name: len(changed) for name, changed in found.items()})
-        for name, changed in found.items():
+        patches = {name: self._compare(name, self._base) for name in stream.views}
+        counts = stream.ranks.all_gather({name: len(changed) for name, changed in patches.items()})
+        for name, changed in patches.items():
             start, total = (sum(of[name] for of in part) for part in (counts[: stream.ranks.rank], counts))
             box = (start, 0), tuple(changed.shape)
             if total:  # whole once the rows that each rank has found follow each other

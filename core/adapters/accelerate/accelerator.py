@@ -127,18 +127,18 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             ConfigError: another norm, or a part of the model's parameters.
         """
-        given = _listed(parameters)
-        trained = self._with_global_gradient(given)
+        params = _listed(parameters)
+        trained = self._with_global_gradient(params)
         if trained is None:
-            return super().clip_grad_norm_(given, max_norm, norm_type)
+            return super().clip_grad_norm_(params, max_norm, norm_type)
         return trained.norm.clip(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
-        given = _listed(parameters)
-        trained = self._with_global_gradient(given)
+        params = _listed(parameters)
+        trained = self._with_global_gradient(params)
         if trained is None:
-            super().clip_grad_value_(given, clip_value)
+            super().clip_grad_value_(params, clip_value)
         else:
             trained.norm.clamp(clip_value)
 
@@ -185,7 +185,7 @@ class ShardstackAccelerator(Accelerator):
             CheckpointError: it is missing, damaged, or of another model.
         """
         prepared = self._prepared()
-        left: list[nn.Module] = []  # the models that no hook of the user has taken; set by `take_own`
+        unhooked_models: list[nn.Module] = []  # the models that no hook of the user has taken; set by `take_own`
         folders: list[Path] = []  # of `prepared`, in the folder that accelerate chose; set by `take_own`
 
         def take_own(models: list[nn.Module], folder: str) -> None:
@@ -196,7 +196,7 @@ class ShardstackAccelerator(Accelerator):
                     f"{folder} has no folder {missing[0]}: it was not saved by an accelerator of use_shardstack; load "
                     "its weights into the model before prepare"
                 )
-            left.extend(models)
+            unhooked_models.extend(models)
             models[:] = [model for model in models if Trained.of(model) is None]
 
         handle = self.register_load_state_pre_hook(take_own)
@@ -206,7 +206,7 @@ class ShardstackAccelerator(Accelerator):
         finally:
             handle.remove()
         for folder, trained in zip(folders, prepared, strict=True):
-            if any(model is trained.wrapper for model in left):
+            if any(model is trained.wrapper for model in unhooked_models):
                 load_trained(folder, trained, saved_tensors(trained))
 
     @contextmanager

@@ -83,8 +83,8 @@ def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, 
         config = OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2, adam_eps=groups[0]["eps"], **fields)
     built = get_megatron_optimizer(config, [wrapper], {})
     mains = built.main_tensors()
-    chosen = [[param for param in group["params"] if param in mains or param.requires_grad] for group in groups]
-    counts = Counter(param for params in chosen for param in params)
+    trainable = [[param for param in group["params"] if param in mains or param.requires_grad] for group in groups]
+    counts = Counter(param for params in trainable for param in params)
     if counts.keys() != mains.keys() or len(counts) != counts.total():
         raise OptimizerError(
             f"{type(optimizer).__name__} lacks {len(mains.keys() - counts)} of the model's trainable parameters, has "
@@ -93,7 +93,7 @@ def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, 
             f"the others (requires_grad_(False)) before the model is wrapped, or use {advice}"
         )
     built.param_groups.clear()
-    for group, params in zip(groups, chosen, strict=True):
+    for group, params in zip(groups, trainable, strict=True):
         own = {"params": [mains[param] for param in params], "lr": float(group["lr"])}
         built.optimizer.add_param_group(group | own)
     share_groups(optimizer, built)

@@ -197,10 +197,10 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             CheckpointError: no model in `state`, another kind of file, another model, or damaged.
         """
-        given = {"model": state} if isinstance(state, nn.Module) else state
-        if not isinstance(given, dict):
+        states = {"model": state} if isinstance(state, nn.Module) else state
+        if not isinstance(states, dict):
             raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
-        trained, values, has_optimizer = self._split(given)
+        trained, values, has_optimizer = self._split(states)
         folder = self.folder(path)
         stored: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
         missing = [name for name in values if name not in stored]
@@ -212,7 +212,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
                 if hasattr(value, "load_state_dict"):
                     value.load_state_dict(saved)
                 else:
-                    given[name] = saved
+                    states[name] = saved
         return stored
 
     # ---- inside

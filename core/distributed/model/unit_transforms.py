@@ -153,8 +153,8 @@ def _explain(error: Exception) -> None:
     if isinstance(cause, ShardstackError):
         raise cause from None
     if (missing := missing_compiler(error)) is not None:
-        said, remedy = missing
-        message = f"compile_units cannot compile here ({said}); {remedy}, or drop compile_units"
+        problem, remedy = missing
+        message = f"compile_units cannot compile here ({problem}); {remedy}, or drop compile_units"
         raise ParallelConfigError(message) from None
 
 

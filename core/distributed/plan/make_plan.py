@@ -65,18 +65,18 @@ def plan_model(
     """
     engine = ddp_config.engine if engine is None else engine
     settings: DistributedDataParallelConfig
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if engine is Engine.FLAT_BUFFERS:
         settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
-        given = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
+        options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
         decided = _plan_whole(module, config, settings, groups, unit_classes, disable_bucketing)
     else:
         is_fsdp2 = engine is Engine.FSDP2
         settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
         if mp_policy is not None:
-            given = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
+            options = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
         decided = _plan_gathered(module, config, settings, groups, unit_classes, engine, mp_policy)
-    common = common_plan(module, config, settings, caller, given)
+    common = common_plan(module, config, settings, caller, options)
     return Plan(**common, engine=engine, groups=groups, finishes_in_backward=finish_in_backward, **decided)
 
 

@@ -138,7 +138,7 @@ def common_plan(
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
     compared = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
-    asked = settings.broadcast_buffers
+    broadcast_buffers = settings.broadcast_buffers
     of_model = {name: bool(getattr(config, name, False)) for name in _FIELDS_OF_MODEL_CONFIG}
     # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
     # a config of another library True says that layers add to ``main_grad`` themselves.
@@ -147,7 +147,7 @@ def common_plan(
     return {
         # Fields of a plan with the name of a setting have its value.
         **{f.name: values[f.name] for f in fields(Plan) if f.name in values},
-        "broadcast_buffers": _has_running_statistics(module) if asked is None else asked,
+        "broadcast_buffers": _has_running_statistics(module) if broadcast_buffers is None else broadcast_buffers,
         "buffer_dtype": as_dtype(values.get("buffer_dtype")),
         "pins_memory": _pins_memory(values),
         "caller": caller,

@@ -173,16 +173,16 @@ class Plan:
     @property
     def asked_by(self) -> Mapping[str, str]:
         """Maps a property of the plan or a unit to the setting that changes it, for advice in messages."""
-        asked = {
+        requests = {
             "recomputes": "activation_checkpointing='full'",
             "reduces_every_micro_batch": "reduce_every_micro_batch=True",
         }
         if self.shards_parameters:
-            kept = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
-            asked["is_freed"] = f"reshard_after_forward=True{kept}"
-            asked["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
-            asked["cpu_offload"] = "cpu_offload=True"
-        return asked
+            advice = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
+            requests["is_freed"] = f"reshard_after_forward=True{advice}"
+            requests["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
+            requests["cpu_offload"] = "cpu_offload=True"
+        return requests
 
     @property
     def tree(self) -> MicroBatchTree | None:

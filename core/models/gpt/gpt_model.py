@@ -326,10 +326,10 @@ def _check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> 
         ParallelConfigError: names the argument.
     """
     ends = {"pre_process": (pre_process, stage.is_first), "post_process": (post_process, stage.is_last)}
-    for name, (given, needed) in ends.items():
-        if stage.count > 1 and given != needed:
+    for name, (actual, needed) in ends.items():
+        if stage.count > 1 and actual != needed:
             raise ParallelConfigError(
-                f"{name} is {given} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
+                f"{name} is {actual} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
                 "core.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"
             )
 

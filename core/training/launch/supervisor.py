@@ -348,9 +348,9 @@ def _spread(able: Sequence[_Worker], size: int) -> list[_Worker]:
 def _give_places(members: Sequence[_Worker]) -> None:
     """Gives spares that become members the places of lost ranks of their machines, and so their GPUs."""
     for worker in members:
-        taken = {other.place for other in members if other.node is worker.node and other is not worker}
-        if worker.rank is None and (worker.place in taken or worker.place >= worker.node.num_ranks):
-            worker.place = min(set(range(worker.node.num_ranks)) - taken, default=worker.place)
+        occupied = {other.place for other in members if other.node is worker.node and other is not worker}
+        if worker.rank is None and (worker.place in occupied or worker.place >= worker.node.num_ranks):
+            worker.place = min(set(range(worker.node.num_ranks)) - occupied, default=worker.place)
 
 
 def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any]) -> list[Any]:
@@ -365,12 +365,12 @@ def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any
         for group, (calls, _) in position.items():
             most[group] = max(most.get(group, 0), calls)
     held_up = {group for position in positions for group, (_, waits) in position.items() if waits}
-    found = []
+    ranks_behind = []
     for position, rank in zip(positions, ranks, strict=True):
         is_behind = any(calls < most[group] for group, (calls, _) in position.items() if group in held_up)
         if is_behind and not any(waits for _, waits in position.values()):
-            found.append(rank)
-    return found
+            ranks_behind.append(rank)
+    return ranks_behind
 
 
 @contextmanager

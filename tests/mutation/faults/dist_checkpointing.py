@@ -25,8 +25,8 @@ MUTATIONS = (
     Mutation(
         "the last elements of a flat range are in no box",
         "core.dist_checkpointing.global_view.boxes_of_range",
-        r"last, 0, taken\)",
-        "last, 0, taken - 1)",
+        r"last, 0, end_in_row\)",
+        "last, 0, end_in_row - 1)",
         ("tests/unit/dist_checkpointing/test_flat_range.py",),
     ),
     Mutation(
