@@ -61,13 +61,9 @@ class PretrainingSampler(Sampler[list[int]]):
                 f"{consumed_samples} consumed, and a step takes global_batch_size {global_batch_size}; build the "
                 "dataset with more samples (it repeats its documents), or lower global_batch_size"
             )
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
-        self.tree = tree
+        self.total_samples, self.consumed_samples, self.tree = total_samples, consumed_samples, tree
+        self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
 
     def __len__(self) -> int:
         """Returns the number of micro-batches that this rank yields."""

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import parallel_state
 from ..base import device
@@ -22,7 +22,7 @@ from ..transformer.pipeline_stages import stage_index, stages_of
 from ..utils import get_model_config
 from .stages import run_stages
 
-ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
+ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any]]]
 """Takes the data iterator and the model. Returns the model's output, and a function from output to loss."""
 
 
@@ -109,7 +109,7 @@ def forward_backward(
         if isinstance(chunk, _BaseDataParallel) and not forward_only:
             chunk.expect_micro_batches(num_microbatches)
 
-    def run(chunk: nn.Module, index: int) -> torch.Tensor:
+    def run(chunk: nn.Module, index: int) -> Tensor:
         nonlocal total_tokens
         output, loss_func = forward_step_func(data[index], chunk)
         if has_stages and stage_index(config, rank, index) != last:
@@ -147,9 +147,7 @@ forward_backward_pipelining_without_interleaving = forward_backward
 forward_backward_pipelining_with_interleaving = forward_backward
 
 
-def _loss(
-    outputs: tuple[Any, ...], config: Any, num_microbatches: int
-) -> tuple[torch.Tensor, torch.Tensor | int, Any]:
+def _loss(outputs: tuple[Any, ...], config: Any, num_microbatches: int) -> tuple[Tensor, Tensor | int, Any]:
     """Returns the loss scaled for the sum over micro-batches, the number of tokens or 0, and the report."""
     if len(outputs) == 3:
         loss, tokens, report = outputs

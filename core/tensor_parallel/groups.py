@@ -65,6 +65,20 @@ def check_degree(config: ModelParallelConfig, group: Group) -> None:
     )
 
 
+def check_degrees(config: ModelParallelConfig, **ranks: int) -> None:
+    """Raises ParallelConfigError unless groups of `core.parallel_state` have as many ranks as the config says.
+
+    Args:
+        ranks: by the config's field, whose None takes any number.
+    """
+    for name, num_ranks in ranks.items():
+        if getattr(config, name) not in (None, num_ranks):
+            raise ParallelConfigError(
+                f"config.{name} is {getattr(config, name)}, but core.parallel_state has such groups of {num_ranks}; "
+                "call initialize_model_parallel with the same size first"
+            )
+
+
 def per_rank(size: int, group: Group, what: str, degree: str = "tensor_model_parallel_size") -> int:
     """Returns a rank's part of `size`.
 

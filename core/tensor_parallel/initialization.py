@@ -83,21 +83,21 @@ class ParameterOwner(nn.Module):
     def add_parameter(
         self,
         name: str,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None,
         initializer: Initializer,
         *,
         config: ModelParallelConfig,
         partition_dim: int | None = None,
         sequence_parallel: bool = False,
         is_expert: bool = False,
-    ) -> nn.Parameter:
+    ) -> None:
         """Registers an empty parameter, on torch's default device.
 
         Its initial value will be one that `config.compute_dtype` has, in fp32 too: shards in fp32 then start where the
         fp32 masters of a model start that was cast to bf16, and where Megatron-LM's do, which draws in bf16.
 
         Args:
-            shape: shape of this rank's part.
+            shape: shape of this rank's part. None registers the name without a parameter.
             initializer: fills the whole model's tensor.
             config: config whose `params_dtype` is the parameter's dtype.
             partition_dim: the dim that is split over tensor-parallel ranks; None if it is replicated.
@@ -107,6 +107,9 @@ class ParameterOwner(nn.Module):
                 ``allreduce=False``, its gradient belongs to the experts' data-parallel group; and by
                 ``expert_model_parallel``.
         """
+        if shape is None:
+            self.register_parameter(name, None)
+            return
         parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.register_parameter(name, parameter)
         self.initializers[name] = initializer
@@ -119,7 +122,6 @@ class ParameterOwner(nn.Module):
             **({"allreduce": False, "expert_model_parallel": True} if is_expert else {}),
         }
         self.restore_parameter_marks()
-        return parameter
 
     def restore_parameter_marks(self) -> None:
         """Sets the stored attributes on the current parameters."""

@@ -86,14 +86,9 @@ class ColumnParallelLinear(ParameterOwner):
         self.output_size_per_partition = per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         rows = self.output_size_per_partition
-        if skip_weight_param_allocation:
-            self.register_parameter("weight", None)
-        else:
-            self.add_parameter("weight", (rows, input_size), init_method, config=config, partition_dim=0)
-        if bias:
-            self.add_parameter("bias", (rows,), nn.init.zeros_, config=config, partition_dim=0)
-        else:
-            self.register_parameter("bias", None)
+        shape = None if skip_weight_param_allocation else (rows, input_size)
+        self.add_parameter("weight", shape, init_method, config=config, partition_dim=0)
+        self.add_parameter("bias", (rows,) if bias else None, nn.init.zeros_, config=config, partition_dim=0)
         initialize_unless_deferred(self, config)
 
     def forward(
@@ -187,12 +182,8 @@ class RowParallelLinear(ParameterOwner):
             )
         shape = (output_size, self.input_size_per_partition)
         self.add_parameter("weight", shape, init_method, config=config, partition_dim=1)
-        if bias:
-            self.add_parameter(
-                "bias", (output_size,), nn.init.zeros_, config=config, sequence_parallel=self.sequence_parallel
-            )
-        else:
-            self.register_parameter("bias", None)
+        partial, shape_of_bias = config.sequence_parallel, (output_size,) if bias else None
+        self.add_parameter("bias", shape_of_bias, nn.init.zeros_, config=config, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> Output:

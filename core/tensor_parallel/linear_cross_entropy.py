@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..base._torch_compat import missing_compiler
 from ..base.errors import warn_once
@@ -47,7 +48,7 @@ class Fused:
         # Whether torch cannot compile on this machine. The first call that fails sets it; never cleared.
         self._cannot_compile = False
 
-    def __call__(self, matrix: torch.Tensor, *vectors: torch.Tensor) -> Any:
+    def __call__(self, matrix: Tensor, *vectors: Tensor) -> Any:
         is_traced = torch.compiler.is_compiling()  # the enclosing function's compiler compiles this too
         if is_traced or self._cannot_compile or matrix.device.type not in _COMPILED_ON:
             return self.function(matrix, *vectors)
@@ -77,14 +78,14 @@ _LEAST_COLUMNS = 64
 
 
 def linear_cross_entropy(
-    input_: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    input_: Tensor,
+    weight: Tensor,
+    target: Tensor,
     *,
     vocab_chunk_size: int | None = None,
     sequence_parallel: bool = False,
     tp_group: Group = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns the loss of each token, `[s, b]` in fp32, from `[s, b, h]` and this rank's rows of the projection.
 
     Equals `vocab_parallel_cross_entropy` of a column-parallel product, but for the order of additions over the
@@ -106,9 +107,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
     columns = vocab_chunk_size or _columns(target.numel(), input_.is_cuda)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(
-        target.reshape(-1), columns, group, sequence_parallel, input_, weight
-    )
+    loss: Tensor = _LinearCrossEntropy.apply(target.reshape(-1), columns, group, sequence_parallel, input_, weight)
     return loss.view_as(target)
 
 
@@ -128,14 +127,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        target: torch.Tensor,
-        columns: int,
-        group: Group,
-        sequence_parallel: bool,
-        input_: torch.Tensor,
-        weight: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, target: Tensor, columns: int, group: Group, sequence_parallel: bool, input_: Tensor, weight: Tensor
+    ) -> Tensor:
         ctx.columns, ctx.group, ctx.lender = columns, group, lender_of(weight)
         ctx.sequence_parallel = sequence_parallel
         whole = _whole_input(input_, group, sequence_parallel)
@@ -156,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight, log_sum_exp, target = ctx.saved_tensors
         *_, needs_input, needs_weight = ctx.needs_input_grad
         whole = _whole_input(input_, ctx.group, ctx.sequence_parallel)
@@ -180,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return None, None, None, None, grad_input, grad_weight
 
 
-def _whole_input(input_: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+def _whole_input(input_: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Returns the activations of whole sequences, `[n, h]`, gathered where ranks split them."""
     if sequence_parallel and group is not None:
         input_ = gather_first_dim(input_, group, what="the input of the output layer")[0]
@@ -192,20 +185,20 @@ def _parts(vocab: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + columns, vocab))
 
 
-def _logits(whole: torch.Tensor, rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+def _logits(whole: Tensor, rows: Tensor, scratch: Tensor) -> Tensor:
     """Computes the logits of a part in the scratch, `[n, c]`, rounded as a layer rounds them."""
     tokens, columns = len(whole), len(rows)
     return torch.mm(whole, rows.t(), out=scratch[: tokens * columns].view(tokens, columns))
 
 
-def _column(local: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _column(local: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     """Returns each token's column in a part `[n, 1]`, 0 where it has none, and whether it has one `[n]`."""
     here = (local >= part.start) & (local < part.stop)
     return (local - part.start).masked_fill_(~here, 0).unsqueeze(1), here
 
 
 @Fused
-def _log_sum_exp(logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_sum_exp(logits: Tensor, column: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-sum-exp `[n]` of a part's logits, and the logits of targets `[n]`, 0 for targets elsewhere.
 
     May write to the logits, `[n, c]`.
@@ -217,9 +210,7 @@ def _log_sum_exp(logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor)
 
 
 @Fused
-def _gradient_of_logits(
-    logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor, log_sum_exp: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
+def _gradient_of_logits(logits: Tensor, column: Tensor, here: Tensor, log_sum_exp: Tensor, scale: Tensor) -> Tensor:
     """Returns (softmax - target) * scale of a part, `[n, c]`. May write to the logits.
 
     Args:
@@ -239,14 +230,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype is left.dtype:
         total.addmm_(left, right)
     else:
         total += left.mm(right)
 
 
-def _over_ranks(grad: torch.Tensor, shape: torch.Size, ctx: Any) -> torch.Tensor:
+def _over_ranks(grad: Tensor, shape: torch.Size, ctx: Any) -> Tensor:
     """Sums a gradient `[n, k]` over tensor-parallel ranks, and keeps this rank's part if the sequence is split."""
     if group_size(ctx.group) == 1:
         return grad.view(shape)

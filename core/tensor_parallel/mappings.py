@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..base.megatron_names import ignore, refuse
 from ..comm.collectives import all_reduce_by_backend
@@ -36,17 +37,17 @@ from .weight_gradients import lender_of, linear, weight_gradient
 _INPUT, _GRADIENT = "the input of a column-parallel layer", "the input gradient of a column-parallel layer"
 
 
-def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Forward: identity. Backward: all-reduce. Enters a region whose ranks each compute a part from the whole."""
     return _copy(input_, group)
 
 
-def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Forward: all-reduce of partial sums. Backward: identity."""
     return _reduce(input_, group)
 
 
-def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Forward: `[..., n]` to this rank's `[..., n / tp]`. Backward: all-gather of the last dim.
 
     Raises:
@@ -55,12 +56,12 @@ def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group =
     return _scatter(input_, group)
 
 
-def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Forward: `[..., n / tp]` to `[..., n]`. Backward: this rank's part of the gradient, which is the same on all."""
     return _gather(input_, group)
 
 
-def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Forward: `[s, ...]` to this rank's `[s / tp, ...]`. Backward: all-gather of dim 0.
 
     Raises:
@@ -70,12 +71,12 @@ def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = Non
 
 
 def gather_from_sequence_parallel_region(
-    input_: torch.Tensor,
+    input_: Tensor,
     tensor_parallel_output_grad: bool = True,
     group: Group = None,
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Forward: `[s / tp, ...]` to `[s, ...]`. Backward: reduce-scatter, or this rank's part.
 
     Args:
@@ -92,11 +93,8 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: torch.Tensor,
-    group: Group = None,
-    input_split_sizes: list[int] | None = None,
-    use_global_buffer: bool = False,
-) -> torch.Tensor:
+    input_: Tensor, group: Group = None, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
     """Forward: partial sums `[s, ...]` to this rank's part of their sum, `[s / tp, ...]`. Backward: all-gather.
 
     `input_split_sizes` and `use_global_buffer` are as in :func:`gather_from_sequence_parallel_region`.
@@ -111,8 +109,8 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def column_parallel_linear(
-    input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence_parallel: bool
-) -> torch.Tensor:
+    input_: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
+) -> Tensor:
     """Computes `x A^T + b` with this rank's rows of `A` `[n / tp, k]`: from a replicated `[s, b, k]` to `[s, b, n /
     tp]`.
 
@@ -125,7 +123,7 @@ def column_parallel_linear(
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    output: torch.Tensor = _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel)
+    output: Tensor = _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel)
     return output
 
 
@@ -135,48 +133,47 @@ def _check_foreign(caller: str, use_global_buffer: bool, **split_sizes: list[int
 
 
 def _mapping(
-    forward_: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
-    conjugate: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
-) -> Callable[[torch.Tensor, Group], torch.Tensor]:
+    forward_: Callable[[Tensor, dist.ProcessGroup], Tensor], conjugate: Callable[[Tensor, dist.ProcessGroup], Tensor]
+) -> Callable[[Tensor, Group], Tensor]:
     """Returns a mapping: `forward_` over the ranks of a group, whose backward is the mapping `conjugate`."""
 
     class Region(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
             ctx.group = group
             return forward_(input_, group)
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return conjugate(grad, ctx.group), None
 
-    def apply(input_: torch.Tensor, group: Group) -> torch.Tensor:
+    def apply(input_: Tensor, group: Group) -> Tensor:
         group = resolve_group(group)
         return input_ if group_size(group) == 1 else Region.apply(input_, group)
 
     return apply
 
 
-def _sum(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     output = input_.clone(memory_format=torch.contiguous_format)
     all_reduce_by_backend(output, group, what="partial sums of activations")
     return output
 
 
-def _own_part(dim: int) -> Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]:
+def _own_part(dim: int) -> Callable[[Tensor, dist.ProcessGroup], Tensor]:
     return lambda input_, group: rank_slice(input_, dim, group).clone(memory_format=torch.contiguous_format)
 
 
-def _join_last_dim(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _join_last_dim(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts, _ = gather_first_dim(input_.unsqueeze(0), group, what="activations cut by their last dimension")
     return torch.cat(parts.unbind(), dim=-1)  # [tp, ..., n / tp] -> [..., n]
 
 
-def _join_sequence(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _join_sequence(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gather_first_dim(input_, group, what="activations cut by the sequence")[0]
 
 
-def _sum_and_cut(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_and_cut(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     return reduce_scatter_first_dim(input_, group, what="partial sums of activations")[0]
 
 
@@ -204,12 +201,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        input_: torch.Tensor,
-        bias: torch.Tensor | None,
-        weight: torch.Tensor,
+        input_: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.group, ctx.sequence_parallel, ctx.lender = group, sequence_parallel, lender_of(weight)
         needs_input, _, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
@@ -218,7 +215,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
         needs_input, needs_bias, needs_weight, *_ = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None

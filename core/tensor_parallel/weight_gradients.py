@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..base._torch_compat import accumulates_into_leaf
 
-Lender = Callable[[], torch.Tensor | None]
+Lender = Callable[[], Tensor | None]
 """Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored, or None."""
 
-Product = tuple[torch.Tensor, Lender | None, Callable[[torch.Tensor | None], torch.Tensor]]
+Product = tuple[Tensor, Lender | None, Callable[[Tensor | None], Tensor]]
 """A weight, its lender, and a function that computes the gradient, in memory that it is given or in its own."""
 
 _deferred: list[Product] | None = None
@@ -53,9 +54,7 @@ def compute_deferred(products: Sequence[Product]) -> None:
         torch.autograd.backward([_Deferred.apply(*product) for product in reversed(products)])
 
 
-def weight_gradient(
-    ctx: Any, lender: Lender | None, compute: Callable[[torch.Tensor | None], torch.Tensor]
-) -> torch.Tensor | None:
+def weight_gradient(ctx: Any, lender: Lender | None, compute: Callable[[Tensor | None], Tensor]) -> Tensor | None:
     """Computes the gradient of the weight, the last argument of `ctx`'s function, or defers it and returns None."""
     if _deferred is not None and _is_accumulated(ctx):
         weight = ctx.next_functions[-1][0].variable
@@ -65,18 +64,18 @@ def weight_gradient(
     return compute(borrow_gradient_memory(ctx, lender))
 
 
-def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
     is_ours = _has_lender(weight) or (_deferred is not None and _is_trained(weight))
     if is_ours and not torch.is_autocast_enabled(input_.device.type):
         # If torch has to copy the input, it adds the bias after the product, which rounds differently.
         joins = input_.dim() == 2 or input_.is_contiguous()
-        output: torch.Tensor = _Linear.apply(input_, bias if joins else None, weight)
+        output: Tensor = _Linear.apply(input_, bias if joins else None, weight)
         return output if joins or bias is None else output.add_(bias)
     return F.linear(input_, weight, bias)
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) -> torch.Tensor:
+def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
     """Looks up rows as torch does: ids `[...]` to `[..., h]`.
 
     On CPU a wrapper that lends memory gets a sparse gradient: only the rows in use, each summed in the order of
@@ -86,17 +85,17 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) 
         adds_rows: if ``weight.grad`` is a dense sum already, add the rows to it; it stays dense.
     """
     if sums_rows(weight) and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
-        output: torch.Tensor = _Embedding.apply(ids, weight)
+        output: Tensor = _Embedding.apply(ids, weight)
         return output
     return F.embedding(ids, weight)
 
 
-def sums_rows(weight: torch.Tensor) -> bool:
+def sums_rows(weight: Tensor) -> bool:
     """Returns whether the rows in use can be counted without a synchronization: on CPU. The planner replaces this."""
     return weight.device.type == "cpu"
 
 
-def lender_of(weight: torch.Tensor) -> Lender | None:
+def lender_of(weight: Tensor) -> Lender | None:
     """Returns the weight's lender for backward to save, because recomputation may pass a weight without attributes."""
     if weight._backward_hooks:  # hooks may keep a gradient
         return None
@@ -104,7 +103,7 @@ def lender_of(weight: torch.Tensor) -> Lender | None:
     return lender
 
 
-def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> torch.Tensor | None:
+def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> Tensor | None:
     """Returns lent memory for the gradient of the weight, the last argument of `ctx`'s function, or None.
 
     Keep no reference to it: autograd copies a gradient that has other references.
@@ -112,15 +111,15 @@ def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> torch.Tensor | No
     return lender() if lender is not None and _is_accumulated(ctx) else None
 
 
-def _has_lender(weight: torch.Tensor) -> bool:
+def _has_lender(weight: Tensor) -> bool:
     return lender_of(weight) is not None and _is_trained(weight)
 
 
-def _may_be_added_to(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight._backward_hooks and _is_trained(weight)
+def _may_be_added_to(weight: Tensor) -> bool:
+    return type(weight) in (Tensor, torch.nn.Parameter) and not weight._backward_hooks and _is_trained(weight)
 
 
-def _is_trained(weight: torch.Tensor) -> bool:
+def _is_trained(weight: Tensor) -> bool:
     return torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
 
 
@@ -135,7 +134,7 @@ def _holds_dense_sum(ctx: Any) -> bool:
     return total is not None and total.layout == torch.strided
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -143,13 +142,13 @@ class _Linear(torch.autograd.Function):
     """torch's linear function, which returns the weight's gradient after the bias's, as torch's own does."""
 
     @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, input_: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
         ctx.lender = lender_of(weight)
         ctx.save_for_backward(input_, weight)
         return F.linear(input_.contiguous(), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
         needs_input, needs_bias, _ = ctx.needs_input_grad
         flat_grad = _flat(grad)
@@ -165,27 +164,25 @@ class _Deferred(torch.autograd.Function):
     """A number whose backward computes a product, so that autograd accumulates it as any gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, lender: Lender | None, compute: Callable[[torch.Tensor | None], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, lender: Lender | None, compute: Callable[[Tensor | None], Tensor]) -> Tensor:
         ctx.lender, ctx.compute = lender, compute
         return weight.new_empty(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.compute(borrow_gradient_memory(ctx, ctx.lender)), None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.shape, ctx.has_lender = weight.shape, lender_of(weight) is not None
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         sum_rows = torch.ops.aten.embedding_dense_backward
         if not (_is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):

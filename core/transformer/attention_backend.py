@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.backends.cuda import (
     SDPAParams,
     can_use_cudnn_attention,
@@ -48,15 +49,15 @@ MOST_CHANNELS = 256
 class PartialAttention:
     """The attention of queries to one set of keys."""
 
-    output: torch.Tensor
+    output: Tensor
     """`[b, n, s, d]`, in the dtype of the queries."""
-    logsumexp: torch.Tensor
+    logsumexp: Tensor
     """`[b, n, s]`: log of the sum over keys of exp(score), in fp32 or wider."""
-    random: tuple[torch.Tensor, ...] = ()
+    random: tuple[Tensor, ...] = ()
     """The random state that tells the backward kernel which weights were dropped."""
 
 
-def has_kernel(query: torch.Tensor, dropout: float) -> bool:
+def has_kernel(query: Tensor, dropout: float) -> bool:
     """Returns whether there is a fused kernel: on CPU without dropout, on CUDA in half precision (`has_flash_kernel`)
     and in fp32, up to 256 channels per head."""
     if query.device.type == "cpu":
@@ -65,7 +66,7 @@ def has_kernel(query: torch.Tensor, dropout: float) -> bool:
     return is_fp32 or has_flash_kernel(query)
 
 
-def has_flash_kernel(query: torch.Tensor) -> bool:
+def has_flash_kernel(query: Tensor) -> bool:
     """Returns whether CUDA's flash kernel takes it: in half precision, up to 256 channels per head, since Ampere."""
     is_fit = query.is_cuda and query.dtype in LOW_PRECISION and query.shape[-1] <= MOST_CHANNELS
     return is_fit and _is_ampere_or_later(query.device.index)
@@ -76,9 +77,7 @@ def _is_ampere_or_later(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
-) -> PartialAttention:
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float = 0.0) -> PartialAttention:
     """Computes attention to all keys or, with `causal` and as many keys as queries, to keys up to each query's own."""
     if not query.is_cuda:
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
@@ -100,15 +99,15 @@ def attend(
 
 
 def attend_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attended: PartialAttention,
     *,
     causal: bool,
     dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and value for one set of keys.
 
     Args:
@@ -118,10 +117,8 @@ def attend_backward(
     """
     output, logsumexp = attended.output, attended.logsumexp
     if not query.is_cuda:
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, output, logsumexp, 0.0, causal
-            )
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, logsumexp, 0.0, causal
         )
         return grads
     random = attended.random or no_random_state(query)
@@ -154,33 +151,33 @@ def combine(first: PartialAttention, second: PartialAttention) -> PartialAttenti
     return PartialAttention(output.to(first.output.dtype), logsumexp)
 
 
-def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def no_random_state(query: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a random state for backward kernels on CUDA, which take one but do not read it without dropout."""
     return _zero_state(query.device, query.dtype in LOW_PRECISION)
 
 
 # Kept as long as the process: all calls on a device share these tensors, which kernels only read.
 @cache
-def _zero_state(device: torch.device, low_precision: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _zero_state(device: torch.device, low_precision: bool) -> tuple[Tensor, Tensor]:
     if low_precision:
         state = torch.zeros(3, dtype=torch.uint64, device=device)
         return state[:2], state[2]
     return torch.zeros((), dtype=torch.long, device=device), torch.zeros((), dtype=torch.long, device=device)
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Pads channels with zeros, which change no score and no output."""
     missing = -tensor.shape[-1] % _ALIGNED_CHANNELS
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def expand_groups(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+def expand_groups(tensor: Tensor, heads: int) -> Tensor:
     """Repeats `[b, groups, s, d]` to `[b, heads, s, d]`."""
     groups = tensor.shape[1]
     return tensor if groups == heads else tensor.repeat_interleave(heads // groups, dim=1)
 
 
-def _summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
+def _summed(grad: Tensor, groups: int) -> Tensor:
     """Sums a gradient over the heads that `expand_groups` repeated."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 

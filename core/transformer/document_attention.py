@@ -80,13 +80,8 @@ def define_attention(
 
 
 def attend_within_documents(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    counts: torch.Tensor,
-    dropout: float = 0.0,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor, dropout: float = 0.0
+) -> Tensor:
     """Computes the causal attention of each document to itself, differentiably, in one call of a kernel.
 
     Args:
@@ -97,7 +92,7 @@ def attend_within_documents(
     Returns:
         `[s, b, n, d]`.
     """
-    output: torch.Tensor
+    output: Tensor
     if dropout > 0.0:  # torch's own kernel: with dropout the shapes of its saved tensors differ between devices
         output = _unflattened(_attend(query, key, value, bounds, counts, dropout)[0], query)
     else:
@@ -105,59 +100,50 @@ def attend_within_documents(
     return output
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    counts: torch.Tensor,
-    dropout: float,
-) -> Any:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor, dropout: float) -> Any:
     """Runs the kernel and returns the output, `[b * s, n, d]` with padded channels, the log-sum-exp, and the rest."""
     flat = [_flattened(tensor) for tensor in (query, key, value)]
     scale = 1.0 / math.sqrt(query.shape[-1])
     return torch.ops.aten._flash_attention_forward(*flat, *_lengths(bounds, counts), dropout, True, False, scale=scale)
 
 
-def _lengths(bounds: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _lengths(bounds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Returns cumulative lengths and the maximum length, for queries and for keys, without the padding of `bounds`."""
     number, longest = counts.tolist()
     cu_seqlens = bounds[: number + 1]
     return cu_seqlens, cu_seqlens, longest, longest
 
 
-def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+def _flattened(tensor: Tensor) -> Tensor:
     """Reshapes `[s, b, n, d]` to `[b * s, n, d]`, with padded channels."""
     return aligned(tensor.transpose(0, 1).flatten(0, 1))
 
 
-def _unflattened(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _unflattened(flat: Tensor, like: Tensor) -> Tensor:
     """Undoes `_flattened`: `[s, b, n, d]`, in memory `[b, s, n, d]`."""
     length, rows, _, channels = like.shape
-    unpadded: torch.Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
+    unpadded: Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
     return unpadded.transpose(0, 1)
 
 
 # ---- the operation: its kernels, the shapes that the compiler sees, and its derivative
 
 
-def _operation(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _operation(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     results = _attend(query, key, value, bounds, counts, 0.0)
     return _unflattened(results[0], query), results[1]
 
 
 def _backward_operation(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    bounds: torch.Tensor,
-    counts: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    bounds: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, ...]:
     flat = [_flattened(tensor) for tensor in (grad, query, key, value, output)]
     grads = torch.ops.aten._flash_attention_backward(
         *(*flat, logsumexp, *_lengths(bounds, counts), 0.0, True, *no_random_state(query)),
@@ -166,12 +152,12 @@ def _backward_operation(
     return tuple(_unflattened(of, like) for of, like in zip(grads, (query, key, value), strict=True))
 
 
-def _empty_logsumexp(query: torch.Tensor) -> torch.Tensor:
+def _empty_logsumexp(query: Tensor) -> Tensor:
     length, rows, heads, _ = query.shape
     return query.new_empty(heads, rows * length, dtype=torch.float32)
 
 
-def _empty(like: torch.Tensor) -> torch.Tensor:
+def _empty(like: Tensor) -> Tensor:
     length, rows, heads, channels = like.shape
     return like.new_empty(rows, length, heads, channels).transpose(0, 1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from .. import parallel_state
@@ -71,13 +71,13 @@ class DotProductAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         *,
         documents: PackedDocuments | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Computes attention over this rank's heads, for any strides with a contiguous last dim.
 
         With context parallelism s is the length of this rank's chunks, and queries see the keys of all ranks.
@@ -119,7 +119,7 @@ class DotProductAttention(MegatronModule):
             context = _attend(query, key, value, visible, dropout, grouped)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
 
-    def _check_backend(self, query: torch.Tensor, key: torch.Tensor, dropout: float, *, masked: bool = False) -> None:
+    def _check_backend(self, query: Tensor, key: Tensor, dropout: float, *, masked: bool = False) -> None:
         """Raises ConfigError where the config's backend has no kernel for `[b, n, s, d]`, or `[s, n, b, d]`."""
         device, backend = query.device, self.config.attention_backend
         if query.is_cuda or backend != "auto":
@@ -132,13 +132,8 @@ class DotProductAttention(MegatronModule):
                 raise ConfigError(problem)
 
     def _in_pieces(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: PackedDocuments | None,
-        dropout: float,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None, dropout: float
+    ) -> Tensor:
         backend = self.config.attention_backend
         if not takes_pieces(backend):
             raise ConfigError(
@@ -173,24 +168,19 @@ def check_mask_type(caller: str, attn_mask_type: AttnMaskType | None) -> None:
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor | None,
-    dropout: float,
-    grouped: bool,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, grouped: bool
+) -> Tensor:
     return F.scaled_dot_product_attention(
         query, key, value, visible, dropout, is_causal=visible is None, enable_gqa=grouped
     )
 
 
-def _visible(attention_mask: torch.Tensor) -> torch.Tensor:
+def _visible(attention_mask: Tensor) -> Tensor:
     """Converts Megatron's mask (True is hidden) to torch's (True is visible), with later keys hidden."""
     return attention_mask.logical_not().tril()
 
 
-def _fuses_groups(query: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
+def _fuses_groups(query: Tensor, attention_mask: Tensor | None) -> bool:
     """Returns whether a fused kernel supports fewer key heads than query heads.
 
     On CPU it does, and is 5 to 10 % faster than on copies. On CUDA the flash and cuDNN kernels do, which need half

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import parallel_state
 from ..base.errors import ConfigError
@@ -91,10 +91,10 @@ class Adapter(nn.Module):
             self.linear_out = _WholeLinear(rank, layer.output_size, config, nn.init.zeros_, group)
         self.hook = layer.register_forward_hook(self._add_to_output)
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_: Tensor) -> Tensor:
         """Maps `[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
-        features: torch.Tensor = self.linear_in(input_)[0]  # [s, b, rank]
-        update: torch.Tensor = self.linear_out(features * self.scale)[0]
+        features: Tensor = self.linear_in(input_)[0]  # [s, b, rank]
+        update: Tensor = self.linear_out(features * self.scale)[0]
         return update
 
     def merge_into(self, layer: nn.Module) -> None:
@@ -104,10 +104,8 @@ class Adapter(nn.Module):
         self.hook.remove()
         del layer.adapter
 
-    def _add_to_output(
-        self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Output | torch.Tensor
-    ) -> Output | torch.Tensor:
-        if isinstance(output, torch.Tensor):  # losses, from a layer that has added the update itself
+    def _add_to_output(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Output | Tensor) -> Output | Tensor:
+        if isinstance(output, Tensor):  # losses, from a layer that has added the update itself
             return output
         return output[0] + self(inputs[0]), output[1]
 
@@ -125,7 +123,7 @@ class _WholeLinear(ParameterOwner):
             "weight", (output_size, input_size), init_method, config=config, sequence_parallel=config.sequence_parallel
         )
 
-    def forward(self, input_: torch.Tensor) -> Output:
+    def forward(self, input_: Tensor) -> Output:
         return linear(input_, self.weight), None
 
 
@@ -198,7 +196,7 @@ def is_adapter(name: str) -> bool:
     return ".adapter." in name
 
 
-def _uniform_by_inputs(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _uniform_by_inputs(tensor: Tensor, generator: torch.Generator) -> None:
     """Draws from U(-1 / sqrt(k), 1 / sqrt(k)) for a `[rank, k]` matrix, as the paper's code and peft do."""
     bound = 1.0 / math.sqrt(tensor.shape[1])
     tensor.uniform_(-bound, bound, generator=generator)

@@ -19,12 +19,14 @@ TokenDropPolicy = Literal["probs", "position"]
 TokenDispatcher = Literal["allgather", "alltoall"]
 
 
-OPTIONS_OF_FUNCTION = (
+ARCHITECTURE_OF_EXPERTS = (
     *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
     *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype"),
-    *("moe_expert_capacity_factor", "moe_token_drop_policy"),
 )
+"""Fields of `MoEConfig` that are part of a model's architecture."""
+
+OPTIONS_OF_FUNCTION = (*ARCHITECTURE_OF_EXPERTS, "moe_expert_capacity_factor", "moe_token_drop_policy")
 """Fields of `MoEConfig` that change what a model with experts computes. The others change its training alone."""
 
 

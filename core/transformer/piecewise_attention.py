@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..base._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
@@ -22,18 +23,18 @@ from .attention_backend import PartialAttention, attend, attend_backward, combin
 from .document_attention import define_attention
 from .sequences import GatheringKeys, QueryPiece, ScatteringGradients, causal_pieces, document_pieces
 
-_Random = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+_Random = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """The random states of a piece: for its own keys, and for those before."""
 
 
 def attend_in_pieces(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    document_starts: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_starts: Tensor | None = None,
     dropout: float = 0.0,
     group: Group = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Computes causal attention of this rank's queries to the keys of all ranks, each document to itself.
 
     Args:
@@ -46,7 +47,7 @@ def attend_in_pieces(
     Returns:
         `[s / cp, b, heads, d]`.
     """
-    output: torch.Tensor
+    output: Tensor
     if dropout > 0.0:
         output = _DroppingAttention.apply(query, key, value, document_starts, dropout, group)
     else:
@@ -59,13 +60,13 @@ class _DroppingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        document_starts: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_starts: Tensor | None,
         dropout: float,
         group: Group,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.pieces, ctx.dropout, ctx.group = _pieces(query, document_starts, group), dropout, group
         output, logsumexp, ctx.random = _forward(query, key, value, ctx.pieces, dropout, group)
         ctx.save_for_backward(query, key, value, output, logsumexp)
@@ -73,20 +74,15 @@ class _DroppingAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
         grads = _backward(grad, query, key, value, output, logsumexp, ctx.pieces, ctx.random, ctx.dropout, ctx.group)
         return *grads, None, None, None
 
 
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pieces: Sequence[QueryPiece],
-    dropout: float,
-    group: Group,
-) -> tuple[torch.Tensor, torch.Tensor, list[_Random]]:
+    query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[QueryPiece], dropout: float, group: Group
+) -> tuple[Tensor, Tensor, list[_Random]]:
     """Returns the output, the log-sum-exp `[b, heads, s / cp]`, and the random states of each piece."""
     gathering = GatheringKeys(key, value, group)
     diagonals = [_attend_to_own(query, key, value, piece, dropout) for piece in pieces]
@@ -107,17 +103,17 @@ def _forward(
 
 
 def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
     pieces: Sequence[QueryPiece],
     random: Sequence[_Random],
     dropout: float,
     group: Group,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of query, key and value while keys are gathered and their gradients reduce-scattered.
 
     Half of the pieces attend to their own keys during the gather, then all to the keys before them, and the rest to
@@ -129,8 +125,8 @@ def _backward(
     )
 
     def add(
-        piece: QueryPiece, keys: torch.Tensor, values: torch.Tensor, causal: bool, state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        piece: QueryPiece, keys: Tensor, values: Tensor, causal: bool, state: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
         """Adds to the gradient of a piece's queries, and returns the gradients of these keys and values."""
         attended = PartialAttention(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
         views = (_queries(grad, piece), _queries(query, piece), keys, values)
@@ -164,27 +160,25 @@ def _backward(
     return grad_query, grad_key, grad_value
 
 
-def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Group) -> Sequence[QueryPiece]:
+def _pieces(query: Tensor, document_starts: Tensor | None, group: Group) -> Sequence[QueryPiece]:
     rank, size = group_rank(group), group_size(group)
     if document_starts is None:
         return causal_pieces(query.shape[0], rank, size)
     return document_pieces(document_starts, rank, size)
 
 
-def _attend_to_own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: QueryPiece, dropout: float
-) -> PartialAttention:
+def _attend_to_own(query: Tensor, key: Tensor, value: Tensor, piece: QueryPiece, dropout: float) -> PartialAttention:
     """Computes the causal attention of a piece's queries to their own keys."""
     views = (_queries(tensor, piece) for tensor in (query, key, value))
     return attend(*views, causal=True, dropout=dropout)
 
 
-def _queries(tensor: torch.Tensor, piece: QueryPiece) -> torch.Tensor:
+def _queries(tensor: Tensor, piece: QueryPiece) -> Tensor:
     """Returns the `[b, n, s, d]` of a piece as a view of `[s / cp, b, n, d]`."""
     return _heads_first(tensor[piece.queries, piece.rows])
 
 
-def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+def _heads_first(tensor: Tensor) -> Tensor:
     """Returns `[s, b, n, d]` as a view `[b, n, s, d]`."""
     return tensor.permute(1, 2, 0, 3)
 
@@ -201,30 +195,30 @@ def _named(group: str) -> Group:
 
 
 def _operation(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document_starts: torch.Tensor | None, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
     ranks = _named(group)
     output, logsumexp, _ = _forward(query, key, value, _pieces(query, document_starts, ranks), 0.0, ranks)
     return output, logsumexp
 
 
 def _backward_operation(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    document_starts: torch.Tensor | None,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    document_starts: Tensor | None,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     ranks = _named(group)
     pieces = _pieces(query, document_starts, ranks)
     random: list[_Random] = [((), ())] * len(pieces)
     return _backward(grad, query, key, value, output, logsumexp, pieces, random, 0.0, ranks)
 
 
-def _empty_logsumexp(query: torch.Tensor) -> torch.Tensor:
+def _empty_logsumexp(query: Tensor) -> Tensor:
     length, rows, heads, _ = query.shape
     in_double = query.dtype == torch.float64
     return query.new_empty(rows, heads, length, dtype=torch.float64 if in_double else torch.float32)

@@ -43,11 +43,6 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-def init_zeros(tensor: torch.Tensor) -> None:
-    """Fills with zeros."""
-    tensor.zero_()
-
-
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
 

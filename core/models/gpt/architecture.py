@@ -15,6 +15,7 @@ from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
 from ...transformer.mlp import MLP
 from ...transformer.moe.moe_layer import MoELayer
+from ...transformer.moe_config import ARCHITECTURE_OF_EXPERTS
 from ...transformer.norms import LayerNorm, RMSNorm
 from ...transformer.transformer_config import TransformerConfig
 from ...transformer.transformer_layer import TransformerLayer
@@ -28,12 +29,7 @@ TRANSFORMER_FIELDS = (
 )
 """Fields of `TransformerConfig` that decide what the model computes, but for experts."""
 
-EXPERT_FIELDS = (
-    *("num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
-    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_num_groups"),
-    *("moe_router_group_topk", "moe_router_dtype"),
-)
+EXPERT_FIELDS = ("num_moe_experts", *ARCHITECTURE_OF_EXPERTS)
 """The same of experts. A limit of their tokens (`moe_expert_capacity_factor`) is a setting of a run: files of other
 projects have none."""
 
@@ -170,5 +166,6 @@ def _check_layers(model: GPTModel) -> None:
 
 
 def base_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns `stages_state_dict` of a model, or of its pipeline stages, without the tensors of LoRA adapters."""
-    return {name: tensor for name, tensor in stages_state_dict(model).items() if not is_adapter(name)}
+    """Returns `stages_state_dict` of the GPT in a model, or in its pipeline stages, without LoRA adapters' tensors."""
+    stages = [gpt_of(stage) for stage in ([model] if isinstance(model, nn.Module) else model)]
+    return {name: tensor for name, tensor in stages_state_dict(stages).items() if not is_adapter(name)}

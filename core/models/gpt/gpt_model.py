@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from ... import parallel_state
 from ...base import device
@@ -16,6 +17,7 @@ from ...base.megatron_names import checks_arguments, refuse
 from ...comm.collectives import broadcast_by_backend
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import IGNORE_INDEX
+from ...tensor_parallel.groups import check_degrees
 from ...tensor_parallel.initialization import (
     deferred_initialization,
     draw_init_seed,
@@ -103,7 +105,11 @@ class GPTModel(LanguageModule):
                 "layers are made of: give None or get_gpt_layer_local_spec(), and vocab_size after it"
             )
         config.check_sizes_given()
-        _check_degrees(config)
+        check_degrees(
+            config,
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        )
         check_positive({"vocab_size": vocab_size, "max_sequence_length": max_sequence_length})
         if position_embedding_type not in get_args(PositionEmbeddingType):
             raise ConfigError(
@@ -127,7 +133,7 @@ class GPTModel(LanguageModule):
         self.init_seed = _stage_seed(config, vp_stage)
         self.stage, self.vp_stage = stage, vp_stage
         # The auxiliary losses of earlier pipeline stages, 0-dim. `set_input_tensor` sets it, `forward` takes it.
-        self._earlier_losses: torch.Tensor | None = None
+        self._earlier_losses: Tensor | None = None
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type: PositionEmbeddingType = position_embedding_type
@@ -176,7 +182,7 @@ class GPTModel(LanguageModule):
             )
             mark_parameter(self.output_layer, is_embedding_or_output_parameter=True)
 
-    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Sets the hidden states of the next forward, `[s, b, h]` or in a list, for a model without `pre_process`.
 
         In a list the sum of the auxiliary losses of earlier pipeline stages may follow, 0-dim.
@@ -187,22 +193,22 @@ class GPTModel(LanguageModule):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
         inference_context: None = None,
         packed_seq_params: None = None,
         extra_block_kwargs: None = None,
         runtime_gather_output: bool | None = None,
         *,
         inference_params: None = None,
-        loss_mask: torch.Tensor | None = None,
+        loss_mask: Tensor | None = None,
         padding_mask: None = None,
-        document_starts: torch.Tensor | None = None,
+        document_starts: Tensor | None = None,
         documents: PackedDocuments | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns the loss of each token, `[b, s]` in fp32, or the logits if there are no labels.
 
         With context parallelism s is the length of this rank's part: split all tensors by
@@ -266,30 +272,26 @@ class GPTModel(LanguageModule):
         rotation = None
         if self.rotary_pos_emb is not None:
             rotation = self.rotary_pos_emb(input_ids.shape[1], device=input_ids.device, position_ids=position_ids)
-        output: torch.Tensor = self.decoder(
-            hidden_states, attention_mask, rotary_pos_emb=rotation, documents=documents
-        )
+        output: Tensor = self.decoder(hidden_states, attention_mask, rotary_pos_emb=rotation, documents=documents)
         if self.output_layer is None:
             return output
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and self.fuse_linear_cross_entropy:
-            losses: torch.Tensor = self.output_layer(
-                output, weight=weight, output_cross_entropy_loss=True, labels=labels
-            )
+            losses: Tensor = self.output_layer(output, weight=weight, output_cross_entropy_loss=True, labels=labels)
             return self._with_expert_losses(losses, labels)
-        logits: torch.Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
+        logits: Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
             return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels)
         if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
         return transposed(logits)
 
-    def _with_expert_losses(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _with_expert_losses(self, losses: Tensor, labels: Tensor) -> Tensor:
         if self.config.num_moe_experts is None:
             return losses
         return add_auxiliary_losses(losses, self.decoder, labels != IGNORE_INDEX)
 
-    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.
 
         None if the model has neither embedding nor output projection.
@@ -297,26 +299,6 @@ class GPTModel(LanguageModule):
         if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         return None if self.embedding is None else self.embedding.word_embeddings.weight
-
-
-def _check_degrees(config: TransformerConfig) -> None:
-    """Refuses unsupported degrees in the config and in the process groups, and degrees that disagree.
-
-    Raises:
-        ParallelConfigError: names the degree.
-    """
-    degree, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
-    if degree != cp:
-        raise ParallelConfigError(
-            f"config.context_parallel_size is {degree}, but core.parallel_state has context-parallel groups of {cp}; "
-            "call initialize_model_parallel with the same size first"
-        )
-    stages, groups = config.pipeline_model_parallel_size, parallel_state.get_pipeline_model_parallel_world_size()
-    if stages != groups:
-        raise ParallelConfigError(
-            f"config.pipeline_model_parallel_size is {stages}, but core.parallel_state has pipelines of {groups}; "
-            "call initialize_model_parallel with the same size first"
-        )
 
 
 def _check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> None:
@@ -363,11 +345,11 @@ def _check_fused_loss(model: LanguageModule) -> None:
 
 def _check_batch(
     max_sequence_length: int,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    document_starts: torch.Tensor | None,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    labels: Tensor | None,
+    document_starts: Tensor | None,
 ) -> None:
     """Refuses tensors of a forward whose shapes or dtypes disagree, and sequences longer than the model's.
 

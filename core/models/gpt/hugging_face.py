@@ -247,7 +247,7 @@ def load_hugging_face(
     prefix = "transformer." if layout == "gpt2" else "model."
     if not any(name.startswith(prefix) for name in index.tensors):
         prefix = ""  # saved without its head
-    recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or _base_state_dict(model)
+    recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or base_state_dict(model)
     everything = targets
     if upcycle:
         recipes, targets = upcycled(whole, recipes, targets, upcycle)
@@ -260,11 +260,6 @@ def load_hugging_face(
         process_group=process_group,
     )
     group_routers(everything, upcycle, process_group)
-
-
-def _base_state_dict(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns `base_state_dict` of the GPT in a model, or in each of its pipeline stages."""
-    return base_state_dict(gpt_of(model) if isinstance(model, nn.Module) else [gpt_of(stage) for stage in model])
 
 
 def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

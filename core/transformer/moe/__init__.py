@@ -4,16 +4,15 @@ moe_layer        route, drop, dispatch to experts, bring back; the end of a step
 router           from logits to experts and probabilities; the load of experts and their bias
 load_balancing   auxiliary losses, and how they join the loss of a model
 dispatch         capacity; sorts tokens by expert, brings them to the ranks of their experts, and outputs back
-experts          the matrices of all experts, in one call or one after the other; experts that take every token
-stock_experts    cuts the experts of models of transformers over ranks
+experts          the matrices of all experts, in one call or one after the other; experts that take every token; cuts
+                 those of models of transformers over ranks
 """
 
 from ...base.megatron_names import absent_names
-from .experts import GroupedMLP, SharedExpertMLP
+from .experts import GroupedMLP, SharedExpertMLP, cut_experts
 from .load_balancing import add_auxiliary_losses
 from .moe_layer import MoELayer, finish_step, logged_statistics, restart_step
 from .router import TopKRouter
-from .stock_experts import cut_experts
 
 __all__ = [
     "GroupedMLP",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from ... import parallel_state
 from ...base.errors import DataError
@@ -41,23 +42,23 @@ class Permutation:
     `without_dropped` leaves them out.
     """
 
-    order: torch.Tensor
+    order: Tensor
     """Of each row, its place in `[tokens x k]`."""
-    inverse: torch.Tensor
+    inverse: Tensor
     """Of each place, its row. At or past the end of `order` if it has none."""
-    ends: torch.Tensor
+    ends: Tensor
     """Of each expert, the end of its rows, in int32."""
-    row_experts: torch.Tensor
+    row_experts: Tensor
     """The expert of each row. Of a dropped row, the last one."""
     topk: int
     has_dropped: bool
     """Whether there may be rows after the last end."""
 
     @property
-    def dropped_rows(self) -> torch.Tensor:
+    def dropped_rows(self) -> Tensor:
         """True for rows that no expert takes, `[rows, 1]`."""
         rows = torch.arange(len(self.order), device=self.ends.device)
-        dropped: torch.Tensor = (rows >= self.ends[-1]).unsqueeze(-1)
+        dropped: Tensor = (rows >= self.ends[-1]).unsqueeze(-1)
         return dropped
 
     def without_dropped(self) -> Permutation:
@@ -67,19 +68,19 @@ class Permutation:
         end = int(self.ends[-1])
         return replace(self, order=self.order[:end], row_experts=self.row_experts[:end], has_dropped=False)
 
-    def to_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, tokens: Tensor) -> Tensor:
         """Copies each token `[tokens, h]` to the rows of its experts, `[rows, h]`."""
-        rows: torch.Tensor = _Rows.apply(tokens, self.order, self.inverse, self.topk)
+        rows: Tensor = _Rows.apply(tokens, self.order, self.inverse, self.topk)
         return rows
 
-    def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def from_rows(self, rows: Tensor) -> Tensor:
         """Brings rows `[rows, h]` back to their tokens, `[tokens, k, h]`, with zeros for places without a row."""
-        places: torch.Tensor = _Places.apply(rows, self.order, self.inverse)
+        places: Tensor = _Places.apply(rows, self.order, self.inverse)
         return places.view(-1, self.topk, rows.shape[-1])
 
 
 @torch.no_grad()
-def drop_over_capacity(experts: torch.Tensor, probs: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+def drop_over_capacity(experts: Tensor, probs: Tensor, config: MoEConfig) -> Tensor:
     """Returns each token's experts, with `num_moe_experts` for those that are full.
 
     Args:
@@ -101,7 +102,7 @@ def drop_over_capacity(experts: torch.Tensor, probs: torch.Tensor, config: MoECo
 
 
 @torch.no_grad()
-def sort_by_expert(experts: torch.Tensor, num_experts: int, has_dropped: bool = False) -> Permutation:
+def sort_by_expert(experts: Tensor, num_experts: int, has_dropped: bool = False) -> Permutation:
     """Sorts tokens by expert.
 
     Args:
@@ -116,13 +117,11 @@ def sort_by_expert(experts: torch.Tensor, num_experts: int, has_dropped: bool = 
     return Permutation(order, inverse, ends, row_experts, experts.shape[-1], has_dropped)
 
 
-Compute = Callable[[torch.Tensor, Permutation], torch.Tensor]
+Compute = Callable[[Tensor, Permutation], Tensor]
 """Maps rows `[rows, h]`, sorted by expert, to the outputs of their experts, `[rows, h]`."""
 
 
-def dispatch(
-    tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, compute: Compute, config: MoEConfig
-) -> torch.Tensor:
+def dispatch(tokens: Tensor, probs: Tensor, experts: Tensor, compute: Compute, config: MoEConfig) -> Tensor:
     """Returns for each token the sum of its experts' outputs times their probabilities, `[tokens, h]`.
 
     Every expert-parallel rank calls it, with tokens of its own.
@@ -149,8 +148,8 @@ def dispatch(
 
 
 def gather_tokens(
-    tokens: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens: Tensor, probs: Tensor, experts: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers tokens, and the choice of their experts, of all ranks. Gradients are partial sums, which are added over
     ranks.
 
@@ -177,18 +176,18 @@ def gather_tokens(
     )
 
 
-def _combine(tokens: torch.Tensor, probs: torch.Tensor, permutation: Permutation, compute: Compute) -> torch.Tensor:
+def _combine(tokens: Tensor, probs: Tensor, permutation: Permutation, compute: Compute) -> Tensor:
     rows = compute(permutation.to_rows(tokens), permutation)
     if permutation.has_dropped:
         rows = rows.masked_fill(permutation.dropped_rows, 0.0)
     places = permutation.from_rows(rows)  # [tokens, k, h]
-    combined: torch.Tensor = (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
+    combined: Tensor = (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
     return combined
 
 
 def _compute_elsewhere(
-    rows: torch.Tensor, permutation: Permutation, *, compute: Compute, group: dist.ProcessGroup
-) -> torch.Tensor:
+    rows: Tensor, permutation: Permutation, *, compute: Compute, group: dist.ProcessGroup
+) -> Tensor:
     """Computes rows, sorted by the experts of all ranks, on the ranks that have these. The host waits for the
     device."""
     counts = permutation.ends.diff(prepend=permutation.ends.new_zeros(1)).long()
@@ -200,7 +199,7 @@ def _compute_elsewhere(
     by_expert = sort_by_expert(own.unsqueeze(1), by_rank.shape[1])
     arrived = by_expert.to_rows(_Exchange.apply(rows, sent, received, group))
     outputs = by_expert.from_rows(compute(arrived, by_expert)).squeeze(1)
-    returned: torch.Tensor = _Exchange.apply(outputs, received, sent, group)
+    returned: Tensor = _Exchange.apply(outputs, received, sent, group)
     return returned
 
 
@@ -208,9 +207,7 @@ class _Exchange(torch.autograd.Function):
     """Sends rows to ranks. Backward returns their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes = received, sent, group
         arrived = rows.new_empty(sum(received), rows.shape[1])
         what = "tokens on the way to experts and back"
@@ -218,11 +215,11 @@ class _Exchange(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _Exchange.apply(grad, *ctx.sizes), None, None, None
 
 
-def _by_place(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+def _by_place(rows: Tensor, inverse: Tensor) -> Tensor:
     """Returns the row of each place, zeros for a place without one."""
     if len(rows) < len(inverse):
         rows, inverse = F.pad(rows, (0, 0, 0, 1)), inverse.clamp(max=len(rows))
@@ -231,24 +228,24 @@ def _by_place(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, topk: int) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, topk: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.topk = topk
         return tokens.index_select(0, order // topk)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         return _by_place(grad, inverse).unflatten(0, (-1, ctx.topk)).sum(1), None, None, None
 
 
 class _Places(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return _by_place(rows, inverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
         return grad.index_select(0, order), None, None

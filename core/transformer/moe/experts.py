@@ -1,16 +1,23 @@
-"""The experts of a layer, as one parameter for each matrix: `[experts, out, in]`. Next to them those that take every
-token."""
+"""The experts of a layer, as one parameter for each matrix: `[experts, out, in]`. Those that take every token.
+
+Experts of stock models are cut over ranks: transformers 5 has one module for all experts of a layer, with
+`num_experts` and parameters `[experts, ...]`. It maps tokens, the experts of each and their weights to outputs
+(Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and others).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ... import parallel_state
-from ...tensor_parallel.groups import Group, expert_tensor_group, group_size, per_rank
+from ...base.errors import ParallelConfigError, WrapError
+from ...tensor_parallel.groups import expert_tensor_group, group_rank, group_size, per_rank, resolve_group
 from ...tensor_parallel.initialization import (
     Initializer,
     ParameterOwner,
@@ -21,8 +28,9 @@ from ...tensor_parallel.initialization import (
 from ...tensor_parallel.weight_gradients import linear
 from ..mlp import GATE_AND_UP, MLP, activated
 from ..module import MegatronModule
-from ..transformer_config import TransformerConfig, activation_function, init_zeros
-from .dispatch import Permutation
+from ..moe_config import MoEConfig
+from ..transformer_config import TransformerConfig, activation_function
+from .dispatch import Permutation, dispatch
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16  # of each row of a matrix that `grouped_mm` takes
@@ -36,7 +44,7 @@ class EachExpert:
 
     initializer: Initializer
 
-    def __call__(self, whole: torch.Tensor, generator: torch.Generator) -> None:
+    def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
         """Fills in place. The generator gives the first seed."""
         for index, matrix in enumerate(whole):
             call_initializer(self.initializer, matrix, (generator.initial_seed() + index) % _SEED_BOUND)
@@ -48,7 +56,6 @@ class GroupedLinear(ParameterOwner):
     Args:
         partition_dim: dim of `A` that is split over experts' tensor-parallel ranks: 1, out, as in
             `ColumnParallelLinear`; or 2, in, as in `RowParallelLinear`, whose results are partial sums.
-        tp_group: those ranks; by default those of `expert_tensor_group`.
     """
 
     weight: torch.nn.Parameter
@@ -62,9 +69,8 @@ class GroupedLinear(ParameterOwner):
         config: TransformerConfig,
         init_method: Initializer,
         partition_dim: int,
-        tp_group: Group = None,
     ) -> None:
-        super().__init__(tp_group or expert_tensor_group())
+        super().__init__(expert_tensor_group())
         experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         self.splits_output = partition_dim == 1
         size = per_rank(
@@ -78,20 +84,18 @@ class GroupedLinear(ParameterOwner):
         self.add_parameter(
             "weight", (experts, rows, columns), EachExpert(init_method), partition_dim=partition_dim, **options
         )
-        self.register_parameter("bias", None)
-        if config.add_bias_linear:
-            split_dim = 1 if self.splits_output else None
-            self.add_parameter("bias", (experts, rows), init_zeros, partition_dim=split_dim, **options)
+        shape, split_dim = (experts, rows) if config.add_bias_linear else None, 1 if self.splits_output else None
+        self.add_parameter("bias", shape, nn.init.zeros_, partition_dim=split_dim, **options)
         self._multiply = grouped_matmul if config.moe_grouped_gemm else looped_matmul
         initialize_unless_deferred(self, config)
 
-    def forward(self, rows: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
         """Maps `[rows, in]` to `[rows, out]`. Dropped rows become zero, but for the bias."""
         output = self._multiply(rows, self.weight, permutation)
         if self.bias is None:
             return output
         ranks = group_size(self.tp_group)
-        bias: torch.Tensor = self.bias
+        bias: Tensor = self.bias
         if not self.splits_output and ranks > 1:
             # Each rank adds its share of the bias to its partial sum. All have the gradient of the sum, so that the
             # whole gradient of the bias needs no communication.
@@ -104,34 +108,24 @@ class GroupedLinear(ParameterOwner):
 class GroupedMLP(MegatronModule):
     """The MLPs of all experts, each as `core.transformer.mlp.MLP`: rows of gate and up alternate, g0 u0 g1 u1 ..."""
 
-    def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.activation = activation_function(config.activation_func)
         self.gated = config.gated_linear_unit
         width, inner = config.hidden_size, config.expert_ffn_size
         self.linear_fc1 = GroupedLinear(
-            width,
-            inner * (2 if self.gated else 1),
-            config=config,
-            init_method=config.init_method,
-            partition_dim=1,
-            tp_group=tp_group,
+            width, inner * (2 if self.gated else 1), config=config, init_method=config.init_method, partition_dim=1
         )
         if self.gated:
             mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = GroupedLinear(
-            inner,
-            width,
-            config=config,
-            init_method=config.output_layer_init_method,
-            partition_dim=2,
-            tp_group=tp_group,
+            inner, width, config=config, init_method=config.output_layer_init_method, partition_dim=2
         )
 
-    def forward(self, rows: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+    def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
         """Maps `[rows, h]`, sorted by expert, to `[rows, h]`: this tensor-parallel rank's partial sums."""
         hidden = self.linear_fc1(rows, permutation)  # [rows, ffn / tp], twice that when gated
-        output: torch.Tensor = self.linear_fc2(activated(hidden, self.activation, self.gated), permutation)
+        output: Tensor = self.linear_fc2(activated(hidden, self.activation, self.gated), permutation)
         return output
 
 
@@ -140,21 +134,14 @@ class SharedExpertMLP(MLP, ParameterOwner):
 
     gate_weight: torch.nn.Parameter | None
 
-    def __init__(self, config: TransformerConfig, tp_group: Group = None) -> None:
-        super().__init__(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size, tp_group=tp_group)
-        self.register_parameter("gate_weight", None)
-        if config.moe_shared_expert_gate:
-            self.add_parameter(
-                "gate_weight",
-                (1, config.hidden_size),
-                config.init_method,
-                config=config,
-                sequence_parallel=config.sequence_parallel,
-            )
-            mark_parameter(self, "gate_weight", use_muon=False)
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
+        shape, partial = (1, config.hidden_size) if config.moe_shared_expert_gate else None, config.sequence_parallel
+        self.add_parameter("gate_weight", shape, config.init_method, config=config, sequence_parallel=partial)
+        mark_parameter(self, "gate_weight", use_muon=False)
         initialize_unless_deferred(self, config)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`. With sequence parallelism both are this rank's `[s / tp, b, h]`."""
         output = super().forward(hidden_states)
         if self.gate_weight is None:
@@ -162,7 +149,49 @@ class SharedExpertMLP(MLP, ParameterOwner):
         return output * linear(hidden_states, self.gate_weight).sigmoid()
 
 
-def looped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+def cut_experts(model: nn.Module) -> nn.Module:
+    """Leaves each expert-parallel rank its part of a model's experts, in place. Call it before `wrap_model`.
+
+    Parameters keep their names. Dispatches tokens by ``alltoall``, so that ranks may have micro-batches of any shapes.
+    Outputs and gradients equal those of all experts on each rank up to rounding. With one expert-parallel rank nothing
+    changes.
+
+    Args:
+        model: a model of transformers 5, not wrapped yet, with equal values on all ranks.
+
+    Returns:
+        the model.
+
+    Raises:
+        WrapError: no module has experts as 3-D parameters.
+        ParallelConfigError: ranks do not divide the experts, or the ranks that share experts' matrices are not the
+            tensor-parallel ones.
+    """
+    group = parallel_state.get_expert_model_parallel_group(check_initialized=False)
+    modules = {name: module for name, module in model.named_modules() if _has_stacked_experts(module)}
+    if not modules:
+        raise WrapError(
+            f"{type(model).__name__} has no module with num_experts and 3-D parameters of experts, as transformers 5 "
+            "builds them; call cut_experts on such a model, before it is wrapped"
+        )
+    if expert_tensor_group() is not resolve_group(None):
+        raise ParallelConfigError(
+            "experts of a stock model are not split over tensor-parallel ranks of their own; leave out "
+            "expert_tensor_parallel_size"
+        )
+    ranks, rank = group_size(group), group_rank(group)
+    for name, module in modules.items():
+        if module.num_experts % ranks:
+            raise ParallelConfigError(
+                f"{name} has {module.num_experts} experts, which expert_model_parallel_size {ranks} does not divide; "
+                "take a divisor"
+            )
+    for module in modules.values() if ranks > 1 else ():
+        _cut(module, ranks, rank)
+    return model
+
+
+def looped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:
     """Multiplies each expert's rows `[rows, in]` by its matrix of `[experts, out, in]`. The host waits for the
     device."""
     ends = permutation.ends.tolist()
@@ -175,7 +204,7 @@ def looped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permuta
     return torch.cat(parts)
 
 
-def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+def grouped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:
     """Computes :func:`looped_matmul` in one call, and nothing waits. Falls back to it where torch has no kernel."""
     if not _has_grouped_kernel(rows, weight):
         return looped_matmul(rows, weight, permutation)
@@ -186,14 +215,54 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, permutation: Permut
         rows = rows.masked_fill(dropped, 0.0)
     output = F.grouped_mm(rows, weight.transpose(-2, -1), offs=permutation.ends)
     if output.requires_grad:
-        output.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient
+        output.register_hook(Tensor.contiguous)  # its backward refuses an expanded gradient
     return output if dropped is None else output.masked_fill(dropped, 0.0)
 
 
-def _has_grouped_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     is_aligned = all(size * rows.element_size() % _STRIDE_BYTES == 0 for size in weight.shape[1:])
     if rows.dtype not in _GROUPED_DTYPES or rows.dtype != weight.dtype or not is_aligned:
         return False
     if torch.is_autocast_enabled(rows.device.type):  # grouped_mm does not cast
         return False
     return rows.device.type == "cpu" or torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+def _has_stacked_experts(module: nn.Module) -> bool:
+    experts = getattr(module, "num_experts", None)
+    own = [*module.parameters(recurse=False)]
+    return (
+        any(p.ndim == 3 for p in own) and all(len(p) == experts for p in own) and not isinstance(module, _CutExperts)
+    )
+
+
+def _cut(module: Any, ranks: int, rank: int) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        part = parameter.detach().chunk(ranks)[rank].clone()  # a copy, so that the rest is freed
+        replacement = nn.Parameter(part, parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__, allreduce=False, expert_model_parallel=True)
+        setattr(module, name, replacement)
+    module.experts_config = MoEConfig(num_moe_experts=module.num_experts, moe_token_dispatcher_type="alltoall")
+    module.num_experts //= ranks
+    kind = type(module)
+    module.__class__ = type(f"Cut{kind.__name__}", (_CutExperts, kind), {})
+
+
+class _CutExperts:
+    """Goes in front of the class of a module that `cut_experts` has cut."""
+
+    # Both are set by `_cut` and fixed: of all ranks' experts, and the number of this rank's.
+    experts_config: MoEConfig
+    num_experts: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Maps `[tokens, h]`, and `[tokens, k]` experts of all ranks with their weights, to `[tokens, h]`."""
+        compute: Callable[..., Tensor] = super().forward  # type: ignore[misc]
+
+        def of_rank(rows: Tensor, permutation: Permutation) -> Tensor:
+            if not len(rows):  # the module would return a tensor without a graph, and other ranks wait in backward
+                own: list[Tensor] = [*self.parameters(recurse=False)]  # type: ignore[attr-defined]
+                return rows + torch.cat([parameter.flatten()[:0] for parameter in own]).sum()
+            return compute(rows, permutation.row_experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+
+        return dispatch(hidden_states, top_k_weights, top_k_index, of_rank, self.experts_config)

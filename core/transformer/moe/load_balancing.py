@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ... import parallel_state
 from ...base.errors import ParallelStateError
@@ -23,7 +23,7 @@ from ...comm.collectives import all_reduce_by_backend
 from ...tensor_parallel.groups import Group, group_size
 
 
-def switch_loss(shares: torch.Tensor, counts: torch.Tensor, num_tokens: int, topk: int) -> torch.Tensor:
+def switch_loss(shares: Tensor, counts: Tensor, num_tokens: int, topk: int) -> Tensor:
     """Returns experts x sum over experts of (mean share x fraction of choices): 1 if balanced (Fedus et al., 2021).
 
     Args:
@@ -39,13 +39,13 @@ def switch_loss(shares: torch.Tensor, counts: torch.Tensor, num_tokens: int, top
     return per_batch.mean()
 
 
-def z_loss(logits: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def z_loss(logits: Tensor, num_tokens: int) -> Tensor:
     """Returns the mean square of the logits' logsumexp over `num_tokens`, as this rank's addend, 0-dim."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide.logsumexp(-1).square().sum() / num_tokens
 
 
-def sum_counts(counts: torch.Tensor, group: Group) -> torch.Tensor:
+def sum_counts(counts: Tensor, group: Group) -> Tensor:
     """Adds up the counts of a group's ranks, in place."""
     if group_size(group) > 1:
         all_reduce_by_backend(counts, group, what="tokens of experts")
@@ -73,7 +73,7 @@ def replica_group() -> Group:
     return None
 
 
-def add_auxiliary_losses(losses: torch.Tensor, model: nn.Module, has_loss: torch.Tensor | None = None) -> torch.Tensor:
+def add_auxiliary_losses(losses: Tensor, model: nn.Module, has_loss: Tensor | None = None) -> Tensor:
     """Adds the losses of the model's routers, of its last forward, to the gradient of every token's loss.
 
     `GPTModel` calls it where it is given labels. Call it yourself on losses that you compute from logits, before they
@@ -87,13 +87,13 @@ def add_auxiliary_losses(losses: torch.Tensor, model: nn.Module, has_loss: torch
     pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
     if not pending or not torch.is_grad_enabled():
         return losses
-    joined: torch.Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
+    joined: Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
     return joined
 
 
-def take_pending(module: nn.Module) -> torch.Tensor | None:
+def take_pending(module: nn.Module) -> Tensor | None:
     """Returns the loss that a router's last forwards left, and forgets it. None if there is none."""
-    loss: torch.Tensor | None = getattr(module, "pending_loss", None)
+    loss: Tensor | None = getattr(module, "pending_loss", None)
     if loss is not None:
         module.pending_loss = None  # type: ignore[assignment]
     return loss
@@ -110,15 +110,13 @@ class _WithLosses(torch.autograd.Function):
     loss."""
 
     @staticmethod
-    def forward(
-        ctx: Any, losses: torch.Tensor, has_loss: torch.Tensor | None, group: Group, *pending: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, losses: Tensor, has_loss: Tensor | None, group: Group, *pending: Tensor) -> Tensor:
         ctx.save_for_backward(has_loss)
         ctx.group, ctx.kinds = group, [(loss.dtype, loss.device) for loss in pending]
         return losses.clone()  # FSDP2 warns of outputs that are views
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (has_loss,) = ctx.saved_tensors
         counted = grad if has_loss is None else grad.masked_fill(~has_loss, 0.0)
         weight = counted.sum(dtype=torch.float64)

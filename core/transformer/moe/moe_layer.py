@@ -13,11 +13,11 @@ from torch import nn
 
 from ... import parallel_state
 from ...base.device import current_device
-from ...base.errors import ParallelConfigError, warn_once
+from ...base.errors import warn_once
 from ...base.megatron_names import refuse
 from ...comm.collectives import all_reduce_by_backend
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
-from ...tensor_parallel.groups import Group, expert_tensor_group, group_size, resolve_group
+from ...tensor_parallel.groups import Group, check_degrees, expert_tensor_group, group_size, resolve_group
 from ...tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -72,7 +72,11 @@ class MoELayer(MegatronModule):
         )
         check_same_groups("MoELayer", pg_collection, ("tp", "cp", "pp", "ep", "expt_tp"))
         config.check_sizes_given("num_layers", "hidden_size", "num_moe_experts")
-        _check_expert_degrees(config)
+        check_degrees(
+            config,
+            expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+            expert_tensor_parallel_size=group_size(expert_tensor_group()),
+        )
         super().__init__(config)
         _keep_from_compiler()
         self.layer_number = layer_number
@@ -193,21 +197,6 @@ def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Ten
             names += [f"{place}/expert_{index}/load" for index in range(len(row) - len(STATISTICS))]
             parts.append(row)
     return names, torch.cat(parts)
-
-
-def _check_expert_degrees(config: TransformerConfig) -> None:
-    """Raises ParallelConfigError unless experts are cut over as many ranks as the config says."""
-    degrees = {
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": group_size(expert_tensor_group()),
-    }
-    for name, ranks in degrees.items():
-        degree = getattr(config, name)
-        if degree not in (None, ranks):
-            raise ParallelConfigError(
-                f"config.{name} is {degree}, but core.parallel_state has such groups of {ranks}; call "
-                "initialize_model_parallel with the same size first"
-            )
 
 
 def _keep_from_compiler() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ... import parallel_state
 from ...base._torch_compat import NO_BACKWARD, current_backward
@@ -13,7 +15,7 @@ from ...tensor_parallel.groups import Group, group_size
 from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, get_rng_tracker
 from ..moe_config import MoEConfig
-from ..transformer_config import TransformerConfig, init_zeros
+from ..transformer_config import TransformerConfig
 from . import load_balancing
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -48,11 +50,11 @@ class TopKRouter(ParameterOwner):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-    expert_bias: torch.Tensor | None
-    step_sums: torch.Tensor
-    global_counts: torch.Tensor
-    latest_counts: torch.Tensor | None
-    pending_loss: torch.Tensor | None
+    expert_bias: Tensor | None
+    step_sums: Tensor
+    global_counts: Tensor
+    latest_counts: Tensor | None
+    pending_loss: Tensor | None
 
     def __init__(self, config: TransformerConfig, tp_group: Group = None, *, splits_tokens: bool = False) -> None:
         super().__init__(tp_group)
@@ -62,19 +64,20 @@ class TopKRouter(ParameterOwner):
         shape = (experts, config.hidden_size)
         self.add_parameter("weight", shape, config.init_method, config=config, sequence_parallel=is_partial)
         mark_parameter(self, use_muon=False)
-        self.register_parameter("bias", None)
-        if config.add_bias_linear:
-            self.add_parameter("bias", (experts,), init_zeros, config=config, sequence_parallel=is_partial)
+        shape_of_bias = (experts,) if config.add_bias_linear else None
+        self.add_parameter("bias", shape_of_bias, nn.init.zeros_, config=config, sequence_parallel=is_partial)
         bias = torch.zeros(experts, dtype=torch.float32) if config.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias)
         sums = torch.zeros(experts + len(SUMS), dtype=torch.float64)
         self.register_buffer("step_sums", sums, persistent=False)
         self.register_buffer("global_counts", torch.zeros(experts, dtype=torch.float64), persistent=False)
-        self.initializers.update({name: init_zeros for name, buffer in self._buffers.items() if buffer is not None})
+        self.initializers.update(
+            {name: nn.init.zeros_ for name, buffer in self._buffers.items() if buffer is not None}
+        )
         self.pending_loss = self.latest_counts = None
         initialize_unless_deferred(self, config)
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Maps `[s, b, h]` to the probabilities `[s * b, k]` of each token's experts, and their indices."""
         config = self.config
         dtype = _DTYPES.get(config.moe_router_dtype or "", hidden.dtype)
@@ -93,7 +96,7 @@ class TopKRouter(ParameterOwner):
             return parallel_state.get_tensor_and_context_parallel_group()
         return load_balancing.context_group()
 
-    def note_dropped(self, probs: torch.Tensor, experts: torch.Tensor) -> None:
+    def note_dropped(self, probs: Tensor, experts: Tensor) -> None:
         """Adds the choices `[tokens, k]` that `drop_over_capacity` has dropped to those of the step.
 
         Args:
@@ -110,10 +113,10 @@ class TopKRouter(ParameterOwner):
         self.global_counts.zero_()
         self.pending_loss = None
 
-    def _add_in_backward(self, probs: torch.Tensor, name: str, sums: torch.Tensor) -> None:
+    def _add_in_backward(self, probs: Tensor, name: str, sums: Tensor) -> None:
         """Adds to a buffer when the gradient of `probs` is there. At once if it has none, as in frozen layers."""
 
-        def add(_: torch.Tensor | None) -> None:
+        def add(_: Tensor | None) -> None:
             self._buffers[name] += sums  # type: ignore[operator]
 
         if probs.requires_grad:
@@ -126,16 +129,15 @@ class TopKRouter(ParameterOwner):
         too, would count tokens twice."""
         return self.training and torch.is_grad_enabled() and current_backward() == NO_BACKWARD
 
-    def _jittered(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _jittered(self, hidden: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if eps is None or not self.training:
             return hidden
-        if self.config.context_parallel_size == 1:
-            return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
-        with get_rng_tracker().fork(CONTEXT_PARALLEL_RNG):
+        has_parts = self.config.context_parallel_size > 1
+        with get_rng_tracker().fork(CONTEXT_PARALLEL_RNG) if has_parts else nullcontext():
             return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
 
-    def _note(self, logits: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> None:
+    def _note(self, logits: Tensor, probs: Tensor, experts: Tensor) -> None:
         """Computes the auxiliary losses, in a recomputation too. Keeps them and the load of the experts if it is
         none."""
         counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
@@ -156,13 +158,8 @@ class TopKRouter(ParameterOwner):
         self._add_in_backward(probs, "step_sums", sums)
 
     def _auxiliary_losses(
-        self,
-        logits: torch.Tensor,
-        shares: torch.Tensor,
-        probs: torch.Tensor,
-        experts: torch.Tensor,
-        counts_tokens: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, logits: Tensor, shares: Tensor, probs: Tensor, experts: Tensor, counts_tokens: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the sum of all losses times their coefficients, and without those the balancing losses and that of
         the logits: this rank's addends.
 
@@ -195,7 +192,7 @@ class TopKRouter(ParameterOwner):
         return weighted, balance, of_logits
 
     @torch.no_grad()
-    def _global_mean(self, per_sequence: torch.Tensor, probs: torch.Tensor, counts_tokens: bool) -> torch.Tensor:
+    def _global_mean(self, per_sequence: Tensor, probs: Tensor, counts_tokens: bool) -> Tensor:
         """Returns counts for a micro-batch: the mean over data-parallel ranks and the step's micro-batches until now.
 
         Args:
@@ -210,7 +207,7 @@ class TopKRouter(ParameterOwner):
             self._add_in_backward(probs, "global_counts", shared)
         return self.latest_counts * (own.sum() / self.latest_counts.sum().clamp(min=1))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TopKRouter:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """Moves the module. Its buffers keep their dtypes, because a cast would round the bias and the counts."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -221,9 +218,7 @@ class TopKRouter(ParameterOwner):
         return self
 
 
-def choose_experts(
-    logits: torch.Tensor, config: MoEConfig, expert_bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(logits: Tensor, config: MoEConfig, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token.
 
     Args:
@@ -253,7 +248,7 @@ def choose_experts(
     return probs.to(logits.dtype), experts
 
 
-def shares_of_experts(logits: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+def shares_of_experts(logits: Tensor, config: MoEConfig) -> Tensor:
     """Returns the scores of all experts, which add up to one for each token, `[tokens, experts]`: what balancing
     losses read."""
     scores = _scores(logits, config.moe_router_score_function)
@@ -262,25 +257,25 @@ def shares_of_experts(logits: torch.Tensor, config: MoEConfig) -> torch.Tensor:
     return scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)
 
 
-def count_tokens(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
     """Counts tokens for each expert: `[..., k]` indices to `[..., experts]`, in int64."""
     counts = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(-1, experts, torch.ones_like(experts))
 
 
-def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
+def _scores(logits: Tensor, function: str) -> Tensor:
     wide = _widened(logits)
     if function == "softmax":
         return wide.softmax(-1)
     return wide.sigmoid() if function == "sigmoid" else F.softplus(wide).sqrt()
 
 
-def _widened(logits: torch.Tensor) -> torch.Tensor:
+def _widened(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @torch.no_grad()
-def _best(ranked: torch.Tensor, config: MoEConfig) -> torch.Tensor:
+def _best(ranked: Tensor, config: MoEConfig) -> Tensor:
     """Returns the indices of the best experts, of the best groups if there are any (DeepSeek-AI, 2024).
 
     The score of a group is the sum of as many of its best experts as a token takes from each group.

@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "experts: each rank has the first rank's experts of a stock model",
-        "core.transformer.moe.stock_experts._cut",
+        "core.transformer.moe.experts._cut",
         r"\[rank\]",
         "[0]",
         ("tests/unit/distributed/test_hugging_face_experts.py::test_each_rank_has_its_experts_of_a_whole_model",),

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ....base.errors import DataError
 from ....base.megatron_names import checks_arguments, refuse
@@ -34,7 +34,7 @@ class PositionEmbedding(ParameterOwner):
         mark_parameter(self, is_embedding_or_output_parameter=True)
         initialize_unless_deferred(self, config)
 
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, position_ids: Tensor) -> Tensor:
         """Maps positions `[s, b or 1]` to `[s, b or 1, h]`.
 
         Raises:
@@ -92,11 +92,8 @@ class LanguageModelEmbedding(MegatronModule):
         self.position_embeddings = PositionEmbedding(config, max_sequence_length) if learned else None
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        tokentype_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Tensor | None = None
+    ) -> Tensor:
         """Maps ids `[b, s]` to `[s, b, h]`, or to this rank's `[s / tp, b, h]` with sequence parallelism.
 
         Args:

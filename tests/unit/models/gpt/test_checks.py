@@ -76,7 +76,7 @@ def test_malformed_batches_are_refused():
 def _refuses_groups_of_another_degree() -> None:
     small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for sizes, said in (
-        ({"pipeline_model_parallel_size": 2}, "config.pipeline_model_parallel_size is 1, but .* pipelines of 2"),
+        ({"pipeline_model_parallel_size": 2}, "config.pipeline_model_parallel_size is 1, but .* groups of 2"),
         ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
     ):
         parallel_state.initialize_model_parallel(**sizes)
