@@ -27,7 +27,7 @@ from ..comm import collectives, lane
 from ..comm.lane import CommLane, Handle
 from ..distributed.model import offloaded_activations
 from ..optimizer import clip_grads, exact_sums
-from ..tensor_parallel import cross_entropy, linear_cross_entropy, weight_gradients
+from ..tensor_parallel import cross_entropy, weight_gradients
 from ..tensor_parallel.groups import expert_tensor_group, group_size, pad_vocab_size
 from ..tensor_parallel.random import seed_everything
 from ..training.config import PretrainConfig
@@ -52,7 +52,7 @@ ON_GPU: tuple[tuple[Any, str, Any], ...] = (
     (weight_gradients, "sums_rows", lambda weight: False),  # gradients of embeddings are dense
     (exact_sums, "CHUNK_ELEMENTS", exact_sums._DEVICE_CHUNK_ELEMENTS),
     (cross_entropy, "_CHUNK_ELEMENTS", cross_entropy._GPU_CHUNK_ELEMENTS),
-    (linear_cross_entropy, "_columns", functools.partial(linear_cross_entropy._columns, is_cuda=True)),
+    (cross_entropy, "_columns", functools.partial(cross_entropy._columns, is_cuda=True)),
 )
 """What depends on a tensor's device: a module, its name, and its value for tensors of an accelerator."""
 

@@ -8,9 +8,9 @@ from ... import tensor_parallel
 from ...base.errors import ConfigError
 from ...base.megatron_names import refuse
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
+from ...tensor_parallel.cross_entropy import linear_cross_entropy
 from ...tensor_parallel.groups import Group, resolve_group
 from ...tensor_parallel.layers import ColumnParallelLinear, Output
-from ...tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from ...transformer.lora import Adapter
 from ...transformer.module import MegatronModule
 from ...transformer.transformer_config import TransformerConfig

@@ -15,8 +15,8 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
-from core.tensor_parallel import linear_cross_entropy
-from core.tensor_parallel.linear_cross_entropy import Fused, _columns, _gradient_of_logits, _log_sum_exp
+from core.tensor_parallel import cross_entropy
+from core.tensor_parallel.cross_entropy import Fused, _columns, _gradient_of_logits, _log_sum_exp
 from tests.unit._on_gpu import ON_GPU
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -27,7 +27,7 @@ U = 2**-24
 
 @pytest.fixture
 def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(linear_cross_entropy, "_COMPILED_ON", ["cuda", "cpu"])
+    monkeypatch.setattr(cross_entropy, "_COMPILED_ON", ["cuda", "cpu"])
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -79,7 +79,7 @@ def test_gpu_part_widths_are_powers_of_two():
 
 def _equals_the_plain_form_compiled(*case: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy, "_COMPILED_ON", ["cpu"])
+        patch.setattr(cross_entropy, "_COMPILED_ON", ["cpu"])
         counters.clear()
         _equals_the_plain_form(*case)
     return counters["stats"]["unique_graphs"]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.base.errors import DataError
 from core.tensor_parallel import vocab_parallel_cross_entropy
-from core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from core.tensor_parallel.cross_entropy import linear_cross_entropy
 from core.tensor_parallel.mappings import column_parallel_linear
 from tests.unit._on_gpu import ON_GPU, needs_gpu
 from tests.unit._spawn import run_distributed

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from core.base import device
 from core.comm import gloo, lane
 from core.optimizer import clip_grads, exact_sums
-from core.tensor_parallel import cross_entropy, layers, linear_cross_entropy
+from core.tensor_parallel import cross_entropy, layers
 from core.transformer import piecewise_attention, sequences
 from core.transformer.document_attention import NAMESPACE
 
@@ -222,7 +222,7 @@ def watched(host_tensors: list[Tensor] | None = None) -> Iterator[Reads]:
             (clip_grads, "known_on_host", lambda value: None),
             (sequences, "_on_device", above.on_device),
             # What looks at ids on the CPU alone, and at which rows of a table are in use.
-            *((module, "check_ids", mock.Mock()) for module in (layers, cross_entropy, linear_cross_entropy)),
+            *((module, "check_ids", mock.Mock()) for module in (layers, cross_entropy)),
             (layers, "embedding", lambda ids, weight, adds_rows: F.embedding(ids, weight)),
             # Of gradients in its memory, as those of offloaded shards.
             *((one, "_sum_on_host", _unwatched(one._sum_on_host)) for one in (clip_grads, exact_sums)),
