@@ -48,9 +48,9 @@ def test_dropout_and_norm_defaults_are_megatrons():
         ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
         ({"rotary_base": float("nan")}, "rotary_base is nan"),
         ({"init_method_std": -1.0}, "init_method_std is -1.0"),
-        ({"normalization": "BatchNorm"}, 'normalization is \'BatchNorm\'; it takes one of "LayerNorm", "RMSNorm"'),
+        ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm'; it takes one of LayerNorm, RMSNorm"),
         ({"activation_func": "relu"}, "activation_func is 'relu'"),
-        ({"recompute_granularity": "some"}, "recompute_granularity is 'some'; it takes None or one of \"selective\""),
+        ({"recompute_granularity": "some"}, "recompute_granularity is 'some'; it takes None or one of selective"),
         ({"recompute_granularity": "full", "recompute_num_layers": 1}, 'needs recompute_method: "uniform" or "block"'),
         (
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
