@@ -77,6 +77,14 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         torch.cuda.set_device(_local_rank())
     timeout = timedelta(minutes=timeout_minutes)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" and carries_host_tensors else _BACKENDS[kind]
+    try:
+        _join(backend, timeout)
+    except Exception:
+        _reset_group_names()
+        raise
+
+
+def _join(backend: str, timeout: timedelta) -> None:
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a store that outlives the ranks, and their round
@@ -86,6 +94,17 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         dist.init_process_group(backend, store=of_round, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def _reset_group_names() -> None:
+    """Lets this process number its groups from 0 again after it failed to join, as a new process does.
+
+    Torch counts groups by attempts, and resets the count only when a world is destroyed. Ranks with other counts give
+    one group two names, and wait for each other.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def set_backend_defaults() -> None:

@@ -1,4 +1,4 @@
-"""Faults of `core.base.micro_batch_tree`."""
+"""Faults of `core.base`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,12 @@ MUTATIONS = (
         r"return \(~.*",
         "return 0",
         ("tests/unit/base/test_micro_batch_tree.py",),
+    ),
+    Mutation(
+        "a rank that failed to join a group names its next groups as its second ones",
+        "core.base.device.init_process_group",
+        r"    _reset_group_names\(\)",
+        "    pass",
+        ("tests/unit/base/test_device.py::test_a_failed_attempt_to_join_leaves_the_names_of_groups",),
     ),
 )

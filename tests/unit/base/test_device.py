@@ -106,6 +106,20 @@ def test_under_a_launcher_the_environment_is_joined(monkeypatch: pytest.MonkeyPa
         dist.destroy_process_group()
 
 
+def test_a_failed_attempt_to_join_leaves_the_names_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            patch.setenv(name, value)
+        with pytest.raises(dist.DistError):
+            device.init_process_group(timeout_minutes=0.01)
+    monkeypatch.delenv("RANK", raising=False)
+    device.init_process_group()
+    try:
+        assert dist.group.WORLD.group_name == "0"  # type: ignore[union-attr]  # as in a process that never failed
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, True)
     for name, value in {"SHARDSTACK_DEVICE": "cuda", "RANK": "5", "LOCAL_RANK": "1"}.items():
