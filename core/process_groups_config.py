@@ -8,10 +8,29 @@ from dataclasses import dataclass, fields
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from . import parallel_state
 from .base.errors import ParallelConfigError
+from .process_groups import current
 
 Group = ProcessGroup | None
+
+_KINDS = {
+    **{name: name for name in ("tp", "pp", "cp", "ep", "dp", "dp_cp", "tp_cp", "tp_dp_cp")},
+    "mp": "tp_pp",
+    "embd": "embedding",
+    "pos_embd": "position_embedding",
+    "dp_cp_gtp_remat": "dp_cp",
+    "expt_tp": "expert_tp",
+    "tp_ep": "expert_tp_ep",
+    "tp_ep_pp": "expert_tp_ep_pp",
+    "tp_ep_pp_with_egtp_remat": "expert_tp_ep_pp",
+    "expt_dp": "expert_dp",
+    "expt_dp_gtp_remat": "expert_dp",
+    "intra_dp_cp": "dp_shard_cp",
+    "intra_expt_dp": "expert_dp_shard",
+    "inter_dist_opt": "dp_replicate",
+    "intra_dist_opt": "optimizer_instance",
+}
+"""Kinds of groups of `core.process_groups` by Megatron-LM's names. The others are None."""
 
 
 @dataclass(init=False, repr=False)
@@ -97,35 +116,14 @@ class ProcessGroupCollection:
             ParallelConfigError: a name does not exist.
             ParallelStateError: `core.parallel_state` is not initialised.
         """
-        ps = parallel_state
-        # Raises for the first group if nothing is initialised.
-        groups: dict[str, Group] = {
-            "dp": ps.get_data_parallel_group(),
-            "dp_cp": ps.get_data_parallel_group(with_context_parallel=True),
-            "intra_dp_cp": ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True),
-            "tp": ps.get_tensor_model_parallel_group(),
-            "pp": ps.get_pipeline_model_parallel_group(),
-            "mp": ps.get_model_parallel_group(),
-            "cp": ps.get_context_parallel_group(),
-            "tp_cp": ps.get_tensor_and_context_parallel_group(),
-            "tp_dp_cp": ps.get_tensor_and_data_parallel_group(with_context_parallel=True),
-            "embd": ps.get_embedding_group(check_initialized=False),
-            "pos_embd": ps.get_position_embedding_group(check_initialized=False),
-            "ep": ps.get_expert_model_parallel_group(),
-            "expt_tp": ps.get_expert_tensor_parallel_group(),
-            "tp_ep": ps.get_expert_tensor_and_model_parallel_group(),
-            "tp_ep_pp": ps.get_expert_tensor_model_pipeline_parallel_group(),
-            "expt_dp": ps.get_expert_data_parallel_group(),
-            "intra_expt_dp": ps.get_expert_data_parallel_group(partial_expert_data_parallel=True),
-            "inter_dist_opt": ps.get_inter_distributed_optimizer_instance_group(),
-            "intra_dist_opt": ps.get_intra_distributed_optimizer_instance_group(),
-        }
-        groups["dp_cp_gtp_remat"] = groups["dp_cp"]
-        groups["expt_dp_gtp_remat"] = groups["expt_dp"]
-        groups["tp_ep_pp_with_egtp_remat"] = groups["tp_ep_pp"]
         names = [entry.name for entry in fields(cls)] if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
-        return cls(**{name: groups.get(name) for name in names})
+        current.groups("a collection of groups")
+        return cls(**{name: _group(name) for name in names})
+
+
+def _group(name: str) -> Group:
+    return current.process_group(_KINDS[name], check_initialized=False) if name in _KINDS else None
 
 
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:
@@ -147,15 +145,8 @@ def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names:
     """
     if groups is None:
         return
-    getters = {
-        "tp": parallel_state.get_tensor_model_parallel_group,
-        "cp": parallel_state.get_context_parallel_group,
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-        "ep": parallel_state.get_expert_model_parallel_group,
-        "expt_tp": parallel_state.get_expert_tensor_parallel_group,
-    }
     for name in names:
-        given, own = getattr(groups, name), getters[name](check_initialized=False)
+        given, own = getattr(groups, name), _group(name)
         if given is None:
             continue
         ranks = dist.get_process_group_ranks(given)

@@ -28,16 +28,6 @@ from .bridge.sharding import CONTAINERS
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
-_OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
-
-
-def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
-    """Returns the dtype of this name, torch's older names included.
-
-    Raises:
-        ParallelConfigError: no such name.
-    """
-    return as_dtype(name if name is None else _OTHER_NAMES.get(str(name), name), field)
 
 
 @dataclass
@@ -76,7 +66,7 @@ class MixedPrecisionConfig:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype_of(getattr(self, name), name)
+            as_dtype(getattr(self, name), name)
 
 
 @dataclass
@@ -297,7 +287,7 @@ class FullyShardTransform(BaseDistributedTransform):
         config = self.cfg.mixed_precision
         if config is None:
             return MixedPrecisionPolicy()
-        param, reduce, output = (dtype_of(d) for d in (config.param_dtype, config.reduce_dtype, config.output_dtype))
+        param, reduce, output = (as_dtype(d) for d in (config.param_dtype, config.reduce_dtype, config.output_dtype))
         return MixedPrecisionPolicy(param, reduce, output, cast_forward_inputs=config.cast_forward_inputs)
 
 

@@ -23,6 +23,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 
 from .errors import ConfigError
 from .rendezvous import set_launcher_variables, store_of_round
+from .text import choices
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -39,7 +40,7 @@ def device_type() -> str:
     if requested is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if requested not in _BACKENDS:
-        raise ConfigError(f"SHARDSTACK_DEVICE is {requested!r}; it takes one of {sorted(_BACKENDS)}")
+        raise ConfigError(f"SHARDSTACK_DEVICE is {requested!r}; {choices(requested, _BACKENDS)}")
     if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("SHARDSTACK_DEVICE is 'cuda', but torch sees no GPU; unset it, or set it to 'cpu'")
     return requested

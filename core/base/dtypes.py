@@ -33,18 +33,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 _BY_NAME = {name: dtype for dtype, short in SHORT_NAMES.items() for name in (short, dtype_name(dtype))}
-DTYPE_NAMES = tuple(_BY_NAME)
-"""The names that `as_dtype` knows."""
+_BY_OLDER_NAME = {"half": torch.float16, "float": torch.float32, "double": torch.float64}
 
 
 def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtype | None:
-    """Returns the floating-point dtype of a name such as ``"bf16"`` or ``"bfloat16"``. Returns dtypes and None as they
-    are.
+    """Returns the floating-point dtype of a name such as ``"bf16"``, ``"bfloat16"`` or torch's older ``"half"``.
+
+    Returns dtypes and None as they are.
 
     Raises:
         ParallelConfigError: the name is unknown, or the dtype is not floating point.
     """
-    dtype = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(str(name).removeprefix("torch."))
+    known = _BY_NAME | _BY_OLDER_NAME
+    dtype = name if name is None or isinstance(name, torch.dtype) else known.get(str(name).removeprefix("torch."))
     if dtype in SHORT_NAMES or name is None:
         return dtype
-    raise ParallelConfigError(f"{field} is {name!r}; {choices(str(name), DTYPE_NAMES)}")
+    raise ParallelConfigError(f"{field} is {name!r}; {choices(str(name), _BY_NAME)}")

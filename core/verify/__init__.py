@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import parallel_state
 from ..base.errors import ConfigError, ShardstackError, WrapError, check_range
+from ..base.text import choices
 from ..distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -151,7 +152,9 @@ def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | N
     chosen = known if wrappers is None else list(wrappers)
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise ConfigError(f"wrapper {unknown[0]!r} is unknown on {dist.get_world_size()} ranks; choose of {known}")
+        raise ConfigError(
+            f"wrapper {unknown[0]!r} is unknown on {dist.get_world_size()} ranks; {choices(unknown[0], known)}"
+        )
     model = tested.check()
     rounding = _rounding(model.parameters())
     rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)

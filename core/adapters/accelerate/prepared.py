@@ -57,7 +57,6 @@ class ShardstackPlugin:
             raise ConfigError(
                 "hybrid is set under no_shard, which shards nothing; drop it, or choose another strategy"
             )
-        self.sharding_strategy = sharding_strategy
         names = transformer_cls_names_to_wrap
         self.unit_names = names if names is None or isinstance(names, str) else ",".join(names)
         self.hybrid = hybrid

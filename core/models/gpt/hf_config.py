@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ...base.errors import CheckpointError, ConfigError
 from ...base.files import brief
+from ...base.text import choices
 from ...transformer.transformer_config import TransformerConfig
 from .architecture import Architecture, model_fields
 from .expert_weights import LAYOUTS_WITH_EXPERTS, expert_fields, expert_settings
@@ -74,7 +75,7 @@ def choose_layout(architecture: Architecture) -> Layout:
 def check_layout(layout: Layout, architecture: Architecture) -> None:
     """Raises CheckpointError with everything that `layout` cannot express of the model."""
     if layout not in _CLASSES:
-        raise CheckpointError(f"there is no layout {layout!r}; it takes one of {', '.join(_CLASSES)}")
+        raise CheckpointError(f"there is no layout {layout!r}; {choices(layout, _CLASSES)}")
     if problems := _inexpressible(layout, architecture):
         raise CheckpointError(f"the layout {layout} cannot express {', '.join(problems)} of this model")
 

@@ -40,7 +40,10 @@ def test_the_current_gpu_is_named_with_its_index(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [("gpu", r"SHARDSTACK_DEVICE is 'gpu'; it takes one of \['cpu', 'cuda'\]"), ("cuda", "sees no GPU; unset it")],
+    [
+        ("gpu", r"SHARDSTACK_DEVICE is 'gpu'; did you mean 'cpu'. it takes one of cuda, cpu"),
+        ("cuda", "sees no GPU; unset it"),
+    ],
 )
 def test_a_device_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch, asked: str, message: str) -> None:
     _see_gpus(monkeypatch, False)

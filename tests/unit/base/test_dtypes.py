@@ -17,6 +17,7 @@ def test_dtypes_have_their_short_and_their_long_names():
         torch.float32,
     ]
     assert as_dtype(torch.bfloat16) is torch.bfloat16 and as_dtype(None) is None
-    for wrong in ("int8", torch.int64, "half"):
+    assert as_dtype("half") is torch.float16 and as_dtype("torch.double") is torch.float64
+    for wrong in ("int8", torch.int64, "halves"):
         with pytest.raises(ParallelConfigError, match=f"reduce_dtype is .*{wrong}.*fp32, float32, bf16"):
             as_dtype(wrong, "reduce_dtype")

@@ -177,7 +177,7 @@ def test_running_statistics_of_a_batch_are_compared():
 
 
 def test_an_unknown_wrapper_and_a_length_of_nothing_are_refused():
-    with pytest.raises(RankFailure, match=r"wrapper 'zero4' is unknown on 2 ranks; choose of \['ddp'"):
+    with pytest.raises(RankFailure, match=r"'zero4' is unknown on 2 ranks; did you mean 'zero.'. it takes one of ddp"):
         run_distributed(_verified, 2, "build", Options(), ["zero4"])
     with pytest.raises(ConfigError, match="steps is 0; it takes a positive number"):
         Options(steps=0)
