@@ -31,8 +31,7 @@ from core.optimizer import get_megatron_optimizer
 from core.planner.world import balanced_experts, batches, build_model, collectives_at_once
 from core.tensor_parallel.random import seed_everything
 from core.training.config.arguments import parse_arguments
-from core.training.initialize import make_groups
-from core.training.state import build_scheduler
+from core.training.state import build_scheduler, make_groups
 from core.training.train_step import train_step
 
 DIRECT_EXCHANGE = {"SHARDSTACK_DIRECT_EXCHANGE": "0"}

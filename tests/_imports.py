@@ -25,9 +25,9 @@ import core.distributed
 import core.models.gpt.hugging_face
 import core.optimizer
 import core.training.config.arguments
-import core.training.initialize
 import core.training.launch.entry
 import core.training.loop
+import core.training.state
 import core.verify
 
 # The documentation of flags, which is read from source code, and the fonts of a picture.

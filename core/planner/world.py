@@ -32,8 +32,7 @@ from ..tensor_parallel.groups import expert_tensor_group, group_size, pad_vocab_
 from ..tensor_parallel.random import seed_everything
 from ..training.config import PretrainConfig
 from ..training.data import Batch
-from ..training.initialize import make_groups
-from ..training.state import build_gpt
+from ..training.state import build_gpt, make_groups
 from ..transformer.lora import add_lora, freeze_matching, freeze_parameters
 from ..transformer.module import Float16Module
 from ..transformer.moe import router

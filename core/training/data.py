@@ -26,7 +26,7 @@ from ..datasets.indexed_dataset import IndexedDataset
 from ..tensor_parallel.groups import pad_vocab_size
 from ..tokenizers import Tokenizer, load_tokenizer, tokenizer_path
 from .config import PretrainConfig
-from .launch.signals import ignore_stop_signals
+from .launch.processes import ignore_stop_signals
 
 
 @dataclass(frozen=True, kw_only=True)

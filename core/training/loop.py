@@ -19,8 +19,7 @@ from .checkpointing import TOKENIZER_FILE, CheckpointWriter, run_state, save_tok
 from .config import PretrainConfig
 from .data import Batch, RunData, open_batches
 from .launch.generations import current_generation, report_step
-from .launch.signals import StopRequest
-from .log_file import Stopwatch
+from .launch.processes import StopRequest
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
 from .recovery import StepCopies
 from .run_log import RunLog
@@ -162,6 +161,19 @@ def _batches(state: TrainingState, config: PretrainConfig, data: RunData) -> Abs
 
 def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:
     return MicroBatchSeeds(config.run.seed, state.consumed_samples // config.data.micro_batch_size)
+
+
+class Stopwatch:
+    """Seconds since it was made or last read."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()  # time of the construction or of the last `read`, which sets it
+
+    def read(self) -> float:
+        """Returns the seconds, never zero, and restarts."""
+        now = time.perf_counter()
+        seconds, self._start = max(now - self._start, 1e-9), now
+        return seconds
 
 
 class _Reporter:

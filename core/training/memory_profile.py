@@ -27,10 +27,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..base import device
 from ..base.device import transient_memory_seen_by_profilers
+from ..base.errors import import_extra
 from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel
 from ..optimizer import MegatronOptimizer
-from .log_file import figure_class
 
 PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"
 
@@ -93,7 +93,9 @@ def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> No
 
 def _draw(series: MemoryTimeline, picture: Path, title: str) -> None:
     """Draws the categories as stacked areas over the time of the step."""
-    figure = figure_class("The picture of memory")(figsize=(9, 5), dpi=120, layout="constrained")
+    figure = import_extra("matplotlib.figure", "train", "The picture of memory").Figure(
+        figsize=(9, 5), dpi=120, layout="constrained"
+    )
     axes = figure.subplots()
     layers, peak = series.held.T / 2**20, series.peak_bytes / 2**20
     axes.stackplot(series.times_s, layers, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)

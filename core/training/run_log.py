@@ -1,4 +1,9 @@
-"""Logs a run while it goes on: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss."""
+"""Logs a run while it goes on: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss.
+
+A line of ``log.jsonl`` has ``step``, and either figures of training since the line before (``loss`` is the mean, in
+nats per token; ``memory_bytes`` this rank's peak) or ``validation_loss``. A resumed run removes the lines after its
+checkpoint and continues the file, so that it has every step once.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,33 @@ import errno
 import json
 import math
 import os
+import resource
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..base import device
 from ..base.errors import CheckpointError, import_extra
-from ..base.files import make_folders, write_durably
+from ..base.files import BoundsError, make_folders, parse_json, write_durably
 from ..distributed import _BaseDataParallel
 from .config import PretrainConfig
 from .launch.generations import Generation
-from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
 from .train_step import StepResult
 
+LOG_FILE = "log.jsonl"
 CURVE_FILE = "loss.png"
 MODEL_FILE = "model.html"
 _MOST_LINES_WAITING = 100_000
 _TTY_INTERVAL_S = 0.2
 _PIPE_INTERVAL_S = 10.0
+_CURVE = "The loss curve"
+_NO_LOG = "{} is not the log of a run; move it away, or choose another --save"
 
 
 class RunLog:
@@ -66,7 +78,7 @@ class RunLog:
             return
         settings = None
         if self._folder is not None:
-            figure_class("The loss curve")  # raise now if it is missing, not after the training
+            import_extra("matplotlib.figure", "train", _CURVE)  # raise now if it is missing, not after the training
             make_folders(self._folder)
             self._log_bytes = drop_lines_after(self._folder / LOG_FILE, iteration)
             settings = self._folder / "config.json"
@@ -92,7 +104,7 @@ class RunLog:
         self._num_tokens += num_tokens
         self._seconds += seconds
         self._skipped += not result.updated
-        memory = peak_memory_bytes()
+        memory = _peak_memory_bytes()
         self._show(result, num_tokens / seconds, memory)
         hashed = {} if weights_hash is None else {"weights_hash": weights_hash}
         if hashed:
@@ -209,6 +221,111 @@ class RunLog:
             raise
 
 
+class OptionalFiles:
+    """Writes files, and retries those that could not be written.
+
+    Args:
+        say: called with one line when writing pauses, and one when all pending files are written.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._waiting: dict[Path, Callable[[], object]] = {}
+        """Functions that write the pending files, by file. `write` adds on failure, `retry` removes on success."""
+
+    def write(self, path: Path, write: Callable[[], object]) -> None:
+        """Calls `write`, which may raise OSError and be called again. `path` is named in messages."""
+        try:
+            write()
+        except OSError as error:
+            if not self._waiting:
+                self._say(
+                    f"warning: {path} cannot be written ({error.strerror or error}): logs, pages and plots pause, and "
+                    "training goes on"
+                )
+            self._waiting[path] = write
+        else:
+            if self._waiting.pop(path, None) is not None and not self._waiting:
+                self._say("logs, pages and plots are written again")
+
+    def retry(self) -> None:
+        """Writes the pending files again."""
+        for path, write in list(self._waiting.items()):
+            self.write(path, write)
+
+    @property
+    def waiting(self) -> list[Path]:
+        """The pending files."""
+        return list(self._waiting)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a ``log.jsonl``, without a last one that a crash truncated.
+
+    Raises:
+        CheckpointError: the file is no text.
+    """
+    return [line for line, _ in _lines_and_ends(path)]
+
+
+def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields the complete lines of a log, each with the byte at which it ends."""
+    end = 0
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                end += len(raw)
+                text = raw.decode("utf-8")
+                try:
+                    line = parse_json(text)
+                except BoundsError:
+                    return
+                yield line, end
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError):
+        raise CheckpointError(_NO_LOG.format(path)) from None
+
+
+def drop_lines_after(path: Path, iteration: int) -> int:
+    """Truncates the log after a step, because a resumed or new run writes later lines again. Returns its new length.
+
+    Steps are in order, so that truncation suffices; it works on a full disk.
+    """
+    if not path.exists():
+        return 0
+    end_of_kept = 0
+    try:
+        for line, end in _lines_and_ends(path):
+            if line["step"] > iteration:
+                break
+            end_of_kept = end
+    except (KeyError, TypeError):
+        raise CheckpointError(_NO_LOG.format(path)) from None
+    os.truncate(path, end_of_kept)
+    return end_of_kept
+
+
+def draw_loss_curve(log: Path, picture: Path) -> None:
+    """Draws training and validation loss over the iterations of a log.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    lines = read_log(log)
+    figure = import_extra("matplotlib.figure", "train", _CURVE).Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for name, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(picture)
+
+
 def _progress_bar(total: int, initial: int) -> Any:
     tqdm = import_extra("tqdm", "train", "The progress bar").tqdm
     interval = _TTY_INTERVAL_S if sys.stderr.isatty() else _PIPE_INTERVAL_S
@@ -220,3 +337,11 @@ def _tensorboard_writer(folder: Path, iteration: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=iteration + 1)
+
+
+def _peak_memory_bytes() -> int:
+    """Returns this rank's peak memory in bytes: of the GPU if there is one, else of the process."""
+    if device.device_type() == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

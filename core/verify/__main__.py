@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ..base import device
 from ..base.rendezvous import set_launcher_variables
+from ..training.launch.__main__ import run_ranks
 from ..training.launch.entry import environment_threads, run_command
-from ..training.launch.ranks import run_ranks
 from . import WRAPPERS, Options, load_model_under_test, verify
 
 NOT_EQUAL_STATUS = 1

@@ -36,12 +36,11 @@ from core.training.checkpointing import load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple, validate
 from core.training.config.arguments import parse_arguments
 from core.training.data import RunData, load_data
-from core.training.initialize import initialize
 from core.training.launch.entry import environment_restart_count, run_command
 from core.training.launch.generations import generations
 from core.training.loop import Outcome, train
 from core.training.recovery import load_newest_copy
-from core.training.state import TrainingState, build_gpt, build_scheduler
+from core.training.state import TrainingState, build_gpt, build_scheduler, initialize
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
 from core.transformer.moe.moe_layer import STATISTICS, MoELayer

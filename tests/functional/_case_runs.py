@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from corpus import prepare
 
-from core.training.log_file import read_log
+from core.training.run_log import read_log
 from tests.functional._cases import Case, Leg, merged_flags
 from tests.functional._golden import METRICS, Golden, rounded
 from tests.functional._program import PROGRAMS, Ended, program_environment, run_program

@@ -46,7 +46,7 @@ class ForkedLauncher:
 
 
 def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
-    from core.training.launch import nodes, ranks
+    from core.training.launch import nodes
     from core.training.launch.__main__ import main
 
     os.setsid()
@@ -55,7 +55,7 @@ def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environme
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
-    with mock.patch.object(ranks, "start_rank", _ForkedRank), mock.patch.object(nodes, "start_rank", _ForkedRank):
+    with mock.patch.object(nodes, "start_rank", _ForkedRank):
         sys.exit(main(command))
 
 
@@ -63,7 +63,7 @@ class _ForkedRank:
     """What the launcher uses of `subprocess.Popen`, of a rank that is forked from it and ends with it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> None:
-        from core.training.launch.signals import end_with_parent
+        from core.training.launch.processes import end_with_parent
 
         self.returncode: int | None = None  # set once, by `poll` or `wait`
         self._command = list(command)

@@ -39,7 +39,8 @@ def _lose(moment: str) -> None:
         if how == "hang":
             time.sleep(1000)
         if how in ("machine", "copies"):
-            shutil.rmtree(os.environ[COPIES_FOLDER])
+            while Path(os.environ[COPIES_FOLDER]).exists():  # another rank may write there
+                shutil.rmtree(os.environ[COPIES_FOLDER], ignore_errors=True)
         if how == "damage":
             for path in Path(os.environ[COPIES_FOLDER]).glob("generation_*/version_*/rank_*.bin"):
                 with path.open("r+b") as file:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from core.training.launch.signals import ECHO_S
+from core.training.launch.processes import ECHO_S
 from tests.functional._forked_launcher import ForkedLauncher
 from tests.functional._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,8 @@ def _launch(command: list[str], folder: Path, **environment: str) -> tuple[int |
 def _launch_on_two(
     command: list[str], program: list[str], folder: Path, variables: dict[str, str]
 ) -> tuple[int | None, str]:
-    """Runs two launchers as two machines, and starts the second one again once it is killed. Returns the exit status
-    of the first, and what both wrote."""
+    """Runs two launchers as two machines, and starts one again that is killed, the second one not where ranks are to
+    go on without it. Returns the exit status of the first, and what both wrote."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         command = [*command, "--nnodes", "2", "--master-port", str(free.getsockname()[1])]
 
@@ -83,12 +84,14 @@ def _launch_on_two(
             **{MACHINE: "ab"[node]},
         )
 
-    first, second = start(0), start(1)
-    said = second.communicate(LIMIT_S)[1]
-    if second.returncode == -signal.SIGKILL and "shrink" not in command:
-        said = start(1).communicate(LIMIT_S)[1]  # its output is appended
-    written = first.communicate(LIMIT_S)[1]
-    return first.returncode, written + said
+    launchers = [start(0), start(1)]
+    while all(launcher.poll() is None for launcher in launchers):
+        time.sleep(0.05)
+    for node, launcher in enumerate(launchers):
+        if launcher.poll() == -signal.SIGKILL and (node == 0 or "shrink" not in command):
+            launchers[node] = start(node)  # its output is appended
+    written = [launcher.communicate(LIMIT_S)[1] for launcher in launchers]
+    return launchers[0].returncode, "".join(written)
 
 
 def _hashes(folder: Path) -> dict[int, str]:
@@ -164,6 +167,7 @@ MACHINES = {
     "FSDP2, 4 to 2 ranks": (4, "shrink", "b0:4:forward:machine", FSDP2, "going on with 2 of 2 ranks"),
     "ZeRO-3, 2 to 1": (2, "shrink", "b0:3:copy:machine", ZERO3, "going on with 1 of 1 ranks"),
     "DDP, a rank killed": (2, "replace", "b0:3:update:kill", (), "rank 1 was ended by SIGKILL"),
+    "ZeRO-3, the first machine": (4, "replace", "a1:4:backward:machine", ZERO3, "was lost, and all ranks with it"),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from core.base.micro_batch_tree import MicroBatchTree
 from core.tensor_parallel.random import MicroBatchSeeds
-from core.training.log_file import LOG_FILE
+from core.training.run_log import LOG_FILE
 from tests.functional._program import TINY, load_program, run_program
 from tests.functional._reproducible import KINDS, WRAPPERS, Kind, Record, on_one_rank, on_ranks, train
 from tests.unit._spawn import run_distributed

@@ -21,7 +21,7 @@ from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.tokenizers import load_tokenizer
-from core.training.log_file import read_log
+from core.training.run_log import read_log
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import save_weights
 from examples.gpt.run_model import load_run_model

@@ -2,11 +2,10 @@
 
 python -m core.training.launch --nproc-per-node 2 script.py --flags
 
-ranks             starts ranks, waits for them, passes signals on
+__main__          starts ranks, waits for them, passes signals on
 nodes             the machines of ranks, each with a launcher; the first one decides
-processes         starts and kills processes, and says how one ended
+processes         starts, kills and signals processes; a run takes a signal as a request to stop
 supervisor        keeps the survivors of a lost rank: the launcher's part
 generations       the rank's part: its program runs again in another group of ranks
-signals           counts signals to a launcher; a run takes one as a request to stop; ends a rank with its launcher
 entry             reads the environment that a launcher sets; sets a program's exit status
 """

@@ -1,35 +1,58 @@
-"""Starts ranks: ``python -m core.training.launch --nproc-per-node 2 script.py --flags``."""
+"""Starts the ranks of a program on its machines, waits for them, and passes signals on to them.
+
+    python -m core.training.launch --nproc-per-node 2 script.py --flags
+
+On one machine this replaces ``torchrun``, whose environment variables it sets. It differs in its output: a mistake in
+the flags is one line, printed by a rank, and that rank's status; a crash is the traceback of the rank that crashed.
+Ctrl-C, SIGTERM and SIGHUP are passed on and waited for, so that a run can save; a second signal ends all ranks at
+once, a third one kills them. No rank outlives its launcher. Stores and collectives of one machine listen on the
+loopback interface only. Several machines need a policy for lost ranks, or ``torchrun``, or Slurm.
+"""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
+import shutil
+import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from ...base.errors import ConfigError
-from .entry import USER_ERROR_STATUS
-from .processes import say
-from .ranks import run_ranks
-from .supervisor import POLICIES, LostRankPolicy
+from .entry import RUN_STARTED, USER_ERROR_STATUS
+from .generations import COPIES_FOLDER
+from .nodes import POLICIES, Joining, LostRankPolicy, follow
+from .processes import Process, SignalCount, how_it_ended, kill, say
+from .supervisor import Supervisor
 
+GRACE_S = 5.0
+"""Time for the other ranks to end by themselves after one has failed."""
+
+SECOND_SIGNAL_GRACE_S = 1.0
+"""Time for ranks to end after a second signal: a rank that waits for another one cannot react."""
+
+_POLL_S = 0.05
 _DESCRIPTION = "Starts a program's ranks, on this machine and others."
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
     options = _parse(arguments)
-    policy = None
-    if options.on_lost_rank != "restart":
-        policy = LostRankPolicy(
-            kind=options.on_lost_rank, limit_s=options.lost_rank_timeout, spares=options.spare_processes
-        )
-    command = [options.script, *options.arguments]
     try:
         return run_ranks(
             options.nproc_per_node,
-            command,
+            [options.script, *options.arguments],
             max_restarts=options.max_restarts,
-            policy=policy,
+            policy=LostRankPolicy(options.on_lost_rank, options.lost_rank_timeout, options.spare_processes),
             num_nodes=options.nnodes,
             node=options.node_rank,
             address=(options.master_addr, options.master_port),
@@ -91,6 +114,183 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--spare-processes is given without --on-lost-rank replace or shrink, which use them")
     return options
 
+
+def run_ranks(
+    num_ranks: int,
+    command: Sequence[str],
+    *,
+    max_restarts: int = 0,
+    policy: LostRankPolicy | None = None,
+    num_nodes: int = 1,
+    node: int = 0,
+    address: tuple[str, int] = ("127.0.0.1", 0),
+) -> int:
+    """Runs ranks of this Python with a command line that begins with a script or ``-m module``.
+
+    Args:
+        num_ranks: on this machine.
+        max_restarts: how many times to start all ranks again after a failure, except for a user's mistake (status 2)
+            and a signal to the launcher. Ranks see TORCHELASTIC_RESTART_COUNT, as under ``torchrun``.
+        policy: how survivors of a lost rank go on in their processes. None: all ranks end.
+        num_nodes: machines; more than one with a policy alone.
+        node: number of this machine. Number 0 decides for all.
+        address: where launchers of other machines reach that of number 0.
+
+    Returns:
+        the exit status: 0, or that of the first rank to fail.
+
+    Raises:
+        ConfigError: the machines do not find each other, or are one.
+    """
+    policy, status, reason = policy or LostRankPolicy(), 1, ""
+    started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    with (
+        SignalCount() as signals,
+        _memory_for_copies(needed=policy.kind != "restart") as copies,
+        _listener(address) if num_nodes > 1 and node == 0 else nullcontext() as listener,
+    ):
+        if node > 0:
+            return follow(node, num_ranks, command, address, copies, signals, policy)
+        supervisor = Supervisor(policy, num_ranks, command, Joining(listener, num_nodes, policy.kind), signals)
+        try:
+            supervisor.join()
+            for restarts in range(max_restarts + 1):
+                if not supervisor.has_ranks:
+                    reason = "no machine is left to run ranks"
+                    break
+                environment = _common_environment(num_ranks, address[0]) | {
+                    "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+                    "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                    "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+                    RUN_STARTED: started,
+                    **copies,
+                }
+                status, reason = _run_once(supervisor, environment, signals)
+                if status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
+                    break
+                say(
+                    f"{reason or 'the ranks failed'}; starting them again, to continue from the last good "
+                    f"checkpoint (restart {restarts + 1} of {max_restarts})"
+                )
+        finally:
+            supervisor.close(status)
+    if reason:
+        say(reason)
+    return status
+
+
+def _run_once(supervisor: Supervisor, environment: Mapping[str, str], signals: SignalCount) -> _Ended:
+    """Starts all ranks and waits until the last one has ended."""
+    host = environment["MASTER_ADDR"]
+    with _listener((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        # Serve the store on a socket that is open before any rank starts, so that no other program can take the port.
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    try:
+        return _wait_for_all(supervisor.watch({**environment, "MASTER_PORT": str(port)}), signals)
+    finally:
+        supervisor.end_processes()
+        del store
+
+
+_Ended = tuple[int, str]
+"""Exit status, and why the ranks ended, if they could not print it themselves, or empty."""
+
+
+def _wait_for_all(ranks: Sequence[Process], signals: SignalCount) -> _Ended:
+    """Waits for all ranks. After one has failed, ends the others after a grace period."""
+    deadline = float("inf")
+    first: tuple[int, int] | None = None
+    passed_on = 0
+    while any(process.poll() is None for process in ranks):
+        if first is None and (first := _first_failure(ranks)) is not None:
+            deadline = time.monotonic() + (0.0 if signals.ended_by(first[1]) else GRACE_S)
+        if passed_on < signals.count:
+            passed_on = signals.count
+            if passed_on == 2:
+                deadline = min(deadline, time.monotonic() + SECOND_SIGNAL_GRACE_S)
+            for process in ranks:
+                process.send_signal(signals.sent)
+        if time.monotonic() > deadline or signals.count > 2:
+            kill(ranks)
+            break
+        time.sleep(_POLL_S)
+    first = first or _first_failure(ranks)
+    if signals.count > 1:
+        return 128 + signals.number, f"ended at once by a second {signals.name}, without saving"
+    if first is None:
+        return 0, ""
+    rank, code = first
+    if signals.ended_by(code):
+        return 128 + signals.number, f"ended by {signals.name} before there was anything to save"
+    if code < 0:
+        return 128 - code, how_it_ended(rank, code)
+    return code, ""
+
+
+def _first_failure(ranks: Sequence[Process]) -> tuple[int, int] | None:
+    failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
+    # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
+    return min(failed, key=lambda item: item[1], default=None)
+
+
+def _listener(address: tuple[str, int]) -> socket.socket:
+    """Returns a socket that listens at an address: on the loopback interface alone, or on all."""
+    try:
+        return socket.create_server((address[0] if _is_loopback(address[0]) else "", address[1]))
+    except OSError as error:
+        raise ConfigError(f"--master-port {address[1]} cannot be used ({error}); choose another one") from None
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
+
+
+def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
+    common = {
+        "MASTER_ADDR": host,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # use the launcher's store, which outlives a rank that fails
+    }
+    defaults = {"OMP_NUM_THREADS": "1"}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None and _is_loopback(host):
+        # By default both choose an interface that other machines may reach.
+        defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    return common | {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+@contextmanager
+def _memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
+    """Makes a folder in memory for copies of the ranks' state, and removes it at the end.
+
+    Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
+
+    Returns:
+        the environment variable that names it to ranks; empty if it is not needed.
+
+    Raises:
+        ConfigError: there is no file system in memory.
+    """
+    if not needed:
+        yield {}
+        return
+    if not _MEMORY.is_dir():
+        raise ConfigError(f"--on-lost-rank keeps copies in {_MEMORY}, which this machine does not have; use restart")
+    for folder in _MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_MEMORY, ignore_cleanup_errors=True) as made,
+        Path(made, "lock").open("w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield {COPIES_FOLDER: made}
+
+
+_MEMORY, _PREFIX = Path("/dev/shm"), "shardstack-copies-"
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -41,7 +41,8 @@ from ...comm.record import call_counts
 from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
 
 LAUNCHER_FD, COPIES_FOLDER = "SHARDSTACK_LAUNCHER_FD", "SHARDSTACK_COPIES_FOLDER"
-"""Environment variables: the open file of the socket to the launcher, and the folder for copies in memory."""
+"""Environment variables: the open file of the socket to the launcher, and the folder for copies in memory, which only
+a launcher that keeps survivors gives."""
 
 LOST_STATUS = 75
 """Exit status of a rank that could not leave its generation in time."""
@@ -83,7 +84,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
     Args:
         can_run: raises ConfigError for a number of ranks that the program cannot run on. None: it takes any number.
     """
-    if LAUNCHER_FD not in os.environ:
+    if COPIES_FOLDER not in os.environ:
         yield nullcontext(Generation())
         return
     if not _launcher:
@@ -211,7 +212,7 @@ class _Block(AbstractContextManager[Generation]):
     def __enter__(self) -> Generation:
         generation = self._launcher.enter()
         defer_explanations(True)
-        if generation.number == 0 and self._can_run is not None:
+        if not generation.lost and self._can_run is not None:
             self._launcher.tell({"sizes": _sizes(generation, self._can_run)})
         return generation
 

@@ -3,7 +3,8 @@
 Each process of a rank has a socket to the launcher of its machine, and each other launcher one to the first. Both ends
 write JSON, an object a line. Between launchers:
 
-    other -> first   {"node": 1, "machine": "...", "num_ranks": 8, "policy": "shrink"}   joins; again after it was lost
+    other -> first   {"node": 1, "machine": "...", "num_ranks": 8, "policy": "shrink", "generation": -1}
+                     joins; again after either was lost, with the number of the last generation
                      {"worker": 3, "message": {...}}                   what a rank says
                      {"worker": 3, "ended": -9}
     first -> other   {"refused": "..."}
@@ -24,16 +25,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
 from .generations import LAUNCHER_FD
-from .processes import LocalProcess, Process, kill, say, start_rank
-from .signals import SignalCount
+from .processes import LocalProcess, Process, SignalCount, kill, say, start_rank
 
 MACHINE = "SHARDSTACK_MACHINE"
 """Environment variable: the name of this machine, in the place of the kernel's id of its boot."""
+
+POLICIES = ("restart", "replace", "shrink")
 
 Take = Callable[[int, dict[str, Any]], None]
 """Takes what a rank says, given the number of its worker."""
@@ -46,6 +49,20 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER
 """A machine that does not answer for nine seconds is lost."""
 _MOST_RANKS = 1024
 """Of a machine: a stranger's number starts no more."""
+
+
+@dataclass(frozen=True)
+class LostRankPolicy:
+    """What survivors of a lost rank do."""
+
+    kind: str = "restart"
+    """``restart``: all ranks end. ``replace``: a new process takes its place. ``shrink``: the others go on with fewer
+    ranks, as many as the program can run on. Processes beyond that wait as spares."""
+    limit_s: float = 600.0
+    """Seconds without a step after which the ranks that hold up the others are killed. Must exceed the longest step,
+    validation and save. Also how long a lost machine is waited for."""
+    spares: int = 0
+    """Processes that start, and wait to take the place of a lost rank."""
 
 
 class Lines:
@@ -192,20 +209,22 @@ class Joining:
     """Takes the launchers of other machines in, at the start and after one was lost.
 
     Args:
-        listener: where they connect.
+        listener: where they connect; None if there is one machine.
         num_nodes: how many machines there are, this one, number 0, included.
         policy: ``replace`` or ``shrink``, the same on all.
     """
 
-    def __init__(self, listener: socket.socket, num_nodes: int, policy: str) -> None:
+    def __init__(self, listener: socket.socket | None, num_nodes: int, policy: str) -> None:
         self._listener, self._num_nodes, self._policy = listener, num_nodes, policy
         # Machines by number, and their names; a lost one stays until it joins again.
         self._nodes: dict[int, OtherNode] = {}
         self._machines = {0: machine_name()}
+        self.generation = -1
+        """The last generation that one of them knows, under a first launcher that was lost. `read` sets it."""
 
     def read(self, events: Events, take: Take) -> Iterator[OtherNode]:
         """Takes in those who wait to join."""
-        while select.select([self._listener], [], [], 0)[0]:
+        while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
             connection = self._listener.accept()[0]
             heard: list[dict[str, Any]] = []
             lines = Lines(connection, heard.append)
@@ -213,6 +232,7 @@ class Joining:
                 lines.read(_HELLO_S)
                 number, machine, num_ranks = int(heard[0]["node"]), heard[0]["machine"], int(heard[0]["num_ranks"])
                 refused = self._refusal(number, machine, num_ranks, heard[0]["policy"])
+                self.generation = max(self.generation, int(heard[0]["generation"]))
             except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # no launcher of ours
                 connection.close()
                 continue
@@ -235,9 +255,8 @@ class Joining:
         while (missing := sorted(set(range(1, self._num_nodes)) - self._nodes.keys())) and not signals.count:
             if time.monotonic() > deadline:
                 raise ConfigError(f"the launchers of nodes {missing} did not join in {_JOIN_S:g} s; start one a node")
-            select.select([self._listener], [], [], _POLL_S)
-            for _ in self.read(events, take):
-                pass
+            if not list(self.read(events, take)):
+                time.sleep(_POLL_S)
         return list(self._nodes.values())
 
     def _refusal(self, number: int, machine: str, num_ranks: int, policy: str) -> str:
@@ -281,65 +300,104 @@ def follow(
     address: tuple[str, int],
     copies: Mapping[str, str],
     signals: SignalCount,
-    policy: str,
+    policy: LostRankPolicy,
 ) -> int:
     """Runs ranks on this machine as the first launcher, at `address`, says. Returns the exit status.
+
+    When the first launcher is lost, ends the ranks, and waits for it to start again, here or elsewhere: the copies of
+    their state stay in this machine's memory, and the next ranks continue from them.
 
     Raises:
         ConfigError: there is no first launcher, or it refuses this one.
     """
-    first, events, status = Lines(_connect(address, signals), print), Events(), list[int]()
-    processes: dict[int, LocalProcess] = {}
-    # Signals to this launcher that were passed on, and by worker those of the first: a rank gets what both get once.
-    passed_on, from_first = 0, dict[int, int]()
-    node = ThisNode(
-        number, num_ranks, command, events, lambda n, message: first.send({"worker": n, "message": message})
-    )
+    hello = {"node": number, "machine": machine_name(), "num_ranks": num_ranks, "policy": policy.kind}
+    generation, limit_s = -1, _JOIN_S
+    while True:
+        first = _connect(address, signals, limit_s)
+        follower = _Follower(first, {**hello, "generation": generation}, command, copies, signals)
+        status = follower.run()
+        if status is not None or signals.count:
+            return 128 + signals.number if status is None else status
+        generation, limit_s = follower.generation, policy.limit_s
+        say(
+            f"the launcher of node 0 at {address[0]}:{address[1]} was lost, and all ranks with it; waiting "
+            f"{limit_s:g} s for it to start again, to continue from the copies in memory (else from the checkpoint)"
+        )
 
-    def take(line: dict[str, Any]) -> None:
+
+class _Follower:
+    """Ranks of this machine, which start and end as the first launcher says, until that is lost."""
+
+    def __init__(
+        self,
+        first: socket.socket,
+        hello: Mapping[str, Any],
+        command: Sequence[str],
+        copies: Mapping[str, str],
+        signals: SignalCount,
+    ) -> None:
+        self._events, self._copies, self._signals = Events(), copies, signals
+        self._first = Lines(first, self._take)
+        self._first.send(hello)
+        self._events.add(self._first)
+        self._node = ThisNode(hello["node"], hello["num_ranks"], command, self._events, self._pass_on)
+        # Ranks that have not ended, and the exit status, once the first launcher says that all is over. `_take` sets
+        # both, and `run` removes ranks.
+        self._processes: dict[int, LocalProcess] = {}
+        self._status: int | None = None
+        # Signals to this launcher that were passed on, and by worker those of the first: a rank gets what both get
+        # once. `run` counts the former, `_take` the latter.
+        self._passed_on, self._from_first = 0, dict[int, int]()
+        self.generation = hello["generation"]
+        """The last generation that a rank here was told. `_take` sets it."""
+
+    def run(self) -> int | None:
+        """Returns the exit status, or None if the first launcher was lost, or at a third signal."""
+        try:
+            while not (self._status is not None or self._first.is_over or self._signals.count > 2):
+                self._events.wait(_POLL_S)
+                for worker in [worker for worker, process in self._processes.items() if process.poll() is not None]:
+                    process = self._processes.pop(worker)
+                    if process.returncode:
+                        process.end()
+                    self._first.send({"worker": worker, "ended": process.returncode})
+                if self._passed_on < self._signals.count:
+                    self._passed_on = self._signals.count
+                    for worker, process in self._processes.items():
+                        if self._from_first[worker] < self._passed_on:
+                            process.send_signal(self._signals.sent)
+        finally:
+            kill(self._processes.values())
+        return self._status
+
+    def _take(self, line: dict[str, Any]) -> None:
+        """Does what the first launcher says."""
         worker = line.get("worker", -1)
         if "refused" in line:
             raise ConfigError(line["refused"])
         if "over" in line:
-            status.append(line["over"])
+            self._status = line["over"]
         elif "start" in line:
-            from_first[worker] = passed_on
-            processes[worker] = node.start(worker, line["start"], {**line["environment"], **copies})
+            self._from_first[worker] = self._passed_on
+            environment = {**line["environment"], **self._copies}
+            self._processes[worker] = self._node.start(worker, line["start"], environment)
         elif "tell" in line:
-            node.tell(worker, line["tell"])
-        elif worker in processes:
+            self.generation = line["tell"].get("number", self.generation)
+            self._node.tell(worker, line["tell"])
+        elif worker in self._processes:
             if line["signal"] == signal.SIGKILL:
-                processes[worker].end()
+                self._processes[worker].end()
                 return
-            from_first[worker] += 1
-            if from_first[worker] > passed_on:
-                processes[worker].send_signal(line["signal"])
+            self._from_first[worker] += 1
+            if self._from_first[worker] > self._passed_on:
+                self._processes[worker].send_signal(line["signal"])
 
-    first.take = take
-    first.send({"node": number, "machine": machine_name(), "num_ranks": num_ranks, "policy": policy})
-    events.add(first)
-    try:
-        while not (status or first.is_over or signals.count > 2):
-            events.wait(_POLL_S)
-            for worker in [worker for worker, process in processes.items() if process.poll() is not None]:
-                process = processes.pop(worker)
-                if process.returncode:
-                    process.end()
-                first.send({"worker": worker, "ended": process.returncode})
-            if passed_on < signals.count:
-                passed_on = signals.count
-                for worker, process in processes.items():
-                    if from_first[worker] < passed_on:
-                        process.send_signal(signals.sent)
-    finally:
-        kill(processes.values())
-    if not status and not signals.count:
-        say(f"the launcher of node 0 at {address[0]}:{address[1]} has ended, and this node's ranks with it")
-    return status[0] if status else 128 + signals.number if signals.count else 1
+    def _pass_on(self, worker: int, message: dict[str, Any]) -> None:
+        self._first.send({"worker": worker, "message": message})
 
 
-def _connect(address: tuple[str, int], signals: SignalCount) -> socket.socket:
-    deadline = time.monotonic() + _JOIN_S
+def _connect(address: tuple[str, int], signals: SignalCount, limit_s: float) -> socket.socket:
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             connection = socket.create_connection(address, timeout=_HELLO_S)

@@ -17,24 +17,14 @@ back into a group that has gone on.
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...base.errors import ConfigError
 from .entry import INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
-from .generations import COPIES_FOLDER, Generation
-from .nodes import Events, Joining, Node, ThisNode
-from .processes import Process, how_it_ended, kill, say
-from .signals import SignalCount
-
-POLICIES = ("restart", "replace", "shrink")
+from .generations import Generation
+from .nodes import Events, Joining, LostRankPolicy, Node, ThisNode
+from .processes import Process, SignalCount, how_it_ended, kill, say
 
 _POLL_S = 0.2
 """How often a signal and the limit are looked for. What processes do is seen at once."""
@@ -48,20 +38,6 @@ _START_LIMIT_S = 120.0
 """The least limit before a generation's first step: processes start, and the first step may compile."""
 _FINAL = (USER_ERROR_STATUS, RUN_ERROR_STATUS, INTERRUPTED_STATUS)
 """Exit statuses of errors that all ranks have: no replacement would fare better."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LostRankPolicy:
-    """What survivors of a lost rank do."""
-
-    kind: str
-    """``replace``: a new process takes its place. ``shrink``: they go on with fewer ranks, as many as the program can
-    run on. Processes beyond that wait as spares."""
-    limit_s: float
-    """Seconds without a step after which the ranks that hold up the others are killed. Must exceed the longest step,
-    validation and save."""
-    spares: int = 0
-    """Processes that start, and wait to take the place of a lost rank."""
 
 
 class _Worker:
@@ -98,13 +74,14 @@ class Supervisor:
     Args:
         num_ranks: to start on this machine.
         command: a command line that begins with a script or ``-m module``.
-        joining: where launchers of other machines join; None: there are none.
+        joining: where launchers of other machines join.
+        signals: to this launcher.
     """
 
     def __init__(
-        self, policy: LostRankPolicy, num_ranks: int, command: Sequence[str], joining: Joining | None = None
+        self, policy: LostRankPolicy, num_ranks: int, command: Sequence[str], joining: Joining, signals: SignalCount
     ) -> None:
-        self._policy = policy
+        self._policy, self._signals = policy, signals
         self._events = Events()
         # The machines that were not lost, in the order of their numbers at the start.
         self._nodes: list[Node] = [ThisNode(0, num_ranks, command, self._events, self._take)]
@@ -116,9 +93,8 @@ class Supervisor:
         self._by_number: list[_Worker] = []
         self._workers: list[_Worker] = []
         self._active: list[_Worker] = []
-        # Environment of processes, and signals to the launcher; `watch` sets both.
+        # Environment of processes; `watch` sets it.
         self._environment: Mapping[str, str] = {}
-        self._signals = SignalCount()
         # Numbers of ranks that the program can run on, as it said; None before, and if it takes any.
         self._sizes: list[int] | None = None
         # Whether a rank said that the program has ended on all.
@@ -129,24 +105,24 @@ class Supervisor:
         # Whether the current generation has made a step, and whether a long one was warned about.
         self._has_stepped, self._has_warned = False, False
 
-    def join(self, signals: SignalCount) -> None:
+    def join(self) -> None:
         """Waits for the launchers of the other machines.
 
         Raises:
             ConfigError: one did not come.
         """
-        if self._joining is not None:
-            joined = self._joining.wait_for_all(self._events, self._take, signals)
-            self._nodes += sorted(joined, key=lambda node: node.number)
+        joined = self._joining.wait_for_all(self._events, self._take, self._signals)
+        self._nodes += sorted(joined, key=lambda node: node.number)
+        self.number = self._joining.generation
 
-    def watch(self, environment: Mapping[str, str], signals: SignalCount) -> Sequence[Process]:
+    def watch(self, environment: Mapping[str, str]) -> Sequence[Process]:
         """Starts the ranks, and returns their processes when none of them will be replaced any more: all have ended,
         a signal came, or ranks were lost that the policy cannot make up for.
 
         Args:
             environment: added to that of this process.
         """
-        self._environment, self._signals, self._is_over, self._losses = environment, signals, False, 0
+        self._environment, self._is_over, self._losses = environment, False, 0
         if lost := [node.number for node in self._nodes if node.is_lost]:
             say(f"the ranks start without nodes {lost}, which were lost")
         self._nodes = [node for node in self._nodes if not node.is_lost]
@@ -156,12 +132,12 @@ class Supervisor:
             self._start(self._nodes[0], self._nodes[0].num_ranks + place)
         try:
             self._announce(members, "", 0.0)
-            while not signals.count and any(worker.process.poll() is None for worker in self._active):
+            while not self._signals.count and any(worker.process.poll() is None for worker in self._active):
                 self._read(_POLL_S)
                 if any(worker.is_lost for worker in self._active):
-                    if not self._make_up_for_lost():
+                    if self._policy.kind == "restart" or not self._make_up_for_lost():
                         break
-                elif self._is_overdue():
+                elif self._policy.kind != "restart" and self._is_overdue():
                     self._kill_hanging()
         finally:
             kill(worker.process for worker in self._workers if worker not in self._active)
@@ -211,12 +187,11 @@ class Supervisor:
     def _read(self, seconds: float) -> None:
         """Reads what the processes say, for `seconds` at most, and starts spares on machines that have joined."""
         self._events.wait(seconds)
-        if self._joining is not None:
-            for node in self._joining.read(self._events, self._take):
-                self._nodes = [*(other for other in self._nodes if not other.is_lost), node]
-                say(f"node {node.number} has joined")
-                for place in range(node.num_ranks):
-                    self._start(node, place)
+        for node in self._joining.read(self._events, self._take):
+            self._nodes = [*(other for other in self._nodes if not other.is_lost), node]
+            say(f"node {node.number} has joined")
+            for place in range(node.num_ranks):
+                self._start(node, place)
 
     def _take(self, number: int, message: Mapping[str, Any]) -> None:
         if "where" in message:
@@ -371,36 +346,3 @@ def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any
         if is_behind and not any(waits for _, waits in position.values()):
             ranks_behind.append(rank)
     return ranks_behind
-
-
-@contextmanager
-def memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
-    """Makes a folder in memory for copies of the ranks' state, and removes it at the end.
-
-    Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
-
-    Returns:
-        the environment variable that names it to ranks; empty if it is not needed.
-
-    Raises:
-        ConfigError: there is no file system in memory.
-    """
-    if not needed:
-        yield {}
-        return
-    if not _MEMORY.is_dir():
-        raise ConfigError(f"--on-lost-rank keeps copies in {_MEMORY}, which this machine does not have; use restart")
-    for folder in _MEMORY.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY))
-    try:
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield {COPIES_FOLDER: str(folder)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-_MEMORY, _PREFIX = Path("/dev/shm"), "shardstack-copies-"

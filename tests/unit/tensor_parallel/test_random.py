@@ -21,7 +21,7 @@ from core.tensor_parallel import (
     model_parallel_manual_seed,
 )
 from core.tensor_parallel.random import packed_rng_state, recompute, set_packed_rng_state
-from core.training.initialize import seed_everything
+from core.training.state import seed_everything
 from tests.unit._spawn import run_distributed
 
 

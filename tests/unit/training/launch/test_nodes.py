@@ -12,10 +12,10 @@ import pytest
 from core.base.errors import ConfigError
 from core.training.launch import nodes
 from core.training.launch.__main__ import main
-from core.training.launch.nodes import MACHINE, Events, Joining, Lines, follow
-from core.training.launch.signals import SignalCount
+from core.training.launch.nodes import MACHINE, Events, Joining, Lines, LostRankPolicy, follow
+from core.training.launch.processes import SignalCount
 
-MANY = b'{"node": 1, "machine": "", "num_ranks": 1000000, "policy": "replace"}'
+MANY = b'{"node": 1, "machine": "", "num_ranks": 1000000, "policy": "replace", "generation": 0}'
 TALKS = "import os, socket; socket.socket(fileno=int(os.environ['SHARDSTACK_LAUNCHER_FD'])).sendall(b'{\"at\": 1}\\n')"
 
 
@@ -30,7 +30,8 @@ class _First:
         self.signals, self.ended = SignalCount(), []
 
     def follow(self, number: int, program: str = "", policy: str = "replace") -> threading.Thread:
-        arguments = (number, 1, ["-c", program], self.listener.getsockname(), {}, self.signals, policy)
+        address, lost = self.listener.getsockname(), LostRankPolicy(policy, limit_s=0.5)
+        arguments = (number, 1, ["-c", program], address, {}, self.signals, lost)
 
         def run() -> None:
             try:
@@ -64,17 +65,24 @@ def test_a_machine_runs_what_the_first_launcher_says(monkeypatch):
     assert first.ended == [3]
 
 
-def test_ranks_end_with_the_first_launcher(monkeypatch, capfd):
+def test_ranks_end_with_the_first_launcher_and_wait_for_it(monkeypatch, capfd):
     first = _First(monkeypatch)
-    thread = first.follow(1, "import time; print('here', flush=True); time.sleep(600)")
+    first.follow(1, "import time; print('here', flush=True); time.sleep(600)")
     (node,) = first.join()
     process = node.start(0, 0, {})
+    node.tell(0, {"number": 7})
     node.lines.connection.shutdown(socket.SHUT_RDWR)
     first.wait(lambda: node.is_lost)
     assert process.poll() == -signal.SIGKILL
-    thread.join(60)
-    assert first.ended == [1]
-    assert "the launcher of node 0" in capfd.readouterr().err
+    monkeypatch.setenv(MACHINE, "first")
+    first.joining = Joining(first.listener, 2, "replace")  # of the launcher that starts again
+    (node,) = first.join()
+    assert first.joining.generation == 7
+    first.listener.close()
+    node.lines.connection.shutdown(socket.SHUT_RDWR)
+    first.wait(lambda: first.ended)
+    assert capfd.readouterr().err.count("was lost, and all ranks with it; waiting 0.5 s for it to start again") == 2
+    assert "no launcher answers at" in first.ended[0]
 
 
 HEARS = """
@@ -107,9 +115,12 @@ def test_a_signal_to_all_launchers_reaches_a_rank_once(monkeypatch):
 
 def test_both_ends_see_a_machine_that_does_not_answer(monkeypatch):
     first = _First(monkeypatch)
-    with nodes._connect(first.listener.getsockname(), SignalCount()) as connection:
-        Lines(connection, print).send({"node": 1, "machine": "second", "num_ranks": 1, "policy": "replace"})
+    with nodes._connect(first.listener.getsockname(), SignalCount(), 60.0) as connection:
+        Lines(connection, print).send(
+            {"node": 1, "machine": "second", "num_ranks": 1, "policy": "replace", "generation": 3}
+        )
         (node,) = first.join()
+        assert first.joining.generation == 3
         for end in (connection, node.lines.connection):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 

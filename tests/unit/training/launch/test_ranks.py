@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.training.launch.__main__ import main
-from core.training.launch.signals import ECHO_S
+from core.training.launch.processes import ECHO_S
 from tests._forked import FORKED
 
 LIMIT_S = 300.0
@@ -44,7 +44,7 @@ def test_ranks_get_what_torchrun_gives_and_their_arguments(program, tmp_path: Pa
 
 
 def test_the_first_failing_rank_decides_status_and_ends_others(program, capsys, monkeypatch):
-    monkeypatch.setattr("core.training.launch.ranks.GRACE_S", 0.2)
+    monkeypatch.setattr("core.training.launch.__main__.GRACE_S", 0.2)
     assert main(["--nproc-per-node", "2", program("sys.exit(7) if rank == 1 else time.sleep(600)")]) == 7
     assert capsys.readouterr().err == ""
     assert main(["--nproc-per-node", "2", program("os.kill(os.getpid(), 9) if rank else time.sleep(600)")]) == 137
@@ -67,7 +67,7 @@ COUNTS = "count = int(os.environ['TORCHELASTIC_RESTART_COUNT']); open(sys.argv[1
 def test_ranks_restart_after_a_failure_but_not_after_a_mistake(
     program, tmp_path, capsys, monkeypatch, failing, status, starts, said
 ):
-    monkeypatch.setattr("core.training.launch.ranks.GRACE_S", LIMIT_S)
+    monkeypatch.setattr("core.training.launch.__main__.GRACE_S", LIMIT_S)
     script = program(f"{COUNTS}{failing}\ncount < 2 and rank == 0 and time.sleep(0.2)")
     ended = main(["--nproc-per-node", "2", "--max-restarts", "2", script, str(tmp_path / "starts")])
     assert ended == status

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from core.training.launch.__main__ import main
-from core.training.launch.ranks import run_ranks
-from core.training.launch.signals import SignalCount
-from core.training.launch.supervisor import LostRankPolicy, Supervisor, behind
+from core.training.launch.__main__ import main, run_ranks
+from core.training.launch.nodes import LostRankPolicy
+from core.training.launch.processes import SignalCount
+from core.training.launch.supervisor import Supervisor, behind
 
 
 class _Process:
@@ -46,6 +46,8 @@ class _Machine:
 class _Script:
     """Machines that join at the start, and what happens later, each time that the launcher looks who joins."""
 
+    generation = -1
+
     def __init__(self, machines, happens) -> None:
         self.machines, self.happens = machines, happens(self)
 
@@ -68,10 +70,10 @@ class _Script:
 def _places(monkeypatch, kind, machines, happens, spares=0):
     """Returns the machine and the LOCAL_RANK of each rank at the end."""
     monkeypatch.setattr("core.training.launch.supervisor.ThisNode", lambda *_: machines[0])
-    policy, signals = LostRankPolicy(kind=kind, limit_s=600.0, spares=spares), SignalCount()
-    supervisor = Supervisor(policy, machines[0].num_ranks, [], _Script(machines, happens))
-    supervisor.join(signals)
-    supervisor.watch({}, signals)
+    policy = LostRankPolicy(kind, spares=spares)
+    supervisor = Supervisor(policy, machines[0].num_ranks, [], _Script(machines, happens), SignalCount())
+    supervisor.join()
+    supervisor.watch({})
     told = [(place, machine.number) for machine in machines for place in machine.places.values()]
     last = {p["rank"]: (number, p["local_rank"]) for p, number in told if p["number"] == supervisor.number}
     return {rank: last[rank] for rank in sorted(last) if rank >= 0}
@@ -133,8 +135,8 @@ def test_a_rank_lost_while_others_wait_is_ended_too(monkeypatch):
 def test_a_run_without_a_machine_for_ranks_has_failed(monkeypatch, capsys):
     lost = _Machine(1, 1)
     lost.is_lost = True
-    monkeypatch.setattr("core.training.launch.ranks.Joining", lambda *_: _Script([None, lost], lambda _: iter([])))
-    policy = LostRankPolicy(kind="replace", limit_s=1.0)
+    monkeypatch.setattr("core.training.launch.__main__.Joining", lambda *_: _Script([None, lost], lambda _: iter([])))
+    policy = LostRankPolicy("replace", limit_s=1.0)
     assert run_ranks(0, ["-c", ""], max_restarts=1, policy=policy, num_nodes=2) == 1
     assert capsys.readouterr().err == "no machine is left to run ranks\n"
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from core.training.launch import signals
-from core.training.launch.signals import ECHO_S, StopRequest
+from core.training.launch import processes
+from core.training.launch.processes import ECHO_S, StopRequest
 
 
 def _signals_come_after(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,13 +41,13 @@ def test_a_second_signal_interrupts_at_once(monkeypatch):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_a_parent_that_is_gone_already_is_noticed():
-    command = [sys.executable, "-I", signals.__file__, "1", sys.executable, "-c", "print('ran')"]
+    command = [sys.executable, "-I", processes.__file__, "1", sys.executable, "-c", "print('ran')"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (137, "")
 
 
 def test_it_becomes_the_command_that_it_is_given():
-    command = f"[sys.executable, '-I', {signals.__file__!r}, str(os.getpid()), sys.executable, '-c', "
+    command = f"[sys.executable, '-I', {processes.__file__!r}, str(os.getpid()), sys.executable, '-c', "
     inner = f"import subprocess, sys, os; subprocess.run({command}'import sys; print(sys.argv)', 'a b'])"
     ended = subprocess.run([sys.executable, "-c", inner], capture_output=True, text=True, timeout=600)
     assert ended.stdout == "['-c', 'a b']\n"
