@@ -6,6 +6,7 @@ the split, the sequence length, the seed and `num_samples`. The same inputs give
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from dataclasses import dataclass, replace
@@ -274,9 +275,7 @@ class MockGPTDataset(GPTDataset):
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
     """Returns the documents `[first, last)` of a split. Rounds shares as Megatron-LM does."""
     parsed = parse_shares(shares)
-    bounds = [0.0]
-    for share in parsed:
-        bounds.append(bounds[-1] + share / sum(parsed))
+    bounds = [*itertools.accumulate((share / sum(parsed) for share in parsed), initial=0.0)]
     which = SPLITS.index(split)
     return round(bounds[which] * num_documents), round(bounds[which + 1] * num_documents)
 

@@ -221,7 +221,7 @@ class _Chunk(nn.Module):
         """Returns a function that computes the weights' gradients which the last backward has deferred."""
         products = self._deferred
         if products is None:
-            return _nothing
+            return lambda: None
         self._deferred = []
 
         def compute() -> None:
@@ -350,10 +350,6 @@ def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:
     """Returns what the last stage has computed: the loss of the micro-batch."""
     return output
-
-
-def _nothing() -> None:
-    """Computes the weights' gradients of a stage whose backward has computed them."""
 
 
 def _may_defer(model: nn.Module) -> bool:

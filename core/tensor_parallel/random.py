@@ -34,7 +34,6 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import parallel_state
-from ..base import device
 from ..base.device import device_type
 from ..base.errors import ConfigError, ParallelStateError
 from ..base.megatron_names import checks_arguments, ignore
@@ -267,7 +266,7 @@ def rng_state() -> dict[str, torch.Tensor]:
         "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64).view(torch.uint8),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64).view(torch.uint8),
     }
-    if device.device_type() == "cuda":
+    if device_type() == "cuda":
         streams["cuda"] = torch.cuda.get_rng_state()
     return streams | {f"tracked.{name}": value for name, value in sorted(get_rng_tracker().get_states().items())}
 

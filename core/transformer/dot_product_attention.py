@@ -109,7 +109,8 @@ class DotProductAttention(MegatronModule):
         if grouped and not _fuses_groups(query, attention_mask):
             key, value = (expand_groups(tensor, query.shape[1]) for tensor in (key, value))
             grouped = False
-        visible = None if attention_mask is None else _visible(attention_mask)
+        # Megatron's mask (True is hidden) as torch's (True is visible), with later keys hidden.
+        visible = None if attention_mask is None else attention_mask.logical_not().tril()
         self._check_backend(query, key, dropout, masked=visible is not None)
         backend = self.config.attention_backend
         with (
@@ -173,11 +174,6 @@ def _attend(
     return F.scaled_dot_product_attention(
         query, key, value, visible, dropout, is_causal=visible is None, enable_gqa=grouped
     )
-
-
-def _visible(attention_mask: Tensor) -> Tensor:
-    """Converts Megatron's mask (True is hidden) to torch's (True is visible), with later keys hidden."""
-    return attention_mask.logical_not().tril()
 
 
 def _fuses_groups(query: Tensor, attention_mask: Tensor | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -115,7 +114,8 @@ def allocate_meta_tensors(
             if parameter is not None and parameter.is_meta:
                 places[parameter].append((module, name))
     attributes = [dict(vars(parameter)) for parameter in places]
-    on_meta = [(module, name) for module in model.modules() for name, b in module._buffers.items() if _is_meta(b)]
+    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
+    on_meta = [(module, name) for module, name, buffer in buffers if buffer is not None and buffer.is_meta]
     allocated: dict[torch.Tensor, torch.Tensor] = {}
 
     def storage_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,20 +138,14 @@ def allocate_meta_tensors(
         for key, value in values.items():
             if key not in vars(parameter):
                 setattr(parameter, key, value)
-    tensors = itertools.chain(
-        (holders[0][0]._parameters[holders[0][1]] for holders in places.values()),
-        dict.fromkeys(module._buffers[name] for module, name in on_meta),
-    )
+    tensors: list[torch.Tensor | None] = [holders[0][0]._parameters[holders[0][1]] for holders in places.values()]
+    tensors += dict.fromkeys(module._buffers[name] for module, name in on_meta)
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def has_no_memory(parameter: torch.Tensor) -> bool:
     """Returns whether `allocate_meta_tensors` gave a parameter only a shape."""
     return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.element_size()
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
 
 
 def materialize(model: Model, device: torch.device | str | None = None, *, seed: int | None = None) -> Model:

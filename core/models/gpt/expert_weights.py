@@ -82,7 +82,11 @@ def expert_fields(layout: str, get: Any, num_layers: int) -> tuple[dict[str, Any
         if bool(normalized) != (topk > 1):
             problems.append(f"norm_topk_prob {normalized} with {_TOPK} {topk}")
         groups, chosen = fields["moe_router_num_groups"], fields["moe_router_group_topk"]
-        problems += _group_problems(groups, chosen, topk)
+        if groups != 1 and topk // chosen != _SCORED_BEST:
+            problems.append(
+                f"moe_router_topk {topk} in {chosen} of {groups} groups (a group's score is that of its "
+                f"{_SCORED_BEST} best experts there, and of its {topk // chosen} here)"
+            )
     return fields, problems
 
 
@@ -197,15 +201,6 @@ def group_routers(
             held.copy_(
                 rows[name][tuple(slice(start, start + n) for start, n in zip(offsets, held.shape, strict=True))]
             )
-
-
-def _group_problems(groups: int | None, chosen: int | None, topk: int) -> list[str]:
-    if groups is None or chosen is None or groups == 1 or topk // chosen == _SCORED_BEST:
-        return []
-    return [
-        f"moe_router_topk {topk} in {chosen} of {groups} groups (a group's score is that of its {_SCORED_BEST} best "
-        f"experts there, and of its {topk // chosen} here)"
-    ]
 
 
 def _runs_of(a: Architecture, name: str, runs: Iterable[Run], expert: int, granularity: int) -> Iterator[Run]:

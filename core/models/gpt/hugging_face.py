@@ -36,6 +36,7 @@ from ...dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors, l
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import stages_state_dict
 from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, read_safetensors_index, save_folder
+from ...transformer.lora import is_adapter
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .expert_weights import dense_architecture, expert_recipes, group_routers, upcycled
 from .hf_config import Layout, architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
@@ -186,8 +187,8 @@ def save_hugging_face(
     for wrapper in wrappers:
         getattr(wrapper, "settle_parameters", bool)()  # waits for the last update
     stages = [gpt_of(wrapper) for wrapper in wrappers]
-    ours, base = stages_state_dict(stages), base_state_dict(stages)
-    if len(base) < len(ours):
+    ours = stages_state_dict(stages)
+    if any(map(is_adapter, ours)):
         raise CheckpointError(
             f"the model has LoRA adapters, which a {layout} has no place for; merge them first "
             "(core.transformer.lora.merge_lora)"
