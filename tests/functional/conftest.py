@@ -1,4 +1,4 @@
-"""A small corpus for whole runs."""
+"""A small corpus for whole runs, and a run that was saved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from corpus import prepare
+
+from tests.functional._program import TINY, run_program
 
 pytest.register_assert_rewrite("tests.functional._equality")  # whose comparisons shall say what differs
 
@@ -18,3 +20,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(400)))
     prepare([text], folder / "numbers", tokenizer="byte", split_on="line")
     return folder / "numbers"
+
+
+@pytest.fixture(scope="session")
+def saved_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two steps. Tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    flags = (*TINY, "--train-iters", "2", "--data-path", corpus, "--save", folder)
+    ended = run_program("pretrain_gpt", *flags, folder=folder.parent)
+    assert ended.status == 0, ended.err
+    return folder

@@ -134,14 +134,6 @@ def test_a_corpus_is_refused(corpus: Path, tmp_path: Path, kind: str, said: list
     assert all(part in line for part in said), line
 
 
-@pytest.fixture(scope="module")
-def saved_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    ended = run_program("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", folder, folder=folder.parent)
-    assert ended.status == 0, ended.err
-    return folder
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_stays(corpus: Path, saved_run: Path) -> None:
     before = {path: path.read_bytes() for path in saved_run.rglob("*") if path.is_file()}
     wider = [{"32": "64"}.get(flag, flag) if i == 3 else flag for i, flag in enumerate(TRAIN)]

@@ -78,9 +78,12 @@ def _with_biases(curve: Curve, module: torch.nn.Module) -> Curve:
     return curve
 
 
-def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any]) -> Curve:
+def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any], is_hybrid: bool = False) -> Curve:
+    if is_hybrid:
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token)
-    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=dist.group.WORLD)
+    group = None if is_hybrid else dist.group.WORLD
+    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=group)
     curve, optimizer = train_wrapped(
         model,
         training,
@@ -154,22 +157,8 @@ def test_recomputed_layers_change_nothing(wrapper):
 @pytest.mark.parametrize("wrapper", ["hybrid zero1", "hybrid zero3", "hybrid fsdp2"])
 def test_hybrids_equal_replicas(wrapper):
     expected = run_distributed(_wrapped, 4, "ddp", "aux", False, {})[0]
-    for curve in run_distributed(_wrapped_hybrid, 4, wrapper, "aux", False):
+    for curve in run_distributed(_wrapped, 4, wrapper, "aux", False, {}, True):
         assert_close(curve, expected, SAME_SUMS)
-
-
-def _wrapped_hybrid(wrapper: str, balancing: str, per_token: bool) -> Curve:
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
-    module, training = gpt_with_experts(balancing, per_token), _training(per_token)
-    model = wrap_model(module, module.config, ddp_config(wrapper))
-    curve, optimizer = train_wrapped(
-        model,
-        training,
-        lambda step: micro_batches(step, dist.get_rank(), per_token),
-        lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
-    )
-    _finish(curve, module, optimizer)
-    return _with_biases(curve, module)
 
 
 # Two ranks of one model: one step of one micro-batch, whose masked tokens are all in one half of the sequences.

@@ -159,14 +159,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved") / "run"
-    ended = run_program("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", folder, folder=folder.parent)
-    assert ended.status == 0, ended.err
-    return folder
-
-
 def _is_one_line(ended: Ended, said: str) -> None:
     # A progress bar may be drawn before what is wrong is known.
     lines = [line for line in ended.err.replace("\r", "\n").splitlines() if line and not line.startswith("training:")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,9 @@ from core.base.parameters import local_part
 from core.comm.call import Collective, CollectiveRecord
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, build, full
-from tests.unit.distributed._unused import give_unused_zero_gradients
+from tests.unit.distributed._unused import Numbers, batches, optimizer_of, train_in_one_process, train_on_ranks
 
 KINDS = ("ddp", "zero1", "zero2_overlap", "zero3", "fsdp2")
 SHARDING = KINDS[1:]
@@ -57,50 +57,19 @@ class Seeing(nn.Module):
         return self.head(x).square().mean()
 
 
-def _batches(step: int, rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return [torch.randn(4, 7, generator=generator) for _ in range(2)]
+def _use_of(skips: bool, step: int, rank: int) -> bool:
+    """Says whether the model sees: with `skips` only one rank does after the first step."""
+    return not skips or step == 0 or rank == 0
 
 
-def _sees(step: int, rank: int) -> bool:
-    return step == 0 or rank == 0
+def _serial(per_token: bool, skips: bool) -> Numbers:
+    return train_in_one_process(Seeing(), partial(_use_of, skips), scale=1 / 8 if per_token else 1 / 2)
 
 
-def _optimizer(model: nn.Module) -> Any:
-    return get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.5, weight_decay=0.1), [model])
-
-
-def _serial(per_token: bool, skips: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Returns gradient norms and weights of one process: ranks' gradients, added in the order of ranks."""
-    model = Seeing()
-    optimizer, norms = _optimizer(model), []
-    for step in range(3):
-        totals: dict[nn.Parameter, Tensor] = {}
-        for rank in range(2):
-            optimizer.zero_grad()
-            for batch in _batches(step, rank):
-                model(batch, not skips or _sees(step, rank)).backward()
-            give_unused_zero_gradients(model.parameters())
-            totals = {p: totals[p] + p.grad if totals else p.grad for p in model.parameters()}
-        for p, total in totals.items():
-            p.grad = total * (1 / 8 if per_token else 1 / 2)
-        norms.append(optimizer.step()[1])
-    return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def _trained(kind: str, per_token: bool, skips: bool, fields: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _trained(kind: str, per_token: bool, skips: bool, fields: dict[str, Any]) -> tuple[Any, Any, list[float]]:
     config = SimpleNamespace(calculate_per_token_loss=per_token)
     model = build(kind, Seeing(), config=config, unit_classes=(Block, nn.Linear), **fields)
-    optimizer, norms, rank = _optimizer(model), [], dist.get_rank()
-    for step in range(3):
-        model.zero_grad_buffer()
-        first, last = _batches(step, rank)
-        with model.no_sync():
-            model(first, not skips or _sees(step, rank)).backward()
-        model(last, not skips or _sees(step, rank)).backward()
-        finalize_model_grads([model], 4 if per_token else None)
-        norms.append(optimizer.step()[1])
-    return model, optimizer, norms
+    return model, *train_on_ranks(model, partial(_use_of, skips), num_tokens=4 if per_token else None)
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
@@ -115,8 +84,8 @@ def _train_cases(kind: str, skips: bool) -> list[Any]:
     return found
 
 
-def _assert_equal(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
-    assert [float(norm) for norm in found[0]] == [float(norm) for norm in expected[0]]
+def _assert_equal(found: Numbers, expected: Numbers) -> None:
+    assert found[0] == expected[0]
     assert [name for name, weight in expected[1].items() if not torch.equal(found[1][name], weight)] == []
 
 
@@ -146,7 +115,7 @@ def _counted() -> Iterator[Counter[tuple[str, int, int]]]:
 def _counts_traffic(kind: str) -> None:
     for patterns in (("*",), ("vision.*",)):
         model = build(kind, Seeing(), unit_classes=(Block,), replicated=patterns)
-        optimizer = _optimizer(model)
+        optimizer = optimizer_of(model)
         batch, shapes = torch.ones(4, 7), {n: p.shape for n, p in Seeing().named_parameters()}
         with _counted() as counted:
             with model.no_sync():
@@ -182,13 +151,13 @@ def _continues(kind: str, other: str, folder: str) -> tuple[Any, Any]:
     model, optimizer, _ = _trained(kind, False, False, {"replicated": ("vision.*",)})
     save(_state(model, optimizer), folder)
     loaded = build(other, Seeing(), unit_classes=(Block,), replicated=("head.*",))
-    continued = _optimizer(loaded)
+    continued = optimizer_of(loaded)
     load(_state(loaded, continued), folder)
     continued.load_state_scalars(optimizer.state_scalars())
     found = []
     for each, by in ((model, optimizer), (loaded, continued)):
         each.zero_grad_buffer()
-        each(_batches(5, dist.get_rank())[0]).backward()
+        each(batches(5, dist.get_rank())[0]).backward()
         finalize_model_grads([each])
         by.step()
         found.append(_weights(each))
@@ -207,10 +176,10 @@ def _leaves_alone(kind: str) -> None:
     with torch.no_grad():
         module.vision.scale += rank  # not broadcast
     model = build(kind, module, unit_classes=(Block,), ignored=("vision.scale", "vision.out.*", "head.bias"))
-    optimizer = _optimizer(model)
+    optimizer = optimizer_of(model)
     ignored = {name: module.get_parameter(name) for name in ("vision.scale", "vision.out.weight", "head.bias")}
     before = {name: parameter.detach().clone() for name, parameter in ignored.items()}
-    batch = _batches(0, rank)[0]
+    batch = batches(0, rank)[0]
     for step in range(2):
         model.zero_grad_buffer()
         model(batch).backward()

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.base.errors import UnitError
 from core.comm.call import Collective, CollectiveRecord
 from core.distributed import finalize_model_grads
 from core.distributed.engine.gathered_units import _GraphMark
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, build, full
-from tests.unit.distributed._unused import give_unused_zero_gradients
+from tests.unit.distributed._unused import Numbers, optimizer_of, train_in_one_process, train_on_ranks
 
-STEPS = 3
 GATHERS: dict[str, Any] = {"gather_skipped_units": True}
 
 Case = tuple[str, str, dict[str, Any]]
@@ -69,51 +67,14 @@ def _run(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
-def _batches(step: int, rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return [torch.randn(4, 7, generator=generator) for _ in range(2)]
-
-
 def _tower_of(how: str, step: int, rank: int) -> str:
     """Returns what becomes of the tower: in the first step both use it, then one rank does not, then the other."""
     return how if step and (rank + step) % 2 else "used"
 
 
-def _optimizer(model: nn.Module) -> Any:
-    return get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.5, weight_decay=0.1), [model])
-
-
-def _serial(place: str, how: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Returns gradient norms and weights of one process: ranks' gradients, added in the order of ranks."""
-    model = Seeing(place)
-    optimizer, norms = _optimizer(model), []
-    for step in range(STEPS):
-        totals: dict[nn.Parameter, Tensor] = {}
-        for rank in range(2):
-            optimizer.zero_grad()
-            for batch in _batches(step, rank):
-                model(batch, _tower_of(how, step, rank)).backward()
-            give_unused_zero_gradients(model.parameters())
-            totals = {p: totals[p] + p.grad if totals else p.grad for p in model.parameters()}
-        for p, total in totals.items():
-            p.grad = total / 2
-        norms.append(float(optimizer.step()[1]))
-    return norms, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def _trained(kind: str, place: str, how: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def _trained(kind: str, place: str, how: str, fields: dict[str, Any]) -> Numbers:
     model = build(kind, Seeing(place), config=SimpleNamespace(), **({"unit_classes": (Block,)} | fields))
-    optimizer, norms, rank = _optimizer(model), [], dist.get_rank()
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        first, last = _batches(step, rank)
-        with model.no_sync():
-            model(first, _tower_of(how, step, rank)).backward()
-        model(last, _tower_of(how, step, rank)).backward()
-        finalize_model_grads([model])
-        norms.append(float(optimizer.step()[1]))
-        with torch.no_grad():
-            model(first, _tower_of(how, step, rank))
+    _, norms = train_on_ranks(model, partial(_tower_of, how))
     return norms, {name: full(tensor) for name, tensor in model.state_dict().items()}
 
 
@@ -127,7 +88,7 @@ def _train_all(kind: str, cases: list[Case]) -> list[Any]:
 def test_ranks_that_skip_a_tower_train_as_one_process(kind, cases):
     for found in run_distributed(_train_all, 2, kind, cases):
         for (place, how, fields), (norms, weights) in zip(cases, found, strict=True):
-            expected_norms, expected = _serial(place, how)
+            expected_norms, expected = train_in_one_process(Seeing(place), partial(_tower_of, how))
             wrong = [name for name, weight in expected.items() if not torch.equal(weights[name], weight)]
             if fields.get("reduce_every_micro_batch"):  # another order: by some eps of a step of 0.05
                 for name in wrong:
@@ -146,7 +107,7 @@ def _counted(kind: str, fields: dict[str, Any], tower: str) -> list[Counter[str]
             found[-1][what] += 1
         return collective(record, of, what, nbytes, **options)
 
-    optimizer = _optimizer(model)
+    optimizer = optimizer_of(model)
     with mock.patch.object(CollectiveRecord, "collective", note):
         for step in range(4):
             found.append(Counter())

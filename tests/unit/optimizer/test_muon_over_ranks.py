@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.base.errors import warn_once
-from core.dist_checkpointing import load, model_state_dict, save
+from core.dist_checkpointing import load, save
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -23,7 +21,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrices, matrix_owners, muon
 from core.tensor_parallel.initialization import FusedRows
@@ -31,10 +28,9 @@ from core.transformer import TransformerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole
-from tests.unit.dist_checkpointing._pieces import Shapes, Toy
+from tests.unit.dist_checkpointing._pieces import Shapes
+from tests.unit.optimizer._squares import Squares, build, on_ranks, state_of, train
 
-# The gradient of each step is the same on all ranks and of power-of-two multiples of the weights and their squares,
-# so that averaging it over any number of ranks changes no bit: the serial run is the oracle everywhere.
 STEPS = 2
 SHAPES: Shapes = {
     "qkv.weight": ((72, 40), 0),
@@ -68,71 +64,30 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-class _Squares(Toy):
-    """A loss that every parameter has a part in, and in which every element differs. One module is frozen."""
+class _Squares(Squares):
+    """One module is frozen."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(shapes=SHAPES, **kwargs)
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(SHAPES, 40.0, dtype)
         for name, param in self.named_parameters():
             vars(param).update(MARKS.get(name, {}))
             with torch.no_grad():
                 param.copy_((param / 50).sin())
         self.get_parameter("frozen.weight").requires_grad_(False)
-        for child in self.children():  # a parameter is read in its own module's forward, which waits for it
-            child.forward = partial(_squares, child)  # type: ignore[method-assign]
-
-    def forward(self) -> Tensor:
-        return torch.stack([child() for child in self.children()]).sum()
-
-
-def _squares(module: nn.Module) -> Tensor:
-    return torch.stack([(p * p * (40 * p.detach()).cos()).sum().float() for p in module.parameters()]).sum()
 
 
 def _run(wrapper: str, tp: int, settings: dict[str, Any]) -> tuple[Any, MegatronOptimizer]:
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
-    if wrapper == "serial":
-        model: Any = _Squares(filled=True, dtype=dtype)
-    else:
-        parallel_state.destroy_model_parallel()
-        instances = 2 if "hybrid" in wrapper else 1
-        parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=instances)
-        model = wrap_model(_Squares(filled=True, dtype=dtype), None, CONFIGS[wrapper])
-    # no clipping: the norm of a serial run knows no tensor parallelism, and would differ in its last bit
-    config = OptimizerConfig(**({"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0} | settings))
-    return model, get_megatron_optimizer(config, [model])
-
-
-def _train(model: Any, optimizer: MegatronOptimizer, steps: int, micro_batches: int = 1) -> None:
-    is_wrapped = hasattr(model, "zero_grad_buffer")
-    for _ in range(steps):
-        if is_wrapped:
-            model.zero_grad_buffer()
-        else:
-            optimizer.zero_grad()
-        for index in range(micro_batches):
-            is_last = index == micro_batches - 1
-            with nullcontext() if is_last or not is_wrapped else model.no_sync():
-                model().backward()
-        if is_wrapped:
-            finalize_model_grads([model])
-        optimizer.step()
-
-
-def _state(model: Any, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
-    """Makes a state as a training run keeps it: masters in the place of the parameters that were rounded from them."""
-    state = optimizer.state_tensors()
-    masters = {name.removeprefix("master."): t for name, t in state.items() if name.startswith("master.")}
-    weights = {f"model.{name}": masters.get(name, t) for name, t in model_state_dict(unwrap_model(model)).items()}
-    return weights | {name: t for name, t in state.items() if not name.startswith("master.")}
+    settings = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1} | settings
+    return build(lambda: _Squares(dtype), CONFIGS.get(wrapper), tp, settings)
 
 
 def _whole_state(wrapper: str, tp: int, settings: dict[str, Any], bucket: int) -> dict[str, Tensor]:
     before, matrix_owners.BUCKET_ELEMENTS = matrix_owners.BUCKET_ELEMENTS, bucket
     try:
         model, optimizer = _run(wrapper, tp, settings)
-        _train(model, optimizer, STEPS)
-        state = _state(model, optimizer)
+        train(model, optimizer, STEPS)
+        state = state_of(model, optimizer)
         return {name: whole(tensor).clone() for name, tensor in state.items()}
     finally:
         matrix_owners.BUCKET_ELEMENTS = before
@@ -172,27 +127,20 @@ def test_every_wrapper_equals_one_process(ranks: int, wrapper: str, tp: int, hol
 
 def _write(wrapper: str, tp: int, settings: dict[str, Any], folder: str) -> None:
     model, optimizer = _run(wrapper, tp, settings)
-    _train(model, optimizer, STEPS)
-    save(_state(model, optimizer), folder, metadata={"optimizer": optimizer.state_scalars()})
+    train(model, optimizer, STEPS)
+    save(state_of(model, optimizer), folder, metadata={"optimizer": optimizer.state_scalars()})
 
 
 def _continue(wrapper: str, tp: int, settings: dict[str, Any], source: str, target: str) -> None:
     """Loads into a model that has gone elsewhere in the meantime, trains on, and saves."""
     model, optimizer = _run(wrapper, tp, settings)
-    _train(model, optimizer, 1)
-    metadata = load(_state(model, optimizer), source)
+    train(model, optimizer, 1)
+    metadata = load(state_of(model, optimizer), source)
     optimizer.load_state_scalars(metadata["optimizer"])
-    _train(model, optimizer, 1)
-    _state(model, optimizer)  # a checkpoint between two steps, which changes nothing
-    _train(model, optimizer, STEPS - 1)
-    save(_state(model, optimizer), target, metadata={"optimizer": optimizer.state_scalars()})
-
-
-def _on_ranks(fn: Any, world_size: int, wrapper: str, *args: Any) -> None:
-    if world_size == 1:
-        fn("serial", *args)
-    else:
-        run_distributed(fn, world_size, wrapper, *args)
+    train(model, optimizer, 1)
+    state_of(model, optimizer)  # a checkpoint between two steps, which changes nothing
+    train(model, optimizer, STEPS - 1)
+    save(state_of(model, optimizer), target, metadata={"optimizer": optimizer.state_scalars()})
 
 
 MOVES = [
@@ -218,11 +166,11 @@ def test_checkpoint_continues_under_any_wrapper(tmp_path: Path, writer, reader, 
     scalar = "lion" if writer[1] == "zero1" else "adam"
     settings = {"bf16": reader[1] == "zero2", "muon_scalar_optimizer": scalar}
     first, second = (settings | {"muon_momentum_holder": holder} for holder in holders)
-    _on_ranks(_write, *writer, first, str(tmp_path / "first"))
-    _on_ranks(_continue, *reader, second, str(tmp_path / "first"), str(tmp_path / "second"))
+    on_ranks(_write, *writer, first, str(tmp_path / "first"))
+    on_ranks(_continue, *reader, second, str(tmp_path / "first"), str(tmp_path / "second"))
     model, optimizer = _run("serial", 1, first)
-    _train(model, optimizer, 2 * STEPS)
-    expected = _state(model, optimizer)
+    train(model, optimizer, 2 * STEPS)
+    expected = state_of(model, optimizer)
     actual = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     assert load(actual, tmp_path / "second")["optimizer"]["step"] == 2 * STEPS
     wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
@@ -239,18 +187,18 @@ def _updates_of_micro_batches(wrapper: str, expected: dict[str, Tensor]) -> tupl
 
     muon.orthogonalize = orthogonalize
     try:
-        _train(model, optimizer, STEPS, micro_batches=2)
+        train(model, optimizer, STEPS, micro_batches=2)
     finally:
         muon.orthogonalize = matrices.orthogonalize
-    state = _state(model, optimizer)
+    state = state_of(model, optimizer)
     return [name for name, t in expected.items() if not torch.equal(t, whole(state[name]))], len(counted)
 
 
 @pytest.mark.parametrize("wrapper", ["zero2", "fsdp2"])
 def test_a_step_has_one_update_for_all_micro_batches(wrapper: str):
     model, optimizer = _run("serial", 1, {})
-    _train(model, optimizer, STEPS, micro_batches=2)
-    expected = {name: t.detach().clone() for name, t in _state(model, optimizer).items()}
+    train(model, optimizer, STEPS, micro_batches=2)
+    expected = {name: t.detach().clone() for name, t in state_of(model, optimizer).items()}
     ranks = run_distributed(_updates_of_micro_batches, 2, wrapper, expected)
     assert [differing for differing, _ in ranks] == [[], []]
     matrices = len(optimizer.optimizer._matrices)  # type: ignore[attr-defined]
