@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base.errors import ConfigError, DataError, MissingExtraError, ShardstackError
+from .base.errors import ConfigError, DataError, ShardstackError, import_extra
 from .base.files import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json, write_durably
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -175,15 +175,7 @@ def _configured_end(path: Path) -> str | None:
 
 def tokenizers_library() -> Any:
     """Returns the package `tokenizers`, or raises MissingExtraError."""
-    try:
-        import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
-    except ImportError:
-        raise MissingExtraError("tokenizers", "train", "A tokenizer") from None
-    return tokenizers
+    return import_extra("tokenizers", "train", "A tokenizer")
 
 
 @dataclass(frozen=True)

@@ -211,18 +211,13 @@ def write_durably(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def sync_file(path: Path) -> None:
-    """Forces a file's content to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces the names in `folder` to disk."""
-    sync_file(folder)
 
 
 def make_folders(folder: Path) -> None:

@@ -10,11 +10,12 @@ other digit (`rank_groups`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -289,21 +290,13 @@ def rank_groups(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[in
     `sizes` maps axis names to sizes, the axis of stride 1 first. Groups are in the order of the ranks' digits on the
     remaining axes; the first one changes fastest.
     """
-    strided: list[tuple[str, int, int]] = []
-    stride = 1
-    for name, size in sizes.items():
-        strided.append((name, size, stride))
-        stride *= size
-    inside = _offsets((size, step) for name, size, step in strided if name in axes)
-    outside = _offsets((size, step) for name, size, step in strided if name not in axes)
-    return [[base + offset for offset in inside] for base in outside]
-
-
-def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
-    offsets = [0]
-    for size, stride in digits:
-        offsets = [high * stride + low for high in range(size) for low in offsets]
-    return offsets
+    names = list(sizes)[::-1]
+    grid = np.arange(prod(sizes.values())).reshape([sizes[name] for name in names])
+    inside = [axis for axis, name in enumerate(names) if name in axes]
+    outside = [axis for axis, name in enumerate(names) if name not in axes]
+    size = prod(sizes[name] for name in names if name in axes)
+    groups: list[list[int]] = grid.transpose(*outside, *inside).reshape(-1, size).tolist()
+    return groups
 
 
 def parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -20,10 +21,8 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def _check(package: str, found: str | None) -> None:
-    with (
-        mock.patch.object(translation.util, "find_spec", lambda name: found),
-        mock.patch.object(translation.metadata, "version", lambda name: found),
-    ):
+    version = mock.Mock(side_effect=metadata.PackageNotFoundError) if found is None else mock.Mock(return_value=found)
+    with mock.patch.object(translation.metadata, "version", version):
         translation.check_version(package, "core.adapters.some_adapter")
 
 
