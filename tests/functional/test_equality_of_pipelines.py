@@ -70,13 +70,14 @@ LONG = [  # torch's interleaved stages take no 5 or 7 micro-batches over two ran
         Case("zero2", vpp=2, precision="fp16", fields=EXPERTS),
         pytest.param(Case("zero3", precision="fp16"), marks=pytest.mark.long),
         pytest.param(Case("ddp", precision="bf16", vpp=2), marks=pytest.mark.long),
+        *(pytest.param(Case(name, dp=2, muon=True), marks=pytest.mark.long) for name in ("zero2", "zero3", "fsdp2")),
     ],
     ids=str,
 )
-def test_low_precision_equals_one_stage(case: Case):
-    """Hidden states travel in the compute dtype, and all stages skip the same steps."""
+def test_stages_equal_one_stage_with_the_same_replicas(case: Case):
+    """Hidden states travel in the compute dtype, stages skip the same steps, and replicas add in the same order."""
     alone = replace(case, pp=1, vpp=None, schedule=None)
-    (expected,), found = run_distributed(train_on_stages, 1, alone), run_distributed(train_on_stages, 2, case)[0]
+    expected, found = (run_distributed(train_on_stages, which.ranks, which)[0] for which in (alone, case))
     assert (None in expected.grad_norms[:-1]) == (case.precision == "fp16") and expected.grad_norms[-1] is not None
     assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
     assert [name for name in found.weights if not torch.equal(found.weights[name], expected.weights[name])] == []
