@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
@@ -36,7 +36,7 @@ from .groups import Ranks, managed_parameters
 from .model.forward_hooks import enclose, watch_outputs
 from .model.initial_values import InitialValues, cast_buffers, parameter_attributes_kept
 from .model.unfit_models import reject_changed
-from .plan.units import UnitChoice, find_forward_methods
+from .plan.units import UnitChoice
 from .verbs import local_gradient
 
 
@@ -116,10 +116,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
                 submodule.adds_gradient_rows = plan.lends_gradients
-        members = [member for unit in plan.units for member in unit.modules]
-        for member, names in find_forward_methods(module, members, plan.forward_methods).items():
+        for member, names in plan.find_forward_methods().items():
             for name in names:
-                register_fsdp_forward_method(member, name)
                 setattr(member, name, enclose(getattr(member, name), self.prepare_forward, self._after_method))
         if start is not None:
             start.allocate("cpu" if plan.cpu_offload else None)
@@ -129,7 +127,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         # Writes to shards, asked for when a forward begins, and to gathered parameters, in `settle_parameters`.
         self._writes_to_shards = WriteCounts(self.torch_state.shard_versions)
         self._writes_to_gathered = WriteCounts(self.torch_state.gathered_versions)
-        for submodule in [*members, module]:
+        for submodule in (member for unit in plan.units for member in unit.modules):
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
             submodule.register_forward_pre_hook(self._keep_changes)  # after torch has gathered
             submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees

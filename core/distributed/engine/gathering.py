@@ -18,7 +18,6 @@ from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
 from ..model.forward_hooks import SavedWeights, WrapperHook, enclose, in_use_message, watch_outputs
 from ..plan import Plan
-from ..plan.units import find_forward_methods
 from .gathered_units import UnitOrder, WriteCounts
 from .unit import Unit
 
@@ -223,10 +222,8 @@ def install_call_hooks(plan: Plan, units: Sequence[Unit], gathering: ParameterGa
     Raises:
         WrapError: the plan names a method that no unit has.
     """
-    (root,) = plan.units[-1].modules
-    members = [module for planned in plan.units[:-1] for module in planned.modules]
-    methods = find_forward_methods(root, members, plan.forward_methods)
-    for module in root.modules():
+    methods = plan.find_forward_methods()
+    for module in plan.root.modules[0].modules():
         module.register_state_dict_pre_hook(WrapperHook(gathering.before_state_dict))
     for unit in units:
         before, after = partial(gathering.before_call, unit), partial(gathering.after_call, unit)

@@ -8,6 +8,7 @@ all-gather keeps the part of this rank, and gathers the parts in backward.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils._pytree import tree_leaves
 
 from ...base._torch_compat import NO_BACKWARD, current_backward, reduce_parameters_without_gradient
@@ -282,13 +289,19 @@ class FreedWeights:
 def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
     """Puts hooks on the units of a sharded model, before FSDP2's own, which read what is set here.
 
+    Methods that the plan names gather their module and are followed as `forward` is.
+
     Returns:
         the order of units, each known by its first module. The hooks keep it up to date.
+
+    Raises:
+        WrapError: the plan names a method that no unit has.
     """
     units = {unit.modules[0]: unit for unit in plan.units[:-1]}
+    model = plan.root.modules[0]
     # Units whose inputs needed no gradient when they last ran: torch reduces them when the backward ends. `enter`
-    # keeps it up to date.
-    first: set[nn.Module] = set()
+    # keeps it up to date. Of units that have not run yet the first one counts.
+    first: set[nn.Module] = {*[*units][:1]}
     # Units that a backward has passed by since the last forward began. `pass_by` adds, `begin` clears.
     passed: set[nn.Module] = set()
 
@@ -305,15 +318,15 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
 
     order = UnitOrder(plan, units, pass_by)
 
-    def begin(root: nn.Module, args: Any) -> None:
+    def begin(*unused: Any) -> None:
         if current_backward() == NO_BACKWARD:
             passed.clear()
-            _set_forward(root, order.begin())
+            _set_forward(model, order.begin())
 
-    def end(root: nn.Module, args: Any, output: Any) -> None:
+    def end(*unused: Any) -> None:
         if current_backward() == NO_BACKWARD:
             gather_skipped()
-            _set_backward(root, order.before())
+            _set_backward(model, order.before())
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_backward() == NO_BACKWARD:
@@ -340,13 +353,42 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
         if current_backward() == NO_BACKWARD:
             watch_outputs(output, lambda gradient: order.reach(module))
 
+    def follow(module: nn.Module, name: str) -> None:
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def reaching(*args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            reach(module, args, output)
+            return output
+
+        setattr(module, name, reaching)
+        register_fsdp_forward_method(module, name)
+        gathering = getattr(module, name)
+
+        @functools.wraps(method)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            if module is model:
+                begin()
+            elif module in units:
+                enter(module, args, kwargs)
+            output = gathering(*args, **kwargs)
+            if module is model:
+                end()
+            return output
+
+        setattr(module, name, followed)
+
     # Hooks on outputs run in the order in which they are set: these before torch's, which gather a unit.
-    for module in (*units, plan.root.modules[0]):
+    for module in (*units, model):
         module.register_forward_hook(reach, prepend=True)
-    plan.root.modules[0].register_forward_pre_hook(begin, prepend=True)
-    plan.root.modules[0].register_forward_hook(end)
+    model.register_forward_pre_hook(begin, prepend=True)
+    model.register_forward_hook(end)
     for unit in units:
         unit.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    for module, names in plan.find_forward_methods().items():
+        for name in names:
+            follow(module, name)
     return order
 
 

@@ -311,26 +311,3 @@ def _reject_own_recomputation(units: Iterable[UnitPlan], activation_checkpointin
                 f"recompute_granularity is {granularity!r} in the model's config: both would compute the same "
                 "activations again; drop one of the two"
             )
-
-
-def find_forward_methods(
-    root: nn.Module, members: Iterable[nn.Module], names: Sequence[str]
-) -> dict[nn.Module, list[str]]:
-    """Returns which of the named methods the root and each module of the units have.
-
-    Raises:
-        WrapError: a name that neither the root nor a unit has as a method.
-    """
-    modules = list(dict.fromkeys([root, *members]))
-    owners: dict[nn.Module, list[str]] = defaultdict(list)
-    for name in names:
-        holders = [module for module in modules if callable(getattr(module, name, None))]
-        if not holders:
-            kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
-            raise WrapError(
-                f"forward_methods names {name!r}, which is a method of neither the model nor its units "
-                f"({', '.join(kinds)}); name methods of these, and classes that have it in sub_modules_to_wrap"
-            )
-        for module in holders:
-            owners[module].append(name)
-    return owners

@@ -14,7 +14,9 @@ from enum import Enum
 from typing import Literal
 
 import torch
+from torch import nn
 
+from ...base.errors import WrapError
 from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import Engine, shards_parameters
 from ..groups import DataParallelGroups, ParameterKind
@@ -271,6 +273,26 @@ class Plan:
             Traffic("all-gather", 1, shard_bytes, self.num_replicas),
         )
         return tuple(entry for entry in planned if entry.calls and entry.nbytes and entry.ranks > 1)
+
+    def find_forward_methods(self) -> dict[nn.Module, list[str]]:
+        """Returns which of `forward_methods` the model and each module of the units have.
+
+        Raises:
+            WrapError: a name that neither the model nor a unit has as a method.
+        """
+        modules = [module for unit in reversed(self.units) for module in unit.modules]
+        owners: dict[nn.Module, list[str]] = defaultdict(list)
+        for name in self.forward_methods:
+            holders = [module for module in modules if callable(getattr(module, name, None))]
+            if not holders:
+                kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
+                raise WrapError(
+                    f"forward_methods names {name!r}, which is a method of neither the model nor its units "
+                    f"({', '.join(kinds)}); name methods of these, and classes that have it in sub_modules_to_wrap"
+                )
+            for module in holders:
+                owners[module].append(name)
+        return owners
 
     def _pieces(self) -> Iterable[PiecePlan]:
         return (piece for unit in self.units for piece in unit.pieces)

@@ -37,24 +37,31 @@ SHARDED: list[Case] = [
     ("before", "skipped", GATHERS),
     ("between", "skipped", GATHERS | {"forward_prefetch": 3, "backward_prefetch": 3}),
     ("after", "skipped", GATHERS | {"reduce_every_micro_batch": True}),
+    ("before", "skipped at once", GATHERS),
+    ("by name", "skipped", GATHERS | {"forward_methods": ("called",)}),
 ]
 
 
+class Named(Block):
+    def called(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
 class Seeing(nn.Module):
-    """Blocks of one size, of which a tower of three runs before, between or after others."""
+    """Blocks of one size, of which a tower of three runs before, between (also by another method) or after others."""
 
     def __init__(self, place: str = "between") -> None:
         super().__init__()
         torch.manual_seed(1)
-        parts = {"before": (0, 4), "between": (2, 2), "after": (4, 0)}[place]
+        parts = {"before": (0, 4), "between": (2, 2), "after": (4, 0), "by name": (2, 2)}[place]
         self.first = nn.ModuleList([Block() for _ in range(parts[0])])
-        self.tower = nn.ModuleList([Block() for _ in range(3)])
+        self.tower = nn.ModuleList([Named() if place == "by name" else Block() for _ in range(3)])
         self.last = nn.ModuleList([Block() for _ in range(parts[1])])
         self.head = nn.Linear(7, 3)
 
     def forward(self, x: Tensor, tower: str = "used") -> Tensor:
         x = _run(self.first, x)
-        if tower != "skipped":
+        if not tower.startswith("skipped"):
             seen = _run(self.tower, 2.0 * x)  # so that the tower has a gradient of its own to add to that of x
             x = x + {"used": seen, "unused": 0.0, "times 0": 0.0 * seen}[tower]
             del seen
@@ -63,13 +70,13 @@ class Seeing(nn.Module):
 
 def _run(blocks: Any, x: Tensor) -> Tensor:
     for block in blocks:
-        x = block(x)
+        x = getattr(block, "called", block)(x)
     return x
 
 
 def _tower_of(how: str, step: int, rank: int) -> str:
-    """Returns what becomes of the tower: in the first step both use it, then one rank does not, then the other."""
-    return how if step and (rank + step) % 2 else "used"
+    """Returns what becomes of the tower: in the first step both may use it, then one rank does not, then the other."""
+    return how if (step or how == "skipped at once") and (rank + step) % 2 else "used"
 
 
 def _trained(kind: str, place: str, how: str, fields: dict[str, Any]) -> Numbers:
