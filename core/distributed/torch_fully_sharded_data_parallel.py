@@ -21,16 +21,9 @@ from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import BucketReduction
 from .engine.gathered_units import WriteCounts, lost_write
-from .fsdp2.gradient_sums import GradientSums
-from .fsdp2.shard_model import (
-    FreedWeights,
-    fsdp_modules,
-    prefetch_units,
-    reject_graph_of_gradients,
-    set_collectives,
-    shard_model,
-)
+from .fsdp2.shard_model import FreedWeights, fsdp_modules, prefetch_units, reject_graph_of_gradients, shard_model
 from .fsdp2.torch_private import TorchState, as_fsdp
+from .fsdp2.unit_collectives import GradientSums, set_collectives
 from .gradient_state import Phase
 from .groups import Ranks, managed_parameters
 from .model.forward_hooks import enclose, watch_outputs

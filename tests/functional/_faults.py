@@ -19,7 +19,7 @@ from core.comm.lane import CommLane
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
 from core.distributed.engine.buffer import BucketReduction
 from core.distributed.engine.unit import Unit
-from core.distributed.fsdp2.shard_model import UnitAllGather, UnitReduceScatter
+from core.distributed.fsdp2.unit_collectives import UnitAllGather, UnitReduceScatter
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam

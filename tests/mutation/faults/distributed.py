@@ -314,7 +314,7 @@ MUTATIONS = (
     # ---- fsdp2
     Mutation(
         "FSDP2 forgets what was set aside of a global batch",
-        "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
+        "core.distributed.fsdp2.unit_collectives._TreeReduceScatter._add",
         r"self\._sums\.added_to\(self\._current\)",
         "self._current",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
@@ -392,7 +392,7 @@ MUTATIONS = (
     ),
     Mutation(
         "streams: sums of micro-batches are freed while they are added",
-        "core.distributed.fsdp2.gradient_sums._TreeReduceScatter._add",
+        "core.distributed.fsdp2.unit_collectives._TreeReduceScatter._add",
         r"_keep_for_this_stream\(gradients\)",
         "pass",
         (STREAMS,),
