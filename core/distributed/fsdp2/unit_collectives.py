@@ -2,8 +2,8 @@
 
 Torch's `set_custom_all_gather` and `set_custom_reduce_scatter` take the collectives. They go by direct exchange under
 gloo, and are recorded under the names of the units. A unit that a part of the ranks keeps whole between forward and
-backward (`UnitPlan.kept_among`) is freed by torch as any other. Its all-gather keeps the part of this rank, and gathers
-the parts in backward.
+backward (`UnitPlan.kept_among`) is freed by torch as any other. Its all-gather keeps the part of this rank, and
+gathers the parts in backward.
 
 With ``reproducible_across_ranks`` torch reduces after every micro-batch. The reduce-scatter keeps the whole gradients
 of a micro-batch, adds what the tree adds, and hands torch negative zeros, which change no number that torch adds them
