@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from core import parallel_state
+from core.dist_checkpointing import flat_range_view, model_state_dict
 from tests.unit._spawn import run_distributed
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
@@ -82,6 +84,21 @@ def toy(layout: str, *, filled: bool, dtype: torch.dtype = torch.float32) -> Toy
     model = Toy(filled=filled, dtype=dtype)
     sharded = {"fsdp", "hybrid"} & set(words) and "flat" not in words
     return model.shard(parallel_state.get_data_parallel_mesh()) if sharded else model
+
+
+def state_of(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]]:
+    """Returns a toy and its state; with the word ``flat`` this rank's runs of elements, cut at odd places."""
+    model = toy(layout, filled=filled)
+    if "flat" not in layout:
+        return model, model_state_dict(model)
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True, partial_data_parallel=True)
+    size = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
+    state = {"steps": model.steps}
+    for name, param in model.named_parameters():
+        bounds = [0, *(min(3 + param.numel() * part // size, param.numel()) for part in range(1, size)), param.numel()]
+        start, end = list(pairwise(bounds))[rank]
+        state[name] = flat_range_view(param, param.detach().view(-1)[start:end].clone(), start)
+    return model, state
 
 
 def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> None:

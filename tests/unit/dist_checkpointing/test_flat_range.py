@@ -1,20 +1,17 @@
-"""Flat ranges of tensors: their boxes, and checkpoints that go from any layout to any other through them."""
+"""Flat ranges of tensors: their boxes, their views and what is gathered of them."""
 
 import math
-from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core import parallel_state
 from core.base.errors import CheckpointError
-from core.dist_checkpointing import flat_range_view, load, local_slices, local_tensor, model_state_dict, save
+from core.dist_checkpointing import flat_range_view, load, save
 from core.dist_checkpointing.global_view import boxes_of_range
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole as gathered
-from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, on_ranks, toy, whole
 
 
 @pytest.mark.parametrize(
@@ -62,77 +59,6 @@ def _gathered(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_range_is_gathered_bit_by_bit_with_replicas(dtype):
     run_distributed(_gathered, 3, dtype)
-
-
-def _state(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]]:
-    """Returns a model and its state in a layout; with the word ``flat`` cut where three of a buffer's elements end."""
-    model = toy(layout, filled=filled)
-    if "flat" not in layout:
-        return model, model_state_dict(model)
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True, partial_data_parallel=True)
-    size = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
-    state = {"steps": model.steps}
-    for name, param in model.named_parameters():
-        bounds = [0, *(min(3 + param.numel() * part // size, param.numel()) for part in range(1, size)), param.numel()]
-        start, end = list(pairwise(bounds))[rank]
-        state[name] = flat_range_view(param, param.detach().view(-1)[start:end].clone(), start)
-    return model, state
-
-
-def _write(layout: str, folder: str) -> None:
-    save(_state(layout, filled=True)[1], folder, metadata={})
-
-
-def _read(layout: str, folder: str) -> None:
-    model, state = _state(layout, filled=False)
-    load(state, folder)
-    for name, param in model.named_parameters():
-        mine = whole(name)[local_slices(param)]
-        found = state[name]
-        if "flat" in layout:
-            # shapes and cuts differ, so compare what this rank holds, box by box, with what the whole has there
-            expected = [whole(name)[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] for box in found.boxes]
-            assert torch.equal(found.held, torch.cat([torch.empty(0), *(box.flatten() for box in expected)])), name
-        else:
-            assert torch.equal(local_tensor(param), mine), name
-    assert model.steps.item() == 11
-
-
-FLAT = [(2, "flat"), (2, "tp2 flat")]
-OTHERS = [(1, "plain"), (2, "fsdp"), (2, "tp2")]
-FLAT_ON_FOUR = [(4, "flat"), (4, "tp2 flat"), (4, "hybrid flat")]
-
-
-@pytest.mark.parametrize(
-    ("writer", "reader"), [*product(FLAT, FLAT + OTHERS), *product(OTHERS, FLAT)], ids=lambda layout: layout[1]
-)
-def test_what_is_written_flat_any_layout_reads_and_the_reverse(tmp_path: Path, writer, reader):
-    on_ranks(_write, *writer, str(tmp_path / "it"))
-    on_ranks(_read, *reader, str(tmp_path / "it"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [*product(FLAT_ON_FOUR, FLAT_ON_FOUR + FLAT + OTHERS), *product(FLAT + OTHERS, FLAT_ON_FOUR)],
-    ids=lambda layout: f"{layout[0]} {layout[1]}",
-)
-def test_the_same_with_four_ranks(tmp_path: Path, writer, reader):
-    on_ranks(_write, *writer, str(tmp_path / "it"))
-    on_ranks(_read, *reader, str(tmp_path / "it"))
-
-
-def _files_hold_each_element_once(folder: str) -> int:
-    _write("flat", folder)
-    dist.barrier()
-    return sum(path.stat().st_size for path in Path(folder).glob("*.bin"))
-
-
-def test_nothing_is_written_twice_or_gathered(tmp_path: Path):
-    sizes = run_distributed(_files_hold_each_element_once, 2, str(tmp_path / "it"))
-    elements = sum(math.prod(shape) for shape, _ in SHAPES.values())
-    boxes_of_padding = 64 * 5 * len(SHAPES)
-    assert 4 * elements <= sizes[0] <= 4 * elements + boxes_of_padding
 
 
 def test_a_tensor_without_elements_keeps_its_name(tmp_path: Path):

@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.dist_checkpointing import model_state_dict
-from core.dist_checkpointing.gathering import TensorStream
 from core.distributed import finalize_model_grads
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole_weights
 from tests.unit.distributed._hugging_face import hugging_face_model, loss_of, token_batches
 from tests.unit.distributed._toys import build
 
@@ -54,25 +52,21 @@ def _train(model: Any) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-def _wholes(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in TensorStream(model_state_dict(unwrap_model(model)))}
-
-
 def _trained(kind: str, method: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     model = build(kind, _adapted(method), unit_classes=(LlamaDecoderLayer,))
     assert dist.get_world_size() == model.process_group.size()
-    return _train(model), _wholes(model)
+    return _train(model), whole_weights(model)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2_overlap", "zero3", "fsdp2"])
 def test_models_of_peft_train_as_in_one_process(kind, method):
     alone = _adapted(method)
-    start = _wholes(alone)
+    start = whole_weights(alone)
     losses = _train(alone)
-    expected = _wholes(alone)
+    expected = whole_weights(alone)
     trained = {name for name, parameter in alone.named_parameters() if parameter.requires_grad}
     assert trained and {name for name, value in expected.items() if not torch.equal(value, start[name])} == trained
     for found, weights in run_distributed(_trained, 2, kind, method):

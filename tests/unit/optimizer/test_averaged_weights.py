@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from core import parallel_state
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.dist_checkpointing.gathering import TensorStream
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -24,6 +23,7 @@ from core.distributed import (
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole_weights, wholes
 from tests.unit.optimizer._model import Model, batch, optimizer_config
 
 FLAT, SHARDED = DistributedDataParallelConfig, FullyShardedDataParallelConfig
@@ -63,12 +63,8 @@ def _step(model: Any, optimizer: MegatronOptimizer, index: int, factor: float = 
     optimizer.zero_grad()
 
 
-def _wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in TensorStream(tensors)}
-
-
 def _averages(optimizer: MegatronOptimizer) -> dict[str, Tensor]:
-    return _wholes({n: t for n, t in optimizer.state_tensors().items() if n.startswith("average.")})
+    return wholes({n: t for n, t in optimizer.state_tensors().items() if n.startswith("average.")})
 
 
 def _trained(wrapper: str, decay: float | None) -> dict[str, Tensor]:
@@ -109,10 +105,10 @@ def _swapped(wrapper: str, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Ten
     for index in range(STEPS):
         if index == 3:
             with average.swapped(), torch.no_grad():
-                shown = _wholes(model_state_dict(unwrap_model(model)))
+                shown = whole_weights(model)
                 loss = model(batch(9).to(next(model.parameters()).dtype))
         _step(model, optimizer, index)
-    return shown, _averages(optimizer), _wholes(model_state_dict(unwrap_model(model))), loss
+    return shown, _averages(optimizer), whole_weights(model), loss
 
 
 def _never_swapped(bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
@@ -123,7 +119,7 @@ def _never_swapped(bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], di
             shown = {n.removeprefix("average."): average.to(dtype) for n, average in _averages(optimizer).items()}
             loss = torch.func.functional_call(model, shown, batch(9).to(dtype)).detach()
         _step(model, optimizer, index)
-    return shown, _averages(optimizer), _wholes(model_state_dict(model)), loss
+    return shown, _averages(optimizer), wholes(model_state_dict(model)), loss
 
 
 @pytest.mark.parametrize("bf16", [False, True])

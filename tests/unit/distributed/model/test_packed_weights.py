@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from core.base.errors import ParallelConfigError, WrapError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.dist_checkpointing.gathering import TensorStream
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole_weights
 from tests.unit.distributed._toys import Codes, build
 
 WIDTH, INNER = 8, 13
@@ -83,10 +83,6 @@ def _train(model: Any, width: int = WIDTH) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in TensorStream(model_state_dict(unwrap_model(model)))}
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
@@ -102,16 +98,16 @@ def _trained(kind: str, storage: torch.dtype, options: dict[str, Any], folder: s
     save(model_state_dict(unwrap_model(model)), folder)
     other = build(kind, _coded(storage, seed=1), unit_classes=(Adapted,), **options)
     load(model_state_dict(unwrap_model(other)), folder)
-    return losses, _weights(model), _weights(other)
+    return losses, whole_weights(model), whole_weights(other)
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_keep_their_bytes_and_adapters_train(kind, storage, tmp_path: Path):
     alone = _coded(storage)
-    codes = {name: tensor for name, tensor in _weights(alone).items() if "base" in name}
+    codes = {name: tensor for name, tensor in whole_weights(alone).items() if "base" in name}
     losses = _train(alone)
-    expected = _weights(alone)
+    expected = whole_weights(alone)
     _assert_equal({name: expected[name] for name in codes}, codes)
     for found, weights, loaded in run_distributed(_trained, 2, kind, storage, {}, str(tmp_path)):
         assert found == losses
@@ -120,10 +116,10 @@ def test_codes_keep_their_bytes_and_adapters_train(kind, storage, tmp_path: Path
 
 
 def _keeps_bytes_under_casts(kind: str, storage: torch.dtype) -> None:
-    expected = _weights(_coded(storage))
+    expected = whole_weights(_coded(storage))
     model = build(kind, _coded(storage), unit_classes=(Adapted,), param_dtype="bf16")
     _train(model)
-    _assert_equal(*({n: t for n, t in of.items() if "base" in n} for of in (_weights(model), expected)))
+    _assert_equal(*({n: t for n, t in of.items() if "base" in n} for of in (whole_weights(model), expected)))
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
