@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from importlib import metadata
+from importlib import metadata, util
 from types import SimpleNamespace
 from typing import Any
 
@@ -248,6 +248,8 @@ def check_version(package: str, adapter: str) -> None:
         ConfigError: another version.
     """
     at_least, below, extra = SUPPORTED[package]
+    if util.find_spec(package.partition("-")[0]) is None:  # what an uninstallation left may still have a version
+        raise MissingExtraError(package, extra, adapter)
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
