@@ -9,12 +9,13 @@ systems' tensors of the wholes.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -207,6 +208,8 @@ class TensorStream:
         # What each of the views travels in. Those that are merged are rounded at the end.
         merged = {name for tensor in outgoing for name in tensor.sources if len(tensor.sources) > 1}
         self.dtypes = {name: view.dtype if name in merged else wire[name] for name, view in self.views.items()}
+        # Memory of whole tensors that are not the model's own; `_gather` takes it.
+        self._memory = _LentMemory(bucket_bytes)
         bundles = [[*of] for _, of in groupby(outgoing, attrgetter("sources"))]
         sized = [(bundle, sum(views[name].nbytes for name in bundle[0].sources)) for bundle in bundles]
         self._buckets = [[*chain(*bundles)] for bundles in in_buckets(sized, bucket_bytes)]
@@ -256,7 +259,7 @@ class TensorStream:
 
     def buckets(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yields the tensors of each bucket together. A bucket is gathered on all ranks when it is yielded, and each
-        of its tensors is made when it is asked for. Its memory is free again when the caller drops both.
+        of its tensors is made when it is asked for. When the caller drops both, the next buckets use its memory again.
 
         A tensor may be the model's own memory, where this rank holds all of it: do not write to it.
         """
@@ -282,10 +285,52 @@ class TensorStream:
             if self.ranks.rank in self.owners[name].get(box, ()):
                 wholes[name] = self.held[name][box].to(dtype)
             else:
-                wholes[name] = torch.empty(view.shape, dtype=dtype, device=view.device)
+                wholes[name] = self._memory.take(view.shape, dtype, view.device)
                 targets[name] = {box: wholes[name]}
         move(planned, self.held, targets, self.ranks, self.dtypes)
         return wholes
+
+
+class _LentMemory:
+    """Host memory that is lent again once nothing refers to the tensor that it was lent as.
+
+    New memory costs a page fault for each 4 KiB, which takes longer than to receive the bytes over a local network.
+    An accelerator's allocator keeps memory itself.
+
+    Args:
+        limit_bytes: what is kept at most. More is lent, and freed with its last reference.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        # Blocks, those lent last at the end. The array lives as long as the storage of the tensor that a block is lent
+        # as, which is its only owner. `take` adds and removes.
+        self._blocks: list[tuple[Tensor, weakref.ref[Any]]] = []
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns an uninitialized tensor with a storage of its own."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or not 0 < num_bytes <= self._limit_bytes:
+            return torch.empty(shape, dtype=dtype, device=device)
+        free = [memory for memory, lent in self._blocks if lent() is None]
+        fitting = [memory for memory in free if num_bytes <= len(memory) <= 2 * num_bytes]
+        room = self._limit_bytes - num_bytes - sum(len(memory) for memory, _ in self._blocks)
+        if fitting:
+            memory = min(fitting, key=len)
+            self._forget(memory)
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            while room < 0 and free:
+                room += len(free[0])
+                self._forget(free.pop(0))
+            if room < 0:
+                return memory.view(dtype).view(shape)
+        array = memory.numpy()[:num_bytes]
+        self._blocks.append((memory, weakref.ref(array)))
+        return torch.from_numpy(array).view(dtype).view(shape)
+
+    def _forget(self, memory: Tensor) -> None:
+        self._blocks = [block for block in self._blocks if block[0] is not memory]
 
 
 def _sources(bucket: Iterable[Outgoing]) -> list[str]:

@@ -1,45 +1,39 @@
-"""Counts the bytes of storages that are made while it is active, as long as they live, on this thread."""
+"""Counts the bytes that torch's allocator has handed out while it is active, as long as they live, on this thread."""
 
 from __future__ import annotations
 
-import weakref
+import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.profiler import ProfilerActivity, profile
+
+from core.base.device import transient_memory_seen_by_profilers
+from core.training.memory_profile import _flat
 
 
-class LiveBytes(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: dict[int, Any] = {}
+class LiveBytes(ExitStack):
+    """On the CPU, by the allocations that torch's profiler reports. A release on another thread is not reported: its
+    memory counts until the address is used again."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {self._key(value) for value in tree_flatten((args, kwargs))[0] if self._counts(value)}
-        result = func(*args, **(kwargs or {}))
-        for value in tree_flatten(result)[0]:
-            if self._counts(value) and self._key(value) not in given:
-                self._add(value.untyped_storage())
-        return result
+    def __enter__(self) -> LiveBytes:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints that it starts and stops
+        super().__enter__()
+        self.peak = 0
+        self.callback(self._count)
+        self.enter_context(transient_memory_seen_by_profilers())
+        self._profiler = self.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        return self
 
-    @staticmethod
-    def _counts(value: Any) -> bool:
-        return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
-
-    @staticmethod
-    def _key(value: torch.Tensor) -> int:
-        return value.untyped_storage()._cdata
-
-    def _add(self, storage: Any) -> None:
-        if storage._cdata in self._seen:
-            return
-        num_bytes = storage.nbytes()
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-        self._seen[storage._cdata] = weakref.finalize(storage, self._drop, storage._cdata, num_bytes)
-
-    def _drop(self, key: int, num_bytes: int) -> None:
-        self._seen.pop(key, None)
-        self.now -= num_bytes
+    def _count(self) -> None:
+        events: Any = _flat(self._profiler.profiler.kineto_results.experimental_event_tree())
+        events = (event for event in events if event.tag == torch._C._profiler._EventType.Allocation)
+        changes = ((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size) for event in events)
+        alive = dict[int, int]()
+        for _, address, num_bytes in sorted(changes):
+            if num_bytes > 0:
+                alive[address] = num_bytes
+            else:
+                alive.pop(address, None)
+            self.peak = max(self.peak, sum(alive.values()))
