@@ -4,10 +4,10 @@
     .venv/bin/python benchmarks/planner.py --published
     .venv/bin/python benchmarks/planner.py --growth docs/planner-growth.svg
 
-Runs 40 configurations on 1, 2 and 4 ranks, with every wrapper: depth, width, batch, recomputation, accumulation,
-precision, topology, experts, pipelines and offloaded activations change. Of a pipeline each rank that differs is
-compared. Exits with 1 if a predicted peak is below the measured one by more than 1 %, or above it by more than 3 %, or
-if other bytes are sent than predicted.
+Runs 42 configurations on 1, 2 and 4 ranks, with every wrapper: depth, width, batch, recomputation, accumulation,
+precision, topology, experts, pipelines, offloaded activations and offloaded shards change. Of a pipeline each rank
+that differs is compared. Exits with 1 if a predicted peak is below the measured one by more than 1 %, or above it by
+more than 3 %, or if other bytes are sent than predicted.
 
 The second compares predictions with published step times and memory. The third draws and prints the predicted
 throughput of Llama 3 8B on 8 to 16,384 H100s, under each wrapper but the replicated one, under which it does not fit.
@@ -78,6 +78,8 @@ CONFIGURATIONS: list[tuple[int, str, str]] = [
     (4, "FSDP2", f"{DEEP} {PIPELINE} {LLAMA} --activation-checkpointing full --global-batch-size 8"),
     (2, "ZeRO-1", f"{LARGE_BATCH} --offload-activations"),
     (2, "FSDP2", f"{DEEP} {LLAMA} --offload-activations --activation-checkpointing full"),
+    (2, "ZeRO-3", f"{WIDE} {LLAMA} --bf16 --cpu-offload"),
+    (2, "FSDP2", f"{ACCUMULATED} --cpu-offload"),
 ]
 """Ranks, wrapper and flags of each."""
 

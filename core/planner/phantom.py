@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from .recorder import Collective, Kind, Ranks, Recorder, Work
+from .recorder import HOST, ON_HOST, Collective, Kind, Ranks, Recorder, Work
 
 MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
@@ -83,7 +83,8 @@ class PhantomMode(TorchDispatchMode):
         output = self._run(func, func._schema.name, args, kwargs)
         for tensor in _tensors(output):
             if tensor.device.type == "cpu" and not tensor.is_sparse:
-                self._recorder.follow(tensor)
+                if self._recorder.follow(tensor) and any(map(self._recorder.is_on_host, _tensors([args, kwargs]))):
+                    self._recorder.sort_into(ON_HOST, [tensor])  # what is computed from the host's memory
                 if self._casts_in_memory and torch.Tag.pointwise in func.tags:
                     self._cast(args, tensor.dtype)
         return output
@@ -136,11 +137,15 @@ class PhantomMode(TorchDispatchMode):
             return
         count = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=output)) if count else 0
-        outputs = _tensors(output)
+        outputs, on_host = _tensors(output), [*map(self._recorder.is_on_host, inputs)]
+        if name == "aten::copy_" and on_host[0] != on_host[1]:
+            copy = Collective("to the host" if on_host[0] else "from the host", inputs[0].nbytes, HOST)
+            self._recorder.send(copy, [], outputs)
+            return
         nbytes, awaits = sum(t.nbytes for t in (*inputs, *outputs)), self._recorder.read(inputs)
         if nbytes > MOST_VALUES or flops or awaits:
             itemsize = max((tensor.itemsize for tensor in outputs), default=0)
-            work = Work(name.removeprefix("aten::"), flops, nbytes, itemsize, awaits)
+            work = Work(name.removeprefix("aten::"), flops, nbytes, itemsize, awaits, any(on_host))
             self._recorder.events.append((self._recorder.where, work))
 
     def _collective(self, name: str, args: Any) -> Any:
@@ -160,7 +165,15 @@ class PhantomMode(TorchDispatchMode):
         if kind == "send":  # nothing here waits for it, and its tensors stay what they are
             self._recorder.events.append((self._recorder.where, collective))
             return work
-        self._recorder.send(collective, _tensors(args), _tensors(args[0]))
+        outputs, inputs = ([*filter(self._recorder.is_on_host, _tensors(arg))] for arg in args[:2])
+        if inputs:
+            self._recorder.send(Collective("from the host", sum(t.nbytes for t in inputs), HOST), [], [])
+        on_device = [torch.empty_like(tensor) for tensor in outputs]  # until they are copied to the host
+        for tensor in on_device:
+            self._recorder.follow(tensor)
+        self._recorder.send(collective, [*_tensors(args), *on_device], _tensors(args[0]))
+        if outputs:
+            self._recorder.send(Collective("to the host", sum(t.nbytes for t in outputs), HOST), [], outputs)
         if kind == "all-gather" and all(map(_has_values, whole)):
             (own,) = _tensors(args[1])
             for tensor in whole:

@@ -30,6 +30,9 @@ class Ranks(tuple[int, ...]):
 HOST = Ranks((-1,))
 """The host of an accelerator, in place of a group."""
 
+ON_HOST = "on the host"
+"""The category of memory that is not the accelerator's."""
+
 
 @dataclass(frozen=True, eq=False)
 class Collective:
@@ -65,6 +68,7 @@ class Work:
     """Bytes of an element of its result."""
     awaits: tuple[Collective, ...]
     """Collectives whose results it is the first to read."""
+    is_on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,14 +113,15 @@ class Recorder:
     """Place, signed bytes and block of each allocation and release."""
     _seen: dict[int, Any] = field(default_factory=dict)
 
-    def follow(self, tensor: Tensor) -> None:
-        """Records the memory of a tensor until it is released. Does nothing where it is known."""
+    def follow(self, tensor: Tensor) -> bool:
+        """Records the memory of a tensor until it is released. Returns False and does nothing where it is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._seen:
-            return
+            return False
         self._seen[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._allocate(key, storage.nbytes())
+        return True
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Records a storage that was freed, or allocated again."""
@@ -140,9 +145,15 @@ class Recorder:
         self._release(key)
 
     def sort_into(self, category: str, tensors: Iterable[Tensor]) -> None:
-        """Gives a category to the memory of tensors, in place of any earlier one."""
+        """Gives a category to the memory of tensors, in place of any earlier one. Memory of the host gets no other one
+        than the empty one."""
         for block in self._blocks(tensors):
-            block.category = category
+            if block.category != ON_HOST or not category:
+                block.category = category
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        block = None if tensor.is_sparse else self.live.get(tensor.untyped_storage()._cdata)
+        return block is not None and block.category == ON_HOST
 
     def send(self, collective: Collective, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Adds a collective to the events, and notes it on the memory that it reads and writes."""

@@ -6,6 +6,7 @@ for any depth. The error to a plan of the whole model is below a percent where t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -137,48 +138,61 @@ def search(
 ) -> list[Candidate]:
     """Looks for the fastest way to run a model, and returns what fits of all that was planned, the fastest first.
 
-    One setting changes at a time: the wrapper, the size of a parallel group, or micro-batch size and recomputation
-    together. The best value stays, until no change of one setting is faster. While nothing fits, the
-    best has the lowest peak. What several changes together would gain is missed.
+    One setting changes at a time: the wrapper, the size of a parallel group, or of a micro-batch. Sizes double until
+    that is slower. Each is planned with the least recomputation that fits. The best value stays, until no change of
+    one setting is faster. While nothing fits, the best has the lowest peak. What only several changes would gain is
+    missed.
     """
     own, rest = parse_arguments(flags), without_choice(flags)
-    sizes, recomputes = sorted({*MICRO_BATCH_SIZES, own.data.micro_batch_size}), ("none", "selective", "full")
-    choices: list[Sequence[tuple[str, str]]] = [
+    most = {
+        "tensor": hardware.node_size,
+        "pipeline": min(own.model.num_layers, world_size, hardware.node_size),
+        "expert": min(own.model.num_moe_experts or 1, world_size),
+    }
+    choices: list[list[tuple[str, str]]] = [
         [(name, " ".join(WRAPPERS[name])) for name in wrappers],
         *(
-            [(f"{kind}-parallel {n}", f"--{kind}-model-parallel-size {n}") for n in _powers(1, most)]
-            for kind, most in (
-                ("tensor", hardware.node_size),
-                ("pipeline", min(own.model.num_layers, world_size, hardware.node_size)),
-                ("expert", min(own.model.num_moe_experts or 1, world_size)),
-            )
+            [(f"{kind}-parallel {n}", f"--{kind}-model-parallel-size {n}") for n in _powers(1, last)]
+            for kind, last in most.items()
         ),
         [
-            (f"micro-batch {size}, recomputes {what}", f"--micro-batch-size {size} --activation-checkpointing {what}")
-            for size in sizes
-            for what in recomputes
+            (f"micro-batch {n}", f"--micro-batch-size {n}")
+            for n in sorted({*MICRO_BATCH_SIZES, own.data.micro_batch_size})
         ],
     ]
-    planned: dict[tuple[tuple[str, str], ...], Candidate | None] = {}
+    found: list[Candidate] = []
 
-    def score(settings: tuple[tuple[str, str], ...]) -> tuple[bool, float]:
-        if settings not in planned:
-            changes = " ".join(flag for _, flag in settings).split()
+    @functools.cache
+    def score(*settings: tuple[str, str]) -> tuple[bool, float]:
+        """Plans a run. Better ones have higher scores."""
+        lowest = math.inf
+        for recomputes in ("none", "selective", "full"):
             name = ", ".join(label for label, _ in settings if not label.endswith("-parallel 1"))
-            line = [*rest, *changes, *(["--sequence-parallel"] if settings[1] != choices[1][0] else [])]
-            with suppress(ConfigError):
-                planned[settings] = None
-                planned[settings] = shallow_estimate(name, parse_arguments(line), world_size, hardware, gpu_memory)
-        if (found := planned[settings]) is None:
-            return False, -math.inf
-        return (True, found.tokens_per_second) if _fits(found, gpu_memory) else (False, -found.peak_bytes)
+            line = [*rest, *" ".join(flag for _, flag in settings).split(), "--activation-checkpointing", recomputes]
+            line += [] if settings[1] == choices[1][0] else ["--sequence-parallel"]
+            try:
+                config = parse_arguments(line)
+                found.append(
+                    shallow_estimate(f"{name}, recomputes {recomputes}", config, world_size, hardware, gpu_memory)
+                )
+            except ConfigError:
+                break
+            if _fits(found[-1], gpu_memory):
+                return True, found[-1].tokens_per_second
+            lowest = min(lowest, found[-1].peak_bytes)
+        return False, -lowest
 
     best, before = tuple(values[0] for values in choices), None
     while best != before:
         before = best
         for index, values in enumerate(choices):
-            best = max(((*best[:index], value, *best[index + 1 :]) for value in values), key=score)
-    return _fastest_first(filter(None, planned.values()), gpu_memory)
+            tried = [best]
+            for value in values:
+                tried.append((*best[:index], value, *best[index + 1 :]))
+                if index and score(*tried[-1]) < max(score(*each) for each in tried[1:]):
+                    break
+            best = max(tried, key=lambda settings: score(*settings))
+    return _fastest_first(found, gpu_memory)
 
 
 def scalings(

@@ -29,7 +29,7 @@ from ..training.train_step import train_step
 from ..transformer.transformer_layer import TransformerLayer
 from . import world
 from .phantom import phantoms
-from .recorder import Block, Collective, Event, Mark, Ranks, Recorder, Work
+from .recorder import ON_HOST, Block, Collective, Event, Mark, Ranks, Recorder, Work
 
 CATEGORIES = (
     *("parameters", "gathered units", "gradients", "optimizer state"),
@@ -156,6 +156,7 @@ class _Run:
 
     def simulation(self) -> Simulation:
         config, recorder = self._config, self._recorder
+        offloads = self._on_gpu and getattr(config.ddp, "cpu_offload", False)
         num_microbatches = config.num_microbatches(self._world_size)
         simulated = num_microbatches if config.ddp.reproducible_across_ranks else self._num_simulated(num_microbatches)
         with (
@@ -164,6 +165,7 @@ class _Run:
             world.collectives_at_once(),
             world.balanced_experts(),
             world.activations_on_host(recorder) if self._on_gpu else nullcontext(),
+            world.shards_on_host(recorder) if offloads else nullcontext(),
             world.exchanges_hold_what_is_sent(on_gpu=self._on_gpu),
             mock.patch.multiple(
                 stages._Stage,
@@ -176,9 +178,12 @@ class _Run:
             modules = world.build_model(config)
             num_parameters = sum(map(world.whole_size, modules.parameters()))
             chunks = [wrap_model(module, config.model, config.ddp) for module in modules]
+            for chunk in chunks if offloads else ():
+                recorder.sort_into(ON_HOST, map(local_part, chunk.held_tensors()["parameters"]))
             optimizer = get_megatron_optimizer(config.optimizer, chunks)
             scheduler = build_scheduler(config, optimizer)
-            construction_peak = max(itertools.accumulate(change for _, change, _ in recorder.changes))
+            changes = (change for _, change, block in recorder.changes if block.category != ON_HOST)
+            construction_peak = max(itertools.accumulate(changes))
             self._follow(chunks, optimizer)
             steps = []
             for _ in range(2):
@@ -342,7 +347,7 @@ class _Run:
         """Yields the memory after each change, from change `first` on, with so many bytes of other micro-batches."""
         held = {**dict.fromkeys(CATEGORIES, 0), "communication buffers": kept}
         for index, (where, nbytes, block) in enumerate(self._recorder.changes):
-            if block.category != world.ON_HOST:
+            if block.category != ON_HOST:
                 held[_category(block, replicas)] += nbytes
             if index >= first - 1:
                 yield Moment(tuple(held.values()), where)

@@ -25,6 +25,7 @@ from .. import parallel_state
 from ..base.errors import ConfigError
 from ..comm import collectives, lane
 from ..comm.lane import CommLane, Handle
+from ..distributed.engine.buffer import FlatBuffer
 from ..distributed.model import offloaded_activations
 from ..optimizer import clip_grads, exact_sums
 from ..tensor_parallel import cross_entropy, weight_gradients
@@ -36,10 +37,7 @@ from ..training.state import build_gpt, make_groups
 from ..transformer.lora import add_lora, freeze_matching, freeze_parameters
 from ..transformer.module import Float16Module
 from ..transformer.moe import router
-from .recorder import HOST, Collective, Recorder
-
-ON_HOST = "on the host"
-"""The category of memory that is not the device's."""
+from .recorder import HOST, ON_HOST, Collective, Recorder
 
 
 def _sum_on_device(grads: list[Tensor], count_zeros: bool) -> Tensor:
@@ -62,8 +60,6 @@ def resolved(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
     Raises:
         ConfigError: the setting's effect on memory is not simulated.
     """
-    if getattr(config.ddp, "cpu_offload", False):
-        raise ConfigError("cpu_offload is set, which the planner does not simulate; drop it to plan the run without")
     if config.optimizer.optimizer == "muon" and config.ddp.shards_updates:
         raise ConfigError(
             "optimizer is 'muon', which the planner simulates for replicated parameters alone: it does not know which "
@@ -127,10 +123,37 @@ def activations_on_host(recorder: Recorder) -> Iterator[None]:
         first = len(recorder.events)
         copy, event = copy_back(saved)
         del recorder.events[first:]
+        recorder.sort_into("", [copy])
         recorder.send(Collective("from the host", copy.nbytes, HOST), [], [copy])
         return copy, event
 
     with mock.patch.multiple(on_host, __init__=to_host, _copy_back=from_host):
+        yield
+
+
+@contextmanager
+def shards_on_host(recorder: Recorder) -> Iterator[None]:
+    """Keeps offloaded shards, and what is computed from them, out of the device's memory.
+
+    Torch and this library move tensors between host and device by ``to`` with ``non_blocking``, which does nothing
+    where both are the CPU. Here it copies to the other one.
+    """
+    zeros, to = FlatBuffer.zeros_for_shards, Tensor.to
+
+    def zeros_on_host(buffer: FlatBuffer, numel: int, dtype: torch.dtype) -> Tensor:
+        shards = zeros(buffer, numel, dtype)
+        recorder.sort_into(ON_HOST, [shards])
+        return shards
+
+    def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if "non_blocking" not in kwargs or not tensor.is_floating_point() or not isinstance(args[0], torch.device):
+            return to(tensor, *args, **kwargs)
+        moved = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if not recorder.is_on_host(tensor):
+            recorder.sort_into(ON_HOST, [moved])
+        return moved.copy_(tensor)
+
+    with mock.patch.object(FlatBuffer, "zeros_for_shards", zeros_on_host), mock.patch.object(Tensor, "to", move):
         yield
 
 

@@ -48,7 +48,7 @@ def test_a_wrapper_that_the_run_would_refuse_is_listed(capsys: pytest.CaptureFix
         ("--wrappers ZeRO-9", "take replicated, ZeRO-1"),
         ("--no-such-flag 1", "no-such-flag"),
         ("--wrappers FSDP2 --world-size 2 --json no/such/folder/x.json", "give a path in a folder"),
-        ("--use-torch-fsdp2 --cpu-offload", "cpu_offload is set, which the planner does not simulate"),
+        ("--use-torch-fsdp2 --optimizer muon", "optimizer is 'muon', which the planner simulates for replicated"),
     ],
 )
 def test_bad_input_is_one_line(flags: str, said: str):

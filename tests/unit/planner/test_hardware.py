@@ -61,6 +61,8 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory():
     assert H100.work_seconds(attention) == pytest.approx(1e12 / H100.attention_flops)
     assert H100.work_seconds(Work("add", 0, int(1e9), 2, ())) == pytest.approx(1e9 / H100.memory_bandwidth)
     assert H100.work_seconds(Work("add", 0, 8, 2, ())) == H100.launch_s
+    on_host = Work("add", 0, int(1e9), 4, (), is_on_host=True)
+    assert H100.work_seconds(on_host) == pytest.approx(1e9 / H100.host_memory_bandwidth)
 
 
 def test_a_file_holds_a_hardware(tmp_path: Path):

@@ -44,19 +44,19 @@ def test_a_change_is_one_setting_of_the_run():
 
 def test_a_search_changes_one_setting_at_a_time(monkeypatch: pytest.MonkeyPatch):
     def planned(name: str, config: PretrainConfig, ranks: int, *rest: Any) -> Candidate:
-        """The fastest is FSDP2 on two stages of two expert-parallel ranks, which two changes make of the run."""
+        """FSDP2 is fastest, with large micro-batches on two stages and two expert-parallel ranks."""
         model, size = config.model, config.data.micro_batch_size
         memory = 2**20 * size * (1 if config.ddp.activation_checkpointing == "full" else 2)
-        is_good = [config.use_torch_fsdp2, model.pipeline_model_parallel_size == 2]
-        is_good += [model.expert_model_parallel_size == 2, model.tensor_model_parallel_size == 1]
-        return Candidate(name, ranks, memory, 1.0, 0.0, 0.0, sum(is_good) + size / 10)
+        sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.expert_model_parallel_size
+        off = sum(abs(own - best) for own, best in zip(sizes, (1, 2, 2), strict=True))
+        return Candidate(name, ranks, memory, 1.0, 0.0, 0.0, config.use_torch_fsdp2 - off + size / 10)
 
     monkeypatch.setattr(search, "shallow_estimate", planned)
     flags = f"{TINY} {LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
     found = search.search(flags, ["ZeRO-1", "FSDP2"], 8, H100, search.RESERVED_BYTES + 5 * 2**20)
     assert found[0].name == "FSDP2, pipeline-parallel 2, expert-parallel 2, micro-batch 4, recomputes full"
     assert found == sorted(found, key=lambda each: -each.tokens_per_second)
-    assert len(found) == len({each.name for each in found}) < 60  # of 2 x 4 x 2 x 3 x 9 ways
+    assert len(found) == len({each.name for each in found}) < 20  # of 2 x 4 x 2 x 3 x 3 ways
 
 
 def test_a_sweep_keeps_the_micro_batches_of_a_rank(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2"
 REAL = (
     "",
     f"{LLAMA} --bf16 --data-parallel-sharding-strategy optim_grads_params --global-batch-size 16",
-    "--use-torch-fsdp2 --activation-checkpointing full",
+    "--use-torch-fsdp2 --activation-checkpointing full --cpu-offload",
     f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel",
     f"{LLAMA} {EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
     "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --global-batch-size 12",
@@ -125,8 +125,8 @@ def test_a_plan_leaves_nothing_behind():
 
 
 def test_what_is_not_simulated_is_named():
-    with pytest.raises(ConfigError, match="cpu_offload"):
-        simulated("--use-torch-fsdp2 --cpu-offload")
+    with pytest.raises(ConfigError, match="optimizer is 'muon'"):
+        simulated("--use-torch-fsdp2 --optimizer muon")
 
 
 def test_experts_have_equally_many_tokens():
@@ -160,6 +160,21 @@ def test_offloaded_activations_are_no_memory_of_an_accelerator():
     copies = [e.nbytes for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
     assert held[0] - held[1] <= sum(copies) // 2 <= held[0]
     assert offloaded.wire() == kept.wire()
+
+
+@pytest.mark.parametrize("wrapper", ["--use-torch-fsdp2", "--data-parallel-sharding-strategy optim_grads_params"])
+def test_offloaded_shards_are_no_memory_of_an_accelerator(wrapper: str):
+    flags = f"{wrapper} --bf16 --num-layers 4 --global-batch-size 8"
+    kept, offloaded = (simulated(f"{flags}{more}", on_gpu=True) for more in ("", " --cpu-offload"))
+    held = dict(zip(simulation.CATEGORIES, kept.peak.held, strict=True))
+    on_host = held["parameters"] + held["optimizer state"]
+    assert kept.peak.nbytes - offloaded.peak.nbytes == pytest.approx(on_host, rel=0.002)  # a vector is gone
+    assert offloaded.wire() == kept.wire()
+    copies = [e for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
+    to_host, from_host = (sum(e.nbytes for e in copies if e.kind == f"{way} the host") for way in ("to", "from"))
+    # Gradients once, in fp32. Units that backward gathers again are read twice, the root once.
+    assert held["parameters"] <= to_host <= 1.01 * held["parameters"]
+    assert held["parameters"] < from_host < 3 * held["parameters"]
 
 
 def test_a_process_group_is_refused():
