@@ -17,7 +17,7 @@ from pathlib import Path
 from ..base.errors import ConfigError
 from ..training.config import PretrainConfig, validate
 from ..training.config.arguments import parse_arguments, parse_call
-from ..training.launch.entry import run_command
+from ..training.launch.entry import environment_rank, run_command
 from .estimates import WRAPPERS, Estimate, estimate, own_wrapper, split_flags, wrapper_configs
 from .hardware import Hardware, calibrate, find_hardware
 from .search import candidates, scalings, search, single_changes
@@ -61,8 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     hardware = find_hardware(options.hardware)
     if options.calibrate is not None:
         measured, warning = calibrate(hardware)
-        _write(options.calibrate, measured.to_json())
-        sys.stdout.write(f"{measured.to_json()}{warning}")
+        if environment_rank() == 0:
+            _write(options.calibrate, measured.to_json())
+            sys.stdout.write(f"{measured.to_json()}{warning}")
         return 0
     own, wrappers = parse_arguments(flags), options.wrappers.split(",")
     validate(own, world_size)

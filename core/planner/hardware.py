@@ -14,13 +14,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ..base import device
+from ..base.device import barrier
 from ..base.errors import ConfigError
-from ..comm import streams
+from ..comm import collectives, streams
+from ..training.launch.entry import environment_int
 from .recorder import HOST, Collective, Ranks, Work
 
 
@@ -240,11 +246,14 @@ _MOST_SPREAD = 0.2
 
 
 def calibrate(links: Hardware) -> tuple[Hardware, str]:
-    """Returns this machine's hardware, and a line that says that the machine was busy, or "".
+    """Returns this machine's hardware, and lines that say that links are not measured, or that the machine was busy.
+
+    Every rank of a launcher's calls it, which ends the process group.
 
     Args:
-        links: the hardware whose links, node and attention are taken, the last in proportion to products.
+        links: the hardware whose attention is taken, in proportion to products, and links that are not measured.
     """
+    device.init_process_group()
     place = device.current_device()
     is_gpu = place.type == "cuda"
     size, elements = (8192, 2**28) if is_gpu else (768, 2**24)
@@ -259,6 +268,10 @@ def calibrate(links: Hardware) -> tuple[Hardware, str]:
         "launch": _seconds(lambda: [small.add_(1) for _ in range(1000)]),
     }
     half, fp32, copy, launch = (statistics.median(seconds) for seconds in times.values())
+    measured = _measured_links(source)
+    if (ranks := dist.get_world_size()) > 1:
+        barrier()
+    dist.destroy_process_group()
     spread = max(max(seconds) / min(seconds) - 1 for seconds in times.values())
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     busy = spread > _MOST_SPREAD or load > (os.cpu_count() or 1) / 2
@@ -273,13 +286,33 @@ def calibrate(links: Hardware) -> tuple[Hardware, str]:
         attention_flops=links.attention_flops / links.matmul_flops * matmul,
         memory_bandwidth=2 * source.nbytes / copy,
         launch_s=launch / 1000,
-        source=f"measured; links, node and the share of attention as of {links.name}",
+        source=f"measured, with {', '.join(measured) or 'no link'}; all else and attention's share as of {links.name}",
+        **measured,
     )
+    note = "" if ranks > 1 else "links are not measured by one rank; start one for each accelerator with a launcher\n"
     warning = (
         f"warning: the machine was busy: times of one operation differ by {100 * spread:.0f} %, and its load is "
         f"{load:.1f}; calibrate again when it is idle\n"
     )
-    return hardware, warning if busy else ""
+    return hardware, note + (warning if busy else "")
+
+
+def _measured_links(source: Tensor) -> dict[str, Any]:
+    """Returns the node's size and the bandwidths of all-gathers, inside a node and over one rank of each."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return {}
+    size = environment_int("LOCAL_WORLD_SIZE", ranks, least=1)
+    nodes = [[*range(first, first + size)] for first in range(0, ranks, size)]
+    measured: dict[str, Any] = {"node_size": size}
+    for name, groups in (("link_bandwidth", nodes), ("network_bandwidth", [*zip(*nodes, strict=True)])):
+        if (number := len(groups[0])) > 1:
+            group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
+            whole = source[: len(source) // number * number]
+            own = whole.chunk(number)[0].clone()
+            gather = partial(collectives.all_gather, whole, own, group, what="a calibration")
+            measured[name] = (whole.nbytes - own.nbytes) / statistics.median(_seconds(gather))
+    return measured
 
 
 def _seconds(run: Callable[[], object]) -> list[float]:

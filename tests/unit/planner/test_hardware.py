@@ -7,10 +7,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.base.errors import ConfigError
+from core.planner import hardware
 from core.planner.hardware import PRESETS, find_hardware
 from core.planner.recorder import Collective, Ranks, Work
+from tests.unit._spawn import run_distributed
 
 H100 = PRESETS["h100"]
 MIB = 2**20
@@ -73,6 +76,16 @@ def test_a_file_holds_a_hardware(tmp_path: Path):
         file.write_text(json.dumps(damaged))
         with pytest.raises(ConfigError, match=r"mine\.json is no calibration"):
             find_hardware(str(file))
+
+
+def _links() -> dict[str, float]:
+    return hardware._measured_links(torch.zeros(2**20))
+
+
+def test_ranks_of_one_node_measure_its_links_alone():
+    for links in run_distributed(_links, 2):
+        assert links.keys() == {"node_size", "link_bandwidth"}
+        assert links["node_size"] == 2 and links["link_bandwidth"] > 0
 
 
 def test_unknown_names_list_the_known_ones():
