@@ -64,7 +64,8 @@ class HostCopies:
 
     Args:
         root: folder in memory that all ranks of this machine share, and that outlives them.
-        generation: its number, larger than those before, whose copies are removed once this one's first is complete.
+        generation: its number, larger than those before. Removes their copies: at once, but for the version that was
+            loaded last, which stays until this generation's first copy is complete.
         tensors: as for `save`. Later copies are of tensors with these names and layouts.
         metadata: as for `save`.
         step: number of the step that the tensors are of.
@@ -85,7 +86,10 @@ class HostCopies:
     ) -> None:
         ranks = Ranks()
         self._folder, self._name = root / _GENERATION.format(generation), f"rank_{ranks.rank:05d}"
-        nodes = ranks.all_gather(node)
+        nodes = ranks.all_gather(node)  # behind it all have loaded what they continue from
+        is_first_of_node = ranks.rank == nodes.index(node)
+        if is_first_of_node:
+            _remove_all_but_loaded(root)
         self._partner = partners(nodes)[ranks.rank]
         # Pieces that this rank copies, fixed: those in its own file, and in that of what all machines hold.
         decide = partial(spread_over_nodes, nodes=nodes)
@@ -103,7 +107,7 @@ class HostCopies:
         self._memory: list[dict[str, Tensor]] = []
         self._copies: list[list[Tensor]] = []
         ranks.on_all(lambda: self._allocate(sizes, places + more_places))
-        if ranks.rank == nodes.index(node):
+        if is_first_of_node:
             of_node = [more for (_, _, more), at in zip(of_ranks, nodes, strict=True) if at == node]
             indexed, file_bytes = joined([own for _, own, _ in of_ranks] + of_node)
             write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(indexed, file_bytes)))
@@ -122,7 +126,7 @@ class HostCopies:
         self.start(tensors, metadata, step)
         self.wait()
         ranks.all_gather(None)
-        if ranks.rank == nodes.index(node):
+        if is_first_of_node:
             for folder in root.glob("generation_*"):
                 if folder != self._folder:
                     shutil.rmtree(folder, ignore_errors=True)
@@ -322,6 +326,14 @@ def _scan(root: Path, share: int, num_shares: int) -> tuple[dict[str, tuple[list
                     damaged.append(str(path))
             found[str(folder.relative_to(root))] = needed, steps
     return found, damaged
+
+
+def _remove_all_but_loaded(root: Path) -> None:
+    """Removes all versions but the one that ranks have loaded last, so that two are the most in a recovery too."""
+    loaded = max(root.glob(f"*/*/{INDEX_FILE}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    for folder in root.glob("generation_*/version_*"):
+        if loaded is None or folder != loaded.parent:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _places(

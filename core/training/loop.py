@@ -83,7 +83,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         RunLog(config, folder, state.iteration, enabled=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
         _batches(state, config, data) as batches,
-        StepCopies(partial(run_state, state, config), state.iteration) as copies,
+        StepCopies(partial(run_state, state, config), state.iteration, config.run.copy_interval) as copies,
     ):
         skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
@@ -121,7 +121,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             is_last = state.iteration == last
             validates = data.valid is not None and (is_last or _is_due(state.iteration, config.run.eval_interval))
             saves = folder is not None and (is_last or _is_due(state.iteration, config.checkpoint.save_interval))
-            if stop or validates or saves or is_last or copies.are_kept:
+            if stop or validates or saves or is_last or copies.is_due(state.iteration):
                 stop = reporter.finish() or stop
             copies.start(state.iteration)
             if generation is not None and generation.lost and state.iteration == begun_at + 1:

@@ -1,4 +1,4 @@
-"""Continues a run after a lost rank: keeps copies of its state in memory after each step, and loads the newest.
+"""Continues a run after a lost rank: keeps copies of its state in memory, and loads the newest.
 
 For a loop of your own, inside `generations`:
 
@@ -73,22 +73,25 @@ class StepCopies:
     Args:
         state: returns what `save` takes: tensors by name, the same at each call, and metadata.
         step: number of the last step; its state is copied at once.
+        interval: copies the state after each step that is a multiple of it.
     """
 
-    def __init__(self, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]], step: int) -> None:
-        self._state = state
+    def __init__(
+        self, state: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]]], step: int, interval: int = 1
+    ) -> None:
+        self._state, self._interval = state, interval
         root, generation = copies_root(), current_generation()
         self._copies: HostCopies | None = None
         if root is not None and generation is not None:
             self._copies = HostCopies(root, generation.number, *state(), step, generation.node)
 
-    @property
-    def are_kept(self) -> bool:
-        return self._copies is not None
+    def is_due(self, step: int) -> bool:
+        """Returns whether the state after a step is copied."""
+        return self._copies is not None and step % self._interval == 0
 
     def start(self, step: int) -> None:
-        """Begins to copy the state after a step."""
-        if self._copies is not None:
+        """Begins to copy the state after a step, if that is due."""
+        if self._copies is not None and self.is_due(step):
             self._copies.start(*self._state(), step)
 
     def wait(self) -> None:

@@ -2,8 +2,9 @@
 
 A rank is the process's place at its start, after the name of its machine (`MACHINE`) if there are several. Moments:
 between, forward, backward, reduction, update, copy, save, recovery. How: kill, hang, stop, copies (with all that are
-in memory), damage (of all copies), machine (its launcher, with the copies there). A loss happens once over all
-generations and restarts: LOSE_ONCE is a folder of what has happened.
+in memory), damage (of all copies), machine (its launcher, with the copies there), minute (stop, and continue a minute
+later, if it is there then). A loss happens once over all generations and restarts, in the iteration or as soon after
+it as the process is there: LOSE_ONCE is a folder of what has happened.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -36,6 +38,7 @@ def _lose(moment: str) -> None:
         if (place, when) != (place_here, moment) or int(iteration) > _iteration or once.exists():
             continue
         once.touch()
+        rank = os.getpid()
         if how == "hang":
             time.sleep(1000)
         if how in ("machine", "copies"):
@@ -47,7 +50,23 @@ def _lose(moment: str) -> None:
                     file.write(b"\x55" * 8)
         if how == "machine":
             os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        if how == "minute" and os.fork() == 0:
+            os.setsid()  # no part of the rank, with which it would end
+            time.sleep(60.0)
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGCONT)
+            once.with_suffix(".continued").touch()
+            os._exit(0)
+        os.kill(rank, signal.SIGSTOP if how in ("stop", "minute") else signal.SIGKILL)
+
+
+def _counting_from(copies):
+    def construct(state, step, interval):
+        global _iteration
+        _iteration = step
+        return copies(state, step, interval)
+
+    return construct
 
 
 def _counted(state_step):
@@ -98,6 +117,7 @@ if __name__ == "__main__":
     host_copies.HostCopies._copy = _losing("copy", host_copies.HostCopies._copy)
     checkpointing.CheckpointWriter.save = _losing("save", checkpointing.CheckpointWriter.save)
     loop.train_step = _counted(_step)
+    loop.StepCopies = _counting_from(loop.StepCopies)
     program = load_program("pretrain_gpt")
     program.load_newest_copy = _losing("recovery", recovery.load_newest_copy)
     run_command(program.main)

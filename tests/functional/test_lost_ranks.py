@@ -36,6 +36,7 @@ def _run(
     *flags: str,
     limit_s: float = 600.0,
     machines: int = 1,
+    step_s: float = 0.0,
 ):
     """Runs the example under one launcher, or two that stand for two machines. Returns its hashes of weights by
     iteration, its log and what it wrote."""
@@ -50,13 +51,13 @@ def _run(
         str(limit_s),
     ]
     program = [str(PROGRAM), *FLAGS, *flags, "--data-path", str(corpus), "--save", str(folder)]
-    variables = {"LOSE": lose, "LOSE_ONCE": str(once)}
+    variables = {"LOSE": lose, "LOSE_ONCE": str(once), "STEP_S": str(step_s)}
     if machines == 1:
         status, written = _launch([*command, *program], once.parent, **variables)
     else:
         status, written = _launch_on_two(command, program, once.parent, variables)
     assert status == 0, written[-4000:]
-    assert len(list(once.iterdir())) == len([entry for entry in lose.split(",") if entry])
+    assert {entry.replace(":", "-") for entry in lose.split(",") if entry} <= {path.name for path in once.iterdir()}
     return _hashes(folder), [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], written
 
 
@@ -113,20 +114,35 @@ CASES = {
     "ZeRO-1, killed in backward, 4 to 2 ranks": (4, "shrink", "2:3:backward:kill", ZERO1, "rank 2 was ended by SIG"),
     "FSDP2, rank 0 killed in forward, replaced": (2, "replace", "0:3:forward:kill", FSDP2, "rank 0 was ended by SIG"),
 }
+THIRDS = ("--copy-interval", "3")
 MORE_CASES = {
-    "DDP, killed in a reduction": (2, "replace", "1:2:reduction:kill", (), "rank 1 was ended by SIGKILL"),
     "ZeRO-3, killed in the update": (4, "shrink", "3:4:update:kill", ZERO3, "going on with 2 of 3 ranks"),
-    "ZeRO-3, killed while it copies": (2, "replace", "1:3:copy:kill", ZERO3, "rank 1 was ended by SIGKILL"),
     "FSDP2, 4 to 2 ranks": (4, "shrink", "0:3:forward:kill", FSDP2, "going on with 2 of 3 ranks"),
-    "two at once": (4, "replace", "1:4:backward:kill,3:4:backward:kill", ZERO1, "takes its place"),
-    "in a save": (2, "replace", "0:4:save:kill", (*ZERO1, *SAVES), "rank 0 was ended by SIGKILL"),
-    "ZeRO-2": (2, "replace", "1:3:forward:kill", ZERO2, "rank 1 was ended by SIGKILL"),
     "hybrid ZeRO-3": (4, "shrink", "3:3:backward:kill", (*ZERO3, *HYBRID), "going on with 2 of 3 ranks"),
-    "hybrid ZeRO-1": (4, "replace", "2:3:update:kill", (*ZERO1, *HYBRID), "rank 2 was ended by SIGKILL"),
+    "copies of each third step": (
+        2,
+        "replace",
+        "1:5:update:kill",
+        (*SAVES, "--copy-interval", "3"),
+        "takes its place",
+    ),
     "copies are lost with it": (2, "replace", "1:4:backward:copies", (*ZERO1, *SAVES), "no complete copy is left in"),
     "copies are damaged": (2, "replace", "1:4:backward:damage", (*ZERO3, *SAVES), "copies in memory are damaged"),
-    "in a recovery": (2, "replace", "1:3:backward:kill,0:3:recovery:kill", ZERO1, "rank 0 was ended by SIGKILL"),
 }
+WRAPPERS = {
+    "DDP": (),
+    "ZeRO-1": ZERO1,
+    "ZeRO-2": ZERO2,
+    "ZeRO-3": ZERO3,
+    "FSDP2": FSDP2,
+    "hybrid ZeRO-1": (*ZERO1, *HYBRID),
+    "hybrid ZeRO-3": (*ZERO3, *HYBRID),
+    "hybrid FSDP2": (*FSDP2, *HYBRID),
+}
+EVERY_MOMENT = (
+    "2:1:forward:kill,1:2:backward:kill,3:2:reduction:kill,0:3:update:kill,1:3:copy:kill,"
+    "0:4:save:kill,2:4:recovery:kill,1:5:forward:kill,3:5:forward:kill"  # rank 0 twice, and two at once
+)
 
 
 @pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said"), CASES.values(), ids=CASES)
@@ -144,6 +160,14 @@ def test_ranks_lost_at_any_moment_change_no_bit(undisturbed, corpus, tmp_path, r
     hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags)
     assert hashes == undisturbed
     assert said in written
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", WRAPPERS.values(), ids=WRAPPERS)
+def test_losses_at_every_moment_of_a_run_change_no_bit(undisturbed, corpus, tmp_path, flags):
+    hashes, _, written = _run(tmp_path / "run", corpus, 4, "replace", EVERY_MOMENT, *flags, *SAVES)
+    assert hashes == undisturbed
+    assert "no complete copy" not in written
 
 
 PLAIN = "--no-reproducible-across-ranks"
@@ -184,6 +208,7 @@ STILL = {
     "hangs": (2, "replace", "1:3:forward:hang", ZERO1, "rank 1 held up the others"),
     "is stopped": (4, "shrink", "2:3:backward:stop", ZERO3, "rank 2 did not answer"),
 }
+MINUTE = "1:2:backward:minute"
 
 
 @pytest.mark.long
@@ -192,6 +217,16 @@ def test_a_rank_that_does_not_go_on_is_killed(undisturbed, corpus, tmp_path, ran
     hashes, _, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags, limit_s=20.0)
     assert hashes == undisturbed
     assert said in written
+
+
+@pytest.mark.long
+def test_a_rank_stopped_for_a_minute_does_not_come_back(undisturbed, corpus, tmp_path):
+    # Steps are so long that the others are at work when it is continued.
+    hashes, lines, written = _run(tmp_path / "run", corpus, 2, "replace", MINUTE, *ZERO3, limit_s=30.0, step_s=14.0)
+    assert hashes == undisturbed
+    assert "rank 1 did not answer" in written
+    assert len([line for line in lines if "lost" in line]) == 1
+    assert (tmp_path / "run.once" / f"{MINUTE.replace(':', '-')}.continued").exists()
 
 
 def test_shrinking_below_what_settings_allow_is_one_line(corpus, tmp_path):

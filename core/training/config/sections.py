@@ -285,6 +285,10 @@ class RunConfig:
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
 
+    copy_interval: int = 1
+    """Iterations between copies of the state in memory, under `launch --on-lost-rank replace` or `shrink`: after a
+    lost rank the iterations since the last copy are computed again."""
+
     data_parallel_random_init: bool = False
     """Seed each data-parallel replica differently, by 10 times its rank, so that its samples get other dropout masks.
     Replicas still start from the weights of the first, which the wrapper broadcasts. Without this the masks of all
@@ -302,7 +306,7 @@ class RunConfig:
     """Minutes after which a collective that not all ranks joined is an error."""
 
     def __post_init__(self) -> None:
-        check_range(self, "train_iters", "eval_interval", "log_interval", "log_weights_hash", least=1)
+        check_range(self, "train_iters", "eval_interval", "log_interval", "log_weights_hash", "copy_interval", least=1)
         check_range(self, "eval_iters", least=0)
         check_range(self, "seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
         year = f"a positive number up to {_LONGEST_TIMEOUT_MINUTES}, a year"
