@@ -51,7 +51,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "gpu_memory"):
-            if (value := getattr(self, name)) is not None and value <= 0:
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it takes a positive number")
 
 

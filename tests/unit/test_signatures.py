@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from core.distributed import TorchFullyShardedDataParallelConfig
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer import TransformerConfig
@@ -65,6 +66,11 @@ def test_an_absent_module_says_what_to_use(module, said):
         importlib.import_module(module)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'core.no_such_module'"):
         importlib.import_module("core.no_such_module")
+
+
+def test_the_settings_of_fsdp2_have_megatrons_path():
+    module = importlib.import_module("core.distributed.torch_fully_sharded_data_parallel_config")
+    assert module.TorchFullyShardedDataParallelConfig is TorchFullyShardedDataParallelConfig
 
 
 def test_an_absent_method_says_what_to_use():

@@ -63,7 +63,8 @@ class ParameterGathering:
 
     def before_call(self, unit: Unit, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Gathers a unit before a module of it runs its forward or another method. Returns inputs that are cast."""
-        if unit is self._root and not unit.running and current_backward() == NO_BACKWARD:
+        # A forward of the model begins an order, also one in a method such as `generate`, and so does the method.
+        if unit is self._root and (module is not None or not unit.running) and current_backward() == NO_BACKWARD:
             self._order.begin()
         unit.running += 1
         self.ensure_gathered(unit)
@@ -78,7 +79,7 @@ class ParameterGathering:
 
         Returns outputs that are cast.
         """
-        if unit is self._root and unit.running == 1 and output is not None:
+        if unit is self._root and (module is not None or unit.running == 1) and output is not None:
             self._gather_skipped()
         unit.running = max(unit.running - 1, 0)
         has_ended = not unit.running and current_backward() == NO_BACKWARD

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.base.errors import UnitError
@@ -136,6 +137,24 @@ def _sends_nothing_more(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
 def test_ranks_that_agree_send_nothing_more(kind):
     run_distributed(_sends_nothing_more, 2, kind)
+
+
+class Generating(Seeing):
+    def generate(self, x: Tensor, towers: list[str]) -> list[Tensor]:
+        return [self(x, tower) for tower in towers]
+
+
+def _generates(kind: str) -> None:
+    x, towers = torch.ones(2, 7), [["used", "skipped", "used"], ["skipped", "skipped", "used"]][dist.get_rank()]
+    model = build(kind, Generating(), unit_classes=(Block,), forward_methods=("generate",), **GATHERS)
+    with torch.no_grad():
+        for _ in range(2):
+            assert model.module.generate(x, towers) == Generating().generate(x, towers)
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_ranks_skip_units_in_each_forward_of_a_named_method(kind):
+    run_distributed(_generates, 2, kind)
 
 
 class Unordered(nn.Module):

@@ -47,6 +47,8 @@ def test_a_wrapper_that_the_run_would_refuse_is_listed(capsys: pytest.CaptureFix
         ("--hardware v100", "take a100, h100, h200, b200"),
         ("--wrappers ZeRO-9", "take replicated, ZeRO-1"),
         ("--no-such-flag 1", "no-such-flag"),
+        ("--gpu-memory nan", "gpu-memory is nan; it takes a positive number"),
+        ("--gpu-memory inf", "gpu-memory is inf; it takes a positive number"),
         ("--wrappers FSDP2 --world-size 2 --json no/such/folder/x.json", "give a path in a folder"),
         ("--use-torch-fsdp2 --optimizer muon", "optimizer is 'muon', which the planner simulates for replicated"),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -78,14 +80,25 @@ def test_a_file_holds_a_hardware(tmp_path: Path):
             find_hardware(str(file))
 
 
-def _links() -> dict[str, float]:
-    return hardware._measured_links(torch.zeros(2**20))
+def _links(local_ranks: int) -> dict[str, float]:
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_ranks)):
+        return hardware._measured_links(torch.zeros(2**20))
 
 
-def test_ranks_of_one_node_measure_its_links_alone():
-    for links in run_distributed(_links, 2):
-        assert links.keys() == {"node_size", "link_bandwidth"}
-        assert links["node_size"] == 2 and links["link_bandwidth"] > 0
+def test_ranks_measure_the_links_between_them():
+    for node_size, measured in ((2, "link_bandwidth"), (1, "network_bandwidth")):
+        for links in run_distributed(_links, 2, node_size):
+            assert links.keys() == {"node_size", measured}
+            assert links["node_size"] == node_size and links[measured] > 0
+
+
+def _refuses_uneven_nodes() -> None:
+    with pytest.raises(ConfigError, match="2 ranks do not divide into nodes of 3"):
+        _links(3)
+
+
+def test_nodes_of_a_calibration_have_equally_many_ranks():
+    run_distributed(_refuses_uneven_nodes, 2)
 
 
 def test_unknown_names_list_the_known_ones():
