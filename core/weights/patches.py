@@ -33,8 +33,8 @@ class WeightPatch:
     """`[n]`: the new values, in the dtype of the tensor on the wire."""
 
     def apply(self, target: Tensor) -> None:
-        """Writes the values into a contiguous tensor in place."""
-        target.view(-1).index_copy_(0, self.indices.long(), self.values)
+        """Writes the values into a contiguous tensor in place, a parameter too."""
+        target.detach().view(-1).index_copy_(0, self.indices.long(), self.values)
 
 
 class PatchStream:

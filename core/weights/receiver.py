@@ -78,7 +78,7 @@ class WeightReceiver:
         if into is not None:
             expected = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()]
         self._link = Link(address, index + 1, num_receivers, limit_s, backend)
-        self.device = torch.device(device)
+        self.device = next((tensor.device for tensor in self._into.values()), torch.device(device))
         self._expected = None if expected is None else {meta.name: meta for meta in expected}
         # The newest complete version and its tensors, which `receive` replaces at the end of a round; None and empty
         # before the first, and with `into` from the first bytes of a round. A patch writes into them after its last
@@ -247,7 +247,7 @@ def new_hash(header: Mapping[str, Any]) -> Any:
 def update_hash(digest: Any, tensor: Tensor) -> None:
     """Adds the column sums of a contiguous tensor's bytes to a hash: a hash of all of them would take longer than
     sending them does."""
-    memory = as_bytes(tensor)
+    memory = as_bytes(tensor.clone() if tensor.storage_offset() * tensor.itemsize % 8 else tensor)  # words are aligned
     end = len(memory) - len(memory) % _ROW_BYTES
     digest.update(memory[end:].cpu().numpy().data)
     if end:  # modulo 2^64

@@ -250,17 +250,18 @@ class _Block(AbstractContextManager[Generation]):
 
 
 def _sizes(generation: Generation, can_run: Callable[[int], object]) -> list[int]:
-    """Returns the numbers of ranks that a program can run on, up to those of the first generation.
+    """Returns the numbers of ranks that a program can run on, up to those of the generation.
 
     Raises:
-        ConfigError: the ranks shall go on with fewer, and no smaller number will do.
+        ConfigError: the ranks shall go on with fewer, and no smaller number will do. Those that start again, after a
+            machine was lost, may be the fewest.
     """
     sizes = []
     for size in range(1, generation.world_size + 1):
         with suppress(ConfigError):
             can_run(size)
             sizes.append(size)
-    if generation.policy == "shrink" and not any(size < generation.world_size for size in sizes):
+    if generation.number == 0 and generation.policy == "shrink" and sizes in ([], [generation.world_size]):
         raise ConfigError(
             f"--on-lost-rank is shrink, and these settings run on no fewer than {generation.world_size} ranks; use "
             "replace, or settings that divide among fewer"

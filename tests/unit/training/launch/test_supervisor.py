@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from core.base.errors import ConfigError
 from core.training.launch.__main__ import main, run_ranks
+from core.training.launch.generations import Generation, _sizes
 from core.training.launch.nodes import LostRankPolicy
 from core.training.launch.processes import SignalCount
 from core.training.launch.supervisor import Supervisor, behind
@@ -163,6 +165,16 @@ def test_a_run_without_a_machine_for_ranks_has_failed(monkeypatch, capsys):
 )
 def test_ranks_that_others_wait_for_are_found(positions, expected):
     assert behind(positions, range(len(positions))) == expected
+
+
+def test_only_the_first_start_needs_a_smaller_number_of_ranks():
+    def takes_pairs(size):
+        if size % 2:
+            raise ConfigError("odd")
+
+    assert _sizes(Generation(world_size=2, policy="shrink", number=3), takes_pairs) == [2]
+    with pytest.raises(ConfigError, match="run on no fewer than 2 ranks"):
+        _sizes(Generation(world_size=2, policy="shrink"), takes_pairs)
 
 
 @pytest.mark.parametrize(
