@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 from core import parallel_state
 from core.comm.call import CollectiveRecord
 from core.comm.collectives import all_reduce_by_backend
+from core.comm.lane import Handle, _ThreadLane
 from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.global_view import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
@@ -246,7 +248,7 @@ def export_from_stages(case: Case, folder: Path) -> tuple[list[tuple[str, torch.
 
 def events_of_steps(cases: list[Case]) -> list[list[str]]:
     """Returns what this rank does in a step of each case, in order: backwards of its stages and deferred gradients of
-    their weights, reductions over replicas, and the end of the schedule."""
+    their weights, reductions over replicas as they are submitted, and the end of the schedule."""
     return [_events(case) for case in cases]
 
 
@@ -257,10 +259,23 @@ def _events(case: Case) -> list[str]:
     chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
     replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     events: list[str] = []
+    in_lane = threading.local()  # its `place` is that of the task in `events`, on a lane's thread while it runs one
+
+    def submit(lane: _ThreadLane, run: Callable[[], None]) -> Handle:
+        events.append("")
+        return _submit(lane, partial(run_at, len(events) - 1, run))
+
+    def run_at(place: int, run: Callable[[], None]) -> None:
+        in_lane.place = place
+        run()
+        del in_lane.place
 
     def collective(record: CollectiveRecord, kind: str, *args: Any, **kwargs: Any) -> Any:
         if list(record.ranks) == replicas and "reduce" in kind:
-            events.append("reduction")
+            if hasattr(in_lane, "place"):
+                events[in_lane.place] = "reduction"  # when it was submitted: when it runs is by chance
+            else:
+                events.append("reduction")
         return _collective(record, kind, *args, **kwargs)
 
     def note(stage: stages._Stage, what: str, *args: Any) -> None:
@@ -277,8 +292,9 @@ def _events(case: Case) -> list[str]:
         _finalize(*args, **kwargs)
 
     _collective, _note, _finalize = CollectiveRecord.collective, stages._Stage._note, finalize_model_grads
-    _compute_deferred = stages.compute_deferred
+    _compute_deferred, _submit = stages.compute_deferred, _ThreadLane.submit
     with (
+        mock.patch.object(_ThreadLane, "submit", submit),
         mock.patch.object(CollectiveRecord, "collective", collective),
         mock.patch.object(stages._Stage, "_note", note),
         mock.patch.object(stages, "compute_deferred", compute_deferred),
@@ -286,7 +302,7 @@ def _events(case: Case) -> list[str]:
     ):
         train_step(case, chunks, 0, Curve([], [], {}))
     parallel_state.destroy_model_parallel()
-    return events
+    return [event for event in events if event]
 
 
 def wrapped(models: list[GPTModel], wrapper: str) -> list[_BaseDataParallel]:

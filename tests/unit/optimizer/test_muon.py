@@ -367,7 +367,7 @@ def test_loss_scale_and_clipping_come_before_the_momentum():
     ("settings", "message"),
     [
         ({"muon_preset": "torch", "muon_nesterov": False}, "muon_nesterov is False, and muon_preset torch has True"),
-        ({"muon_preset": "pytorch"}, "muon_preset is 'pytorch'; it takes"),
+        ({"muon_preset": "pytorch"}, "muon_preset is 'pytorch'; did you mean 'torch'? it takes"),
         ({"muon_momentum": 1.0}, "muon_momentum is 1.0; it takes a number from 0 up to"),
         ({"muon_num_ns_steps": 0}, "muon_num_ns_steps is 0; it takes a positive integer"),
         ({"muon_scale_mode": "root"}, "muon_scale_mode is 'root'; it takes"),
