@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from core import parallel_state
+from core.comm.collectives import all_reduce_by_backend
 from core.dist_checkpointing.global_view import whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer
+from core.tensor_parallel import mappings
 from core.transformer import Float16Module, TransformerConfig, own_chunks
 from core.transformer.sequences import ScatteringGradients
 from tests.functional._runs import (
@@ -234,7 +236,13 @@ def _gradients_a_twentieth_too_large() -> AbstractContextManager[Any]:
 
 def _inputs_keep_their_own_gradient() -> AbstractContextManager[Any]:
     """A column-parallel layer does not sum the gradients of its input over ranks."""
-    return mock.patch("core.tensor_parallel.mappings.all_reduce_by_backend", lambda *call, **settings: None)
+
+    def reduce_others(tensor: torch.Tensor, group: Any, **settings: Any) -> Any:
+        if settings["what"] == mappings._GRADIENT:
+            return None
+        return all_reduce_by_backend(tensor, group, **settings)
+
+    return mock.patch.object(mappings, "all_reduce_by_backend", reduce_others)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -79,7 +79,7 @@ class _Squares(Squares):
 def _run(wrapper: str, tp: int, settings: dict[str, Any]) -> tuple[Any, MegatronOptimizer]:
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
     settings = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1} | settings
-    return build(lambda: _Squares(dtype), CONFIGS.get(wrapper), tp, settings)
+    return build(lambda: _Squares(dtype), None if wrapper == "serial" else CONFIGS[wrapper], tp, settings)
 
 
 def _whole_state(wrapper: str, tp: int, settings: dict[str, Any], bucket: int) -> dict[str, Tensor]:

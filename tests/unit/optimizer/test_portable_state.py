@@ -41,7 +41,7 @@ CONFIGS = {
 
 def _run(wrapper: str, tp: int, dtype: torch.dtype) -> tuple[Any, MegatronOptimizer]:
     settings = {"lr": 0.1, "bf16": dtype == torch.bfloat16}
-    return build(lambda: Squares(SHAPES, 1.0, dtype), CONFIGS.get(wrapper), tp, settings)
+    return build(lambda: Squares(SHAPES, 1.0, dtype), None if wrapper == "serial" else CONFIGS[wrapper], tp, settings)
 
 
 def _write(wrapper: str, tp: int, dtype: torch.dtype, folder: str) -> None:
