@@ -41,7 +41,6 @@ from .indexed_dataset import IndexedDataset
 _BLOCK_DOCUMENTS = 1 << 21
 _SEPARATE_BELOW = 0.80  # a last epoch shorter than this share is shuffled by itself, so that earlier ones stay whole
 
-
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
 
 Arrays = dict[str, NDArray[Any]]

@@ -1,9 +1,9 @@
 """The optimizer that a model gets, and the one for wrappers that shard optimizer state (ZeRO-1), gradients (ZeRO-2) or
 parameters (ZeRO-3) in flat buffers.
 
-In that each rank updates an equal share of every bucket. A share may end inside a parameter, so a rank updates a run
-of the parameter's elements. The gradient's shard, the moments and, in low precision, the fp32 masters exist only for
-that run. (Rajbhandari et al., 2020.)
+In the second each rank updates an equal share of every bucket. A share may end inside a parameter, so a rank updates a
+run of the parameter's elements. The gradient's shard, the moments and, in low precision, the fp32 masters exist only
+for that run. (Rajbhandari et al., 2020.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which parameters Muon updates, which matrices they are, the table that shows both, and the Newton-Schulz iteration.
 
 A parameter's whole tensor, before any sharding, is viewed as `[rows, columns]`, with all dimensions but the last as
-rows. A matrix is some of these rows. Layers declare rows that they have fused by :func:`~core.tensor_parallel.\
-initialization.declare_fused_rows`.
+rows. A matrix is some of these rows. Layers declare rows that they have fused by an attribute of the parameter,
+`fused_rows` (:class:`~core.tensor_parallel.initialization.FusedRows`).
 """
 
 from __future__ import annotations
