@@ -45,7 +45,7 @@ def load_newest_copy(state: TrainingState, config: PretrainConfig) -> Path | Non
 def load_newest(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """Fills tensors in place from the newest copy in memory, whatever ranks and layout wrote it. Collective.
 
-    Warns of damaged copies, and if none is complete after a lost rank: then the last checkpoint is the newest state.
+    Warns of damaged copies, and if none is complete after ranks were lost: then the last checkpoint is the newest.
 
     Returns:
         its metadata, or None if there is none: at the start of a run, or under a launcher that keeps no survivors.
@@ -61,9 +61,9 @@ def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
     folder, damaged = fetch_newest(root, targets, generation.node)
     if damaged and generation.rank == 0:
         warnings.warn(f"copies in memory are damaged, and not used: {listed(damaged, 5)}", stacklevel=3)
-    if folder is None and generation.lost and generation.rank == 0:
+    if folder is None and generation.number > 0 and generation.rank == 0:
         what = "no complete copy is left in memory; continuing from the last checkpoint, or else from the start"
-        warnings.warn(f"{generation.lost}: {what}", stacklevel=3)
+        warnings.warn(f"{generation.lost or 'all ranks start again'}: {what}", stacklevel=3)
     return folder
 
 
