@@ -182,7 +182,7 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
     units = {unit.modules[0]: unit for unit in plan.units[:-1]}
     model = plan.root.modules[0]
     # Units whose inputs needed no gradient when they last ran: torch reduces them when the backward ends. `enter`
-    # keeps it up to date. Of units that have not run yet the first one counts.
+    # keeps it up to date. Of units that have not run yet the first one counts, of which ranks may differ.
     first: set[nn.Module] = {*[*units][:1]}
     # Units that a backward has passed by since the last forward began. `pass_by` adds, `begin` clears.
     passed: set[nn.Module] = set()
@@ -229,11 +229,26 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
             gather_for_forward(as_fsdp(skipped))
             order.leave_skipped(skipped)
 
+    # The backward at whose end `end_units` is called. `reach_backward` sets it.
+    ends_in = NO_BACKWARD
+
+    def end_units() -> None:
+        # Torch would reduce the root before a first unit. Ranks that took another one for the first do not.
+        for module in reversed(units):
+            end_backward(as_fsdp(module))
+
+    def reach_backward(module: nn.Module, gradient: Any) -> None:
+        nonlocal ends_in
+        order.reach(module)
+        if plan.gather_skipped_units and ends_in != current_backward():
+            ends_in = current_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(end_units)
+
     def reach(module: nn.Module, args: Any, output: Any) -> None:
         if module in units:
             order.leave(module, output, module.parameters())
         if current_backward() == NO_BACKWARD:
-            watch_outputs(output, lambda gradient: order.reach(module))
+            watch_outputs(output, partial(reach_backward, module))
 
     def follow(module: nn.Module, name: str) -> None:
         method = getattr(module, name)

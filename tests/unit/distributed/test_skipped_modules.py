@@ -39,6 +39,7 @@ SHARDED: list[Case] = [
     ("between", "skipped", GATHERS | {"forward_prefetch": 3, "backward_prefetch": 3}),
     ("after", "skipped", GATHERS | {"reduce_every_micro_batch": True}),
     ("before", "skipped at once", GATHERS),
+    ("before, scaled", "skipped at once", GATHERS),
     ("by name", "skipped", GATHERS | {"forward_methods": ("called",)}),
 ]
 
@@ -54,14 +55,16 @@ class Seeing(nn.Module):
     def __init__(self, place: str = "between") -> None:
         super().__init__()
         torch.manual_seed(1)
-        parts = {"before": (0, 4), "between": (2, 2), "after": (4, 0), "by name": (2, 2)}[place]
+        parts = {"before": (0, 4), "after": (4, 0)}.get(place.partition(",")[0], (2, 2))
+        # With it the first unit's input has a gradient.
+        self.scale = nn.Parameter(torch.ones(7)) if "scaled" in place else 1.0
         self.first = nn.ModuleList([Block() for _ in range(parts[0])])
         self.tower = nn.ModuleList([Named() if place == "by name" else Block() for _ in range(3)])
         self.last = nn.ModuleList([Block() for _ in range(parts[1])])
         self.head = nn.Linear(7, 3)
 
     def forward(self, x: Tensor, tower: str = "used") -> Tensor:
-        x = _run(self.first, x)
+        x = _run(self.first, self.scale * x)
         if not tower.startswith("skipped"):
             seen = _run(self.tower, 2.0 * x)  # so that the tower has a gradient of its own to add to that of x
             x = x + {"used": seen, "unused": 0.0, "times 0": 0.0 * seen}[tower]
