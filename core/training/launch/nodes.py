@@ -404,7 +404,9 @@ def _connect(address: tuple[str, int], signals: SignalCount, limit_s: float) -> 
             _keep_alive(connection)
             return connection
         except OSError as error:
-            if signals.count or time.monotonic() > deadline:
+            if signals.count:
+                raise SystemExit(128 + signals.number) from None
+            if time.monotonic() > deadline:
                 raise ConfigError(
                     f"no launcher answers at {address[0]}:{address[1]} ({error}); start the one of --node-rank 0 there"
                 ) from None
