@@ -1,4 +1,4 @@
-"""All exceptions of this library, warnings, once per message, and checks of settings with one wording each.
+"""All exceptions of this library, warnings that are given once, and checks of settings.
 
     ShardstackError
     ├── ConfigError (ValueError)               a setting that cannot be honoured

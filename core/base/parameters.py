@@ -1,6 +1,7 @@
-"""What of a parameter this rank has, and when its values can be read.
+"""Says which part of a parameter this rank has, and when its values can be read.
 
-This rank has of a DTensor its shard, of a parameter in flat memory a range of elements, which the wrapper notes on it.
+A rank has a shard of a DTensor, and a range of the elements of a parameter in flat memory, which the wrapper notes on
+the parameter.
 
 An optimizer that shards its state leaves the all-gather of the parameters running. The first use of a parameter waits
 until it is gathered, or raises where it is no longer the model's. A module's forward is not the only reader: a parent

@@ -319,7 +319,7 @@ class _LentMemory:
             memory = min(fitting, key=len)
             self._forget(memory)
         else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
             while room < 0 and free:
                 room += len(free[0])
                 self._forget(free.pop(0))

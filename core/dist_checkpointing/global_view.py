@@ -283,8 +283,8 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
     """Returns the boxes of a whole-model tensor that this rank holds: the offsets of each, and a view of its storage.
 
     Args:
-        tensor: a result of :func:`global_view` or :func:`flat_range_view`; a plain tensor is
-            the whole one.
+        tensor: a result of :func:`global_view` or :func:`flat_range_view`; a plain tensor is the
+            whole one.
     """
     if isinstance(tensor, FlatRange):
         return tensor.pieces()

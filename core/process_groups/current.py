@@ -19,7 +19,7 @@ from .make_groups import ParallelGroups, ParallelSizes, RankGroup, make_parallel
 
 _groups: ParallelGroups | None = None
 """The groups of this process. None while there is no parallel state. `set_groups` sets and clears it.
-`parallel_state` calls that on initialisation and on destruction."""
+`initialize_model_parallel` and `destroy_model_parallel` call that."""
 
 
 _virtual_pipeline_rank: int | None = None
@@ -191,9 +191,9 @@ def initialize_model_parallel(
     many as those of dense layers.
 
     The arguments and their order are Megatron-LM's. Refused, with the argument's name: hierarchical or hybrid context
-    parallelism, weights rematerialised over a group, other ranks of embeddings, and
-    groups over a part of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to
-    NCCL's) change no number: they are ignored, with one warning that names them.
+    parallelism, weights rematerialised over a group, other ranks of embeddings, and groups over a part of the world.
+    Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to NCCL's) change no number: they are
+    ignored, with one warning that names them.
 
     Raises:
         ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.

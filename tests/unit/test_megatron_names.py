@@ -85,8 +85,6 @@ def test_groups_as_one_object():
     with fake_world(5, 8):
         parallel_state.initialize_model_parallel(2, context_parallel_size=2)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        assert groups.tp is parallel_state.get_tensor_model_parallel_group()
-        assert groups.dp_cp is parallel_state.get_data_parallel_group(with_context_parallel=True)
         assert groups.dp_cp_ag is None and groups.hcp is None
         some = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         assert some.dp is None and "tp: 2 ranks, cp: 2 ranks" in repr(some)
@@ -95,6 +93,45 @@ def test_groups_as_one_object():
             check_same_groups("f", ProcessGroupCollection(tp=groups.dp_cp), ("tp",))
     with pytest.raises(ParallelConfigError, match="has no group 'xp'"):
         ProcessGroupCollection(xp=None)
+
+
+def test_a_collection_has_the_groups_of_the_getters():
+    with fake_world(5, 32):
+        parallel_state.initialize_model_parallel(
+            2,
+            2,
+            context_parallel_size=2,
+            expert_model_parallel_size=4,
+            expert_tensor_parallel_size=1,
+            num_distributed_optimizer_instances=2,
+        )
+        dp, expert_dp = parallel_state.get_data_parallel_group, parallel_state.get_expert_data_parallel_group
+        expected = {
+            "tp": parallel_state.get_tensor_model_parallel_group(),
+            "pp": parallel_state.get_pipeline_model_parallel_group(),
+            "mp": parallel_state.get_model_parallel_group(),
+            "embd": parallel_state.get_embedding_group(),
+            "pos_embd": parallel_state.get_position_embedding_group(),
+            "cp": parallel_state.get_context_parallel_group(),
+            "tp_cp": parallel_state.get_tensor_and_context_parallel_group(),
+            "tp_dp_cp": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+            "dp": dp(),
+            "dp_cp": dp(with_context_parallel=True),
+            "dp_cp_gtp_remat": dp(with_context_parallel=True),
+            "intra_dp_cp": dp(with_context_parallel=True, partial_data_parallel=True),
+            "ep": parallel_state.get_expert_model_parallel_group(),
+            "expt_tp": parallel_state.get_expert_tensor_parallel_group(),
+            "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group(),
+            "tp_ep_pp": parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            "tp_ep_pp_with_egtp_remat": parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            "expt_dp": expert_dp(),
+            "expt_dp_gtp_remat": expert_dp(),
+            "intra_expt_dp": expert_dp(partial_expert_data_parallel=True),
+            "inter_dist_opt": parallel_state.get_inter_distributed_optimizer_instance_group(),
+            "intra_dist_opt": parallel_state.get_intra_distributed_optimizer_instance_group(),
+        }
+        made = vars(ProcessGroupCollection.use_mpu_process_groups())
+        assert {name: group for name, group in made.items() if group is not None} == expected
 
 
 def test_the_number_of_micro_batches():

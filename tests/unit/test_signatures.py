@@ -55,6 +55,7 @@ def test_differences_are_seen():
     [
         ("core.inference", "core has no inference: models here train"),
         ("core.inference.contexts.static_context", "core has no inference: models here train"),
+        ("core.dist_checkpointing.serialization", "save and load are in core.dist_checkpointing"),
         (
             "core.transformer.moe.token_dispatcher",
             "core.transformer.moe has no token_dispatcher: moe_token_dispatcher_type",

@@ -1,4 +1,4 @@
-"""What an adapter shards a model over, and by: a mesh, and units.
+"""Finds the mesh that an adapter shards a model over, and the units that it shards.
 
 The mesh has axes found by name, all ranks, or a hybrid of machines. Units are chosen by parameter count, by class or
 by the dotted path of a class.

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata, util
@@ -71,7 +71,7 @@ def ignored(name: str, reason: str, concerns: Callable[[Any], bool] | None = Non
     return Row(name, reason=reason, concerns=concerns)
 
 
-def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[str, Any]:
+def translate(settings: Any, rows: Sequence[Row], *, where: str = "") -> dict[str, Any]:
     """Returns the fields of the wrapper's config that another library's settings become.
 
     Warns once of each setting that is given and ignored.
@@ -85,7 +85,8 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
         ParallelConfigError: a setting that is refused.
     """
     values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
-    given = changed_fields(settings) if dataclasses.is_dataclass(settings) else {n: v for n, v in values.items() if v}
+    is_dataclass = dataclasses.is_dataclass(settings)
+    given = changed_fields(settings) if is_dataclass else {row.name for row in rows if values.get(row.name)}
     fields: dict[str, Any] = {}
     for row in rows:
         if row.field:
@@ -137,7 +138,7 @@ def reject_reproducible(config: DistributedDataParallelConfig) -> None:
 
 
 def config_of(
-    strategy: str, settings: Any = None, rows: Iterable[Row] = (), **fields: Any
+    strategy: str, settings: Any = None, rows: Sequence[Row] = (), **fields: Any
 ) -> DistributedDataParallelConfig:
     """Returns the config of a strategy's wrapper.
 

@@ -191,9 +191,8 @@ class ZeroesThroughWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""
-        if (
-            self.wrapper.gradient_state.phase is not Phase.ZEROED
-        ):  # else one between forward and backward gathers again
+        # Zeroing again, between forward and backward, would gather again.
+        if self.wrapper.gradient_state.phase is not Phase.ZEROED:
             self.wrapper.zero_grad_buffer()
 
 

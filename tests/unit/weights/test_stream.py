@@ -316,7 +316,8 @@ def test_memory_is_lent_again_once_nothing_refers_to_it():
     first = memory.take(shape, torch.float32, torch.device("cpu"))
     address, row = first.data_ptr(), first[1:].fill_(7.0)
     del first
-    other = memory.take(shape, torch.float32, torch.device("cpu"))
+    with torch.device("meta"):  # as a default device, which is not that of offloaded shards
+        other = memory.take(shape, torch.float32, torch.device("cpu"))
     assert other.data_ptr() != address and row.eq(7.0).all()  # a view still refers to the first
     del row
     again = memory.take((3, 8), torch.bfloat16, torch.device("cpu"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from core.adapters.bridge import translation
 from core.adapters.bridge.translation import config_of, honoured, ignored, refused, translate
@@ -95,6 +96,10 @@ def test_each_row_becomes_a_field_an_error_or_a_warning():
     assert _warned(_Settings(kind=_Kind.LARGE, static=False))[1] == changed
     with pytest.raises(ParallelConfigError, match=r"^graphs is 2 with a flag: drop it$"):
         translate(_Settings(graphs=2), _ROWS, where=" with a flag")
+
+
+def test_values_of_settings_in_no_row_are_not_looked_at():
+    assert translate({"mask": torch.ones(2), "graphs": 0}, (refused("graphs", "drop it"),)) == {}
 
 
 def test_a_setting_without_a_default_counts_if_not_empty():
