@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -81,7 +81,8 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
     try:
         _join(backend, timeout)
     except Exception:
-        _reset_group_names()
+        with suppress(Exception):  # the first error says more
+            _reset_group_names()
         raise
 
 
