@@ -50,6 +50,7 @@ _COLLECTIVES: dict[str, tuple[Kind, int]] = {
 }
 """The kind of each collective of torch, and which argument is its whole tensor."""
 
+_META = torch.device("meta")
 _RUN_AS_THEY_ARE = {
     *("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::_local_scalar_dense", "aten::is_pinned"),
     *("aten::sparse_coo_tensor", "aten::_sparse_coo_tensor_with_dims_and_tensors"),  # made of two tensors that exist
@@ -78,16 +79,21 @@ class PhantomMode(TorchDispatchMode):
             return NotImplemented  # which first becomes its local tensors
         if _is_view(func):
             return func(*args, **kwargs)
-        if func.namespace == "c10d":
-            return self._collective(func._schema.name, args)
-        output = self._run(func, func._schema.name, args, kwargs)
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            return self._collective(name, args)
+        output = self._run(func, name, args, kwargs)
         for tensor in _tensors(output):
             if tensor.device.type == "cpu" and not tensor.is_sparse:
-                if self._recorder.follow(tensor) and any(map(self._recorder.is_on_host, _tensors([args, kwargs]))):
+                is_new = self._recorder.follow(tensor)
+                if is_new and self._recorder.uses_host and self._reads_host(args, kwargs):
                     self._recorder.sort_into(ON_HOST, [tensor])  # what is computed from the host's memory
                 if self._casts_in_memory and torch.Tag.pointwise in func.tags:
                     self._cast(args, tensor.dtype)
         return output
+
+    def _reads_host(self, args: Any, kwargs: Any) -> bool:
+        return any(map(self._recorder.is_on_host, _tensors([args, kwargs])))
 
     def _cast(self, args: Any, dtype: torch.dtype) -> None:
         tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() and arg.dtype != dtype]
@@ -98,8 +104,8 @@ class PhantomMode(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))
         inputs = [leaf.values() if leaf.is_sparse else leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        devices = {kwargs.get("device"), *(tensor.device for tensor in inputs)}
-        if torch.device("meta") in devices or name in _RUN_AS_THEY_ARE:
+        is_on_meta = kwargs.get("device") == _META or any(tensor.is_meta for tensor in inputs)
+        if is_on_meta or name in _RUN_AS_THEY_ARE:
             return func(*args, **kwargs)
         if name == "fsdp::all_gather_copy_in":  # returns views of its output
             whole, numel, rank = args[1], args[3], args[4]
@@ -200,7 +206,13 @@ def _leaves(values: Any) -> list[Any]:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return [values]
-    return [leaf for value in values for leaf in _leaves(value)]
+    leaves = []
+    for value in values:
+        if isinstance(value, (tuple, list, dict)):
+            leaves += _leaves(value)
+        else:
+            leaves.append(value)
+    return leaves
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -214,7 +226,7 @@ def _on_meta(values: Any) -> Any:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     if isinstance(values, dict) and "device" in values:
-        values = {**values, "device": torch.device("meta")}
+        values = {**values, "device": _META}
     return tree_map_only(Tensor, shape_of, values)
 
 

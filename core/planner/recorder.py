@@ -111,6 +111,8 @@ class Recorder:
     """Memory by the address of its storage's object."""
     changes: list[tuple[str, int, Block]] = field(default_factory=list)
     """Place, signed bytes and block of each allocation and release."""
+    uses_host: bool = False
+    """Whether any memory is the host's. `sort_into` sets it; without, nobody asks each operation for its memory."""
     _seen: dict[int, Any] = field(default_factory=dict)
 
     def follow(self, tensor: Tensor) -> bool:
@@ -147,12 +149,13 @@ class Recorder:
     def sort_into(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Gives a category to the memory of tensors, in place of any earlier one. Memory of the host gets no other one
         than the empty one."""
+        self.uses_host |= category == ON_HOST
         for block in self._blocks(tensors):
             if block.category != ON_HOST or not category:
                 block.category = category
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        block = None if tensor.is_sparse else self.live.get(tensor.untyped_storage()._cdata)
+        block = None if not self.uses_host or tensor.is_sparse else self.live.get(tensor.untyped_storage()._cdata)
         return block is not None and block.category == ON_HOST
 
     def send(self, collective: Collective, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
