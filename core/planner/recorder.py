@@ -112,7 +112,9 @@ class Recorder:
     changes: list[tuple[str, int, Block]] = field(default_factory=list)
     """Place, signed bytes and block of each allocation and release."""
     uses_host: bool = False
-    """Whether any memory is the host's. `sort_into` sets it; without, nobody asks each operation for its memory."""
+    """Whether any memory is the host's.
+
+    `sort_into` sets it. Without it nobody asks each operation for its memory."""
     _seen: dict[int, Any] = field(default_factory=dict)
 
     def follow(self, tensor: Tensor) -> bool:
