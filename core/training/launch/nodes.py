@@ -349,7 +349,7 @@ class _Follower:
         # once. `run` counts the former, `_take` the latter.
         self._passed_on, self._from_first = 0, dict[int, int]()
         self.generation = hello["generation"]
-        """The last generation that a rank here was told. `_take` sets it."""
+        """The last generation that was announced to a rank here. `_take` sets it."""
 
     def run(self) -> int | None:
         """Returns the exit status, or None if the first launcher was lost, or at a third signal."""

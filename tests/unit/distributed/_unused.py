@@ -18,7 +18,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 Numbers = tuple[list[float], dict[str, Tensor]]
 """Gradient norms of the steps, and weights after them."""
 UseOf = Callable[[int, int], Any]
-"""Returns what a model of these tests is told about a step and a rank: which of its parts run."""
+"""Returns which parts of a model of these tests run in a step on a rank."""
 
 
 def give_unused_zero_gradients(parameters: Iterable[nn.Parameter], attribute: str = "grad") -> None:

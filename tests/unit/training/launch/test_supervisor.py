@@ -28,7 +28,7 @@ class _Process:
 
 
 class _Machine:
-    """A machine whose processes do nothing. Keeps the last place that each was told."""
+    """A machine whose processes do nothing. Keeps the last place that was announced to each."""
 
     def __init__(self, number: int, num_ranks: int) -> None:
         self.number, self.num_ranks, self.is_lost = number, num_ranks, False
