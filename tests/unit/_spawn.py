@@ -288,9 +288,12 @@ def _tear_down() -> None:
         parallel_state.destroy_model_parallel()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    # A destroyed group that is kept wakes up its thread a hundred times a second.
     groups = sys.modules.get("core.distributed.groups")
-    if groups is not None:  # a destroyed group that is kept wakes up its thread a hundred times a second
+    if groups is not None:
         groups._twins.clear()
+    for mesh in [each for each in gc.get_objects() if type(each) is dist.DeviceMesh]:  # caches of DTensor keep meshes
+        getattr(mesh, "_pg_registry", {}).clear()
     if "torch.distributed.tensor" in sys.modules:
         from core.base._torch_compat import forget_sharding_decisions
 
