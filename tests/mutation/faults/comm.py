@@ -28,7 +28,7 @@ MUTATIONS = (
         "core.comm.call.Collective.is_over",
         r"self\.event\.query\(\)",
         "True",
-        ("tests/unit/comm/test_host_read.py",),
+        ("tests/unit/comm/test_record.py",),
     ),
     # ---- streams
     Mutation(

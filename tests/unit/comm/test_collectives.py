@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -61,14 +62,15 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
             assert torch.equal(whole.chunk(size)[part], before.chunk(size)[part])
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "fp32_accumulation"),
-    [(torch.float32, False), (torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)],
-)
+def _scatters_each(chunk_bytes: int) -> None:
+    dtypes = [(torch.float32, False), (torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    for (dtype, fp32_accumulation), in_place in product(dtypes, (True, False)):
+        _scatters(dtype, fp32_accumulation, in_place, chunk_bytes)
+
+
 @pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
-def test_reduce_scatter_adds_in_one_order(dtype, fp32_accumulation, in_place, world_size, chunk_bytes):
-    run_distributed(_scatters, world_size, dtype, fp32_accumulation, in_place, chunk_bytes)
+def test_reduce_scatter_adds_in_one_order(world_size: int, chunk_bytes: int):
+    run_distributed(_scatters_each, world_size, chunk_bytes)
 
 
 def _inboxes_of_reductions() -> list[tuple[int, int]]:
@@ -127,35 +129,32 @@ def test_reduction_mean_scale_and_accumulate(world_size):
     run_distributed(_means_and_accumulates, world_size)
 
 
-def _gathers(in_place: bool) -> None:
+def _gathers() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    output = torch.zeros(size * SHARD)
-    own = output.chunk(size)[rank] if in_place else torch.empty(SHARD)
-    own.fill_(rank + 1.0)
-    collectives.all_gather(output, own, dist.group.WORLD, what=WHAT)
-    assert torch.equal(output, torch.arange(1.0, size + 1).repeat_interleave(SHARD))
+    for in_place in (True, False):
+        output = torch.zeros(size * SHARD)
+        own = output.chunk(size)[rank] if in_place else torch.empty(SHARD)
+        own.fill_(rank + 1.0)
+        collectives.all_gather(output, own, dist.group.WORLD, what=WHAT)
+        assert torch.equal(output, torch.arange(1.0, size + 1).repeat_interleave(SHARD))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_gather_puts_parts_in_rank_order(in_place, world_size):
-    run_distributed(_gathers, world_size, in_place)
+def test_all_gather_puts_parts_in_rank_order(world_size):
+    run_distributed(_gathers, world_size)
 
 
-def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    addend = _addend(dist.get_rank(), dist.get_world_size(), dtype)[:length]
-    by_sum, by_mean = addend.clone(), addend.clone()
-    collectives.all_reduce(by_sum, dist.group.WORLD, Sum(scale=0.25, fp32_accumulation=True), what=WHAT)
-    collectives.all_reduce(by_mean, dist.group.WORLD, Sum(op=dist.ReduceOp.AVG, fp32_accumulation=True), what=WHAT)
-    return [by_sum, by_mean]
+def _all_reduces() -> None:
+    for dtype, length in product((torch.float32, torch.bfloat16), (4 * SHARD, 4 * SHARD - 3, 3)):
+        addend, expected = _addend(dist.get_rank(), 4, dtype)[:length], 0.25 * _sum(4, dtype, torch.float32)[:length]
+        for of_four in (Sum(scale=0.25, fp32_accumulation=True), Sum(op=dist.ReduceOp.AVG, fp32_accumulation=True)):
+            actual = addend.clone()
+            collectives.all_reduce(actual, dist.group.WORLD, of_four, what=WHAT)
+            assert torch.equal(actual, expected), (dtype, length, of_four)
 
 
-@pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_reduce_is_bitwise_on_all_ranks(length, dtype):
-    expected = 0.25 * _sum(4, dtype, torch.float32)[:length]
-    for tensors in run_distributed(_all_reduces, 4, length, dtype):
-        assert all(torch.equal(tensor, expected) for tensor in tensors)
+def test_all_reduce_is_bitwise_on_all_ranks():
+    run_distributed(_all_reduces, 4)
 
 
 def _sent_bytes() -> list[int]:
@@ -200,29 +199,30 @@ def test_reduction_follows_sum_order(size: int, order: tuple[tuple[int, ...], ..
     run_distributed(_sums_in_order, size, order, directly)
 
 
-def _trains(kind: str, fields: dict[str, Any], switch: str) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the gradients of a step, and how many messages were sent directly."""
-    with (
-        mock.patch.dict(os.environ, SHARDSTACK_DIRECT_EXCHANGE=switch),
-        mock.patch.object(gloo, "_send", wraps=gloo._send) as sent,  # on all threads
-    ):
-        model = build(kind, toy(), **fields)
-        loss_of(model, batches(dist.get_rank())[0]).backward()
-        finalize_model_grads([model])
-        model.settle_parameters()
-    return gradients(model), sent.call_count
+TRAINED: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
+    *((kind, {"average_in_collective": True}) for kind in ("ddp", "zero2")),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        *((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
-        ("ddp", {"average_in_collective": True}),
-        ("zero2", {"average_in_collective": True}),
-    ],
-)
-def test_gloo_without_direct_exchange_is_bitwise(kind: str, fields: dict[str, Any]):
-    direct, plain = (run_distributed(_trains, 2, kind, fields, switch) for switch in "10")
-    for (expected, messages), (actual, none) in zip(direct, plain, strict=True):
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-        assert messages > 0 and none == 0
+def _trains(switch: str) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """Returns the gradients of a step of each wrapper, and how many messages were sent directly."""
+    found = []
+    for kind, fields in TRAINED:
+        with (
+            mock.patch.dict(os.environ, SHARDSTACK_DIRECT_EXCHANGE=switch),
+            mock.patch.object(gloo, "_send", wraps=gloo._send) as sent,  # on all threads
+        ):
+            model = build(kind, toy(), **fields)
+            loss_of(model, batches(dist.get_rank())[0]).backward()
+            finalize_model_grads([model])
+            model.settle_parameters()
+        found.append((gradients(model), sent.call_count))
+    return found
+
+
+def test_gloo_without_direct_exchange_is_bitwise():
+    for direct, plain in zip(*(run_distributed(_trains, 2, switch) for switch in "10"), strict=True):
+        for case, (expected, messages), (actual, none) in zip(TRAINED, direct, plain, strict=True):
+            assert all(torch.equal(actual[name], expected[name]) for name in expected), case
+            assert messages > 0 and none == 0, case

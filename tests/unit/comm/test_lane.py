@@ -1,23 +1,39 @@
-"""The lane runs tasks in order while the main thread runs, and keeps nothing alive longer than needed."""
+"""The lane runs tasks in order while the main thread runs, and hosts that wait for a device say what is late.
+
+Events stand in for a GPU's.
+"""
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import core.diagnostics  # noqa: F401  # which explains
+from core.base import device
+from core.base.errors import OutOfStepError
 from core.comm import lane as lane_module
-from core.comm.lane import comm_lane
+from core.comm import streams
+from core.comm.lane import HostRead, comm_lane
+from core.comm.record import record_of
 from tests.unit._lane import called_before_waiting
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
+from tests.unit._ranks import fake_world
+from tests.unit._spawn import JOB_LIMIT_S, reach, run_distributed, wait_for
+from tests.unit.comm.test_record import Event, enqueue
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -92,12 +108,12 @@ class _Streams:
 
 
 def test_gpu_lane_is_a_high_priority_stream():
-    streams = _Streams()
-    with mock.patch.object(lane_module, "streams", streams):
+    log = _Streams()
+    with mock.patch.object(lane_module, "streams", log):
         lane = lane_module._StreamLane(torch.device("cuda", 1))
-        handle = lane.submit(lambda: streams.log.append(f"task on {streams.current_stream().name}"))
+        handle = lane.submit(lambda: log.log.append(f"task on {log.current_stream().name}"))
         handle.wait()
-    assert streams.log == [
+    assert log.log == [
         "a stream on cuda:1 with priority -1",
         "lane waits for main",
         "task on lane",
@@ -137,3 +153,126 @@ def test_exit_waits_for_queued_tasks():
 
 def test_exit_does_not_wait_for_stuck_task():
     assert _ends_with_something_in_the_lane(0.1, "threading.Event().wait()") == (0, "", "")
+
+
+def test_read_takes_values_at_construction() -> None:
+    values = torch.tensor([1.0, 2.5], dtype=torch.float64)
+    read = HostRead(values)
+    values.zero_()
+    assert read.wait() == read.wait() == [1.0, 2.5]
+
+
+def _waits_for_a_rank_that_never_came() -> str:
+    group = dist.new_group()
+    record_of(group).limit_s = 1.0
+    enqueue("the loss", Event(done=True), group)
+    if dist.get_rank() == 1:
+        enqueue("the gradient norm", Event(), group)
+        reach("rank 1 waits for another")
+        wait_for("rank 0 has its message")
+        return ""
+    wait_for("rank 1 waits for another")
+    enqueue("the gradients of bucket a", Event(), group)
+    enqueue("the gradient norm", Event(), group)
+    try:
+        with mock.patch.object(lane_module, "_LATE_CHECK_INTERVAL_S", 0.1), pytest.raises(OutOfStepError) as caught:
+            lane_module.wait_for(Event())
+    finally:
+        reach("rank 0 has its message")
+    return str(caught.value)
+
+
+def test_waiting_device_is_explained_before_timeout() -> None:
+    (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
+    assert message.startswith("rank 0 of 2 waited ")
+    assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
+    assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call 2" in message
+    assert "timed out waiting 900ms for the device to end all-reduce 2" in message  # of one second less a tenth
+
+
+class _Messages(io.StringIO):
+    """A stream that lets a thread wait for a line about bucket a; others are of calls that earlier tests have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.has_line = "", threading.Event()
+
+    def write(self, text: str) -> int:
+        if "bucket a" in text:
+            self.line = text
+            self.has_line.set()
+        return super().write(text)
+
+
+def _is_stuck_in_the_driver() -> str:
+    group = dist.new_group()
+    record_of(group).limit_s = 1.0
+    if dist.get_rank() == 1:
+        wait_for("rank 0 has its message")
+        return ""
+    with mock.patch.object(sys, "stderr", _Messages()) as messages:
+        enqueue("the gradients of bucket a", Event(), group)
+        assert messages.has_line.wait(JOB_LIMIT_S / 6)
+    reach("rank 0 has its message")
+    return messages.line
+
+
+def test_stuck_host_is_explained_on_stderr() -> None:
+    (message, _) = run_distributed(_is_stuck_in_the_driver, 2)
+    assert message.startswith("rank 0 of 2 waited ")
+    assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 1 in this group" in message
+    assert "rank 1 " in message and "timed out waiting 900ms" in message
+
+
+def test_host_waits_without_late_collective() -> None:
+    event = Event()
+    with fake_world(rank=0, world_size=2), mock.patch.object(lane_module, "_LATE_CHECK_INTERVAL_S", 0.0):
+        enqueue("the loss", Event())
+        looks = iter(range(50))
+        with mock.patch.object(event, "query", lambda: next(looks, None) is None):
+            lane_module.wait_for(event)
+
+
+def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive: Callable[[], Any]) -> str:
+    """Returns what is said of a collective behind work that takes longer than the backend's limit, and ends."""
+    record = record_of()
+    dist.all_reduce(numbers)  # the first makes the backend's connections
+    delay()
+    with record.collective("all-reduce", "the loss", numbers.nbytes, on_device=True) as call:
+        dist.all_reduce(numbers)
+    behind = streams.record_event()
+    assert not call.is_over and record.first_unfinished() is call
+    late = (OutOfStepError, dist.DistBackendError)
+    with (
+        mock.patch.object(record, "limit_s", 1.0),
+        mock.patch.object(lane_module, "_LATE_CHECK_INTERVAL_S", 0.1),
+        pytest.raises(late) as caught,
+    ):
+        lane_module.wait_for(behind)
+    assert record.first_unfinished() is None  # nothing is said twice
+    arrive()
+    assert call.is_over
+    lane_module.wait_for(behind)
+    assert HostRead(numbers).wait() == [1.0, 2.0]
+    return str(caught.value)
+
+
+def _late_by_an_event_of_ours() -> str:
+    event = Event()
+    with mock.patch.object(streams, "record_event", lambda: event):
+        return _late_and_then_over(torch.tensor([1.0, 2.0]), lambda: None, lambda: setattr(event, "done", True))
+
+
+def test_late_collective_behind_long_work_is_named() -> None:
+    (message,) = run_distributed(_late_by_an_event_of_ours, 1)
+    assert re.search(r"timed out waiting 900ms for the device to end all-reduce \d+", message)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_late_collective_behind_gpu_work_is_named() -> None:
+    cycles = int(20 * 2e9)  # twenty seconds, at two GHz: the host has until then to notice
+    with one_rank_on_a_gpu():
+        numbers = torch.tensor([1.0, 2.0], device=device.current_device())
+        message = _late_and_then_over(numbers, lambda: torch.cuda._sleep(cycles), torch.cuda.synchronize)
+    assert re.search(r"timed out waiting 900ms for the device to end all-reduce \d+", message)

@@ -1,20 +1,41 @@
-"""The record of a rank's collectives, and the tags that keep messages of different ones apart."""
+"""The record of a rank's collectives, tags that keep messages apart, and what a device has not reached yet."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.comm import collectives, record
+from core.comm import collectives, record, streams
 from core.comm.call import NUM_CALLS_KEPT, Collective, message_tag, recorded_collective
+from core.comm.collectives import all_reduce_by_backend
 from core.comm.record import ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import give_up_soon, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
+
+
+class Event:
+    """A point that the device has reached once `done` is set."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+
+def enqueue(what: str, event: Event, group: Any = None) -> None:
+    """Records a collective as on a GPU: it returns when it is enqueued."""
+    with (
+        mock.patch.object(streams, "record_event", lambda: event),
+        record_of(group).collective("all-reduce", what, 4, on_device=True),
+    ):
+        pass
 
 
 def test_calls_are_counted_by_group_and_kind():
@@ -157,3 +178,87 @@ def _published_after_a_question() -> bool:
 
 def test_ranks_publish_their_records_once_one_asks():
     assert run_distributed(_published_after_a_question, 2) == [True, True]
+
+
+def test_enqueued_collective_is_not_over() -> None:
+    with fake_world(rank=0, world_size=2):
+        events = [Event(done=True), Event(), Event()]
+        for number, event in enumerate(events):
+            enqueue(f"bucket {number}", event)
+        calls = record_of()
+        assert [call.is_over for call in calls.calls] == [True, False, False]
+        assert calls.first_unfinished() is calls.calls[1]
+        assert [call.as_json()[-2] is None for call in calls.calls] == [False, True, True]
+        events[1].done = events[2].done = True
+        assert calls.first_unfinished() is None and calls.calls[2].as_json()[-2] is not None
+
+
+def test_the_first_unfinished_call_outlives_the_ring() -> None:
+    with fake_world(rank=0, world_size=2):
+        late = Event()
+        enqueue("the late one", late)
+        for _ in range(2 * NUM_CALLS_KEPT):
+            enqueue("others", Event(done=True))
+        actual = record_of().first_unfinished()
+        assert actual is not None and actual.what == "the late one"
+        late.done = True
+        enqueue("others", Event(done=True))
+        assert record_of().first_unfinished() is None
+
+
+def test_every_unfinished_call_outlives_the_ring() -> None:
+    with fake_world(rank=0, world_size=2):
+        events = [Event() for _ in range(3 * NUM_CALLS_KEPT)]
+        for number, event in enumerate(events):
+            enqueue(f"call {number}", event)
+        for event in events[:100]:
+            event.done = True
+        actual = record_of().first_unfinished()
+        assert actual is not None and actual.what == "call 100"
+        for event in events[100:]:
+            event.done = True
+        enqueue("the last", Event())
+        assert len(record_of().calls) == NUM_CALLS_KEPT and record_of().calls[-1].what == "the last"
+
+
+class _Captured(Event):
+    """An event that was recorded while a graph was captured."""
+
+    def query(self) -> bool:
+        raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+
+def test_collectives_of_a_captured_graph_are_not_recorded() -> None:
+    with (
+        fake_world(rank=0, world_size=2),
+        mock.patch.object(streams, "is_asynchronous", lambda device: True),
+        mock.patch.object(dist, "all_reduce", return_value=None),
+    ):
+        for is_captured, event in ((True, _Captured), (False, Event)):
+            with (
+                mock.patch.object(streams, "is_current_stream_capturing", lambda captures=is_captured: captures),
+                mock.patch.object(streams, "record_event", event),
+            ):
+                all_reduce_by_backend(torch.ones(2), what=f"captured: {is_captured}")
+        actual = record_of().first_unfinished()
+        assert actual is not None and actual.what == "captured: False"
+
+
+def test_failed_call_is_not_under_way() -> None:
+    with fake_world(rank=0, world_size=2):
+        with pytest.raises(OSError, match="disk full"), record_of().collective("save", "the checkpoint", 0):
+            raise OSError("disk full")
+        assert not record_of().calls[0].is_over and record_of().first_unfinished() is None
+
+
+def test_a_tensor_on_the_device_is_recorded_with_an_event() -> None:
+    with (
+        fake_world(rank=0, world_size=2),
+        mock.patch.object(streams, "record_event", Event),
+        mock.patch.object(streams, "is_asynchronous", lambda device: device.type == "meta"),
+        mock.patch.object(streams, "is_current_stream_capturing", lambda: False),
+    ):
+        with mock.patch.object(dist, "all_reduce", return_value=None):
+            all_reduce_by_backend(torch.ones(2, device="meta"), what="the loss")
+            all_reduce_by_backend(torch.ones(2), what="the loss")
+        assert [call.event is None for call in record_of().calls] == [False, True]
