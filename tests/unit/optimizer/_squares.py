@@ -9,18 +9,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.dist_checkpointing import model_state_dict
-from core.distributed import finalize_model_grads, wrap_model
+from core.dist_checkpointing import load, model_state_dict, save
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import Shapes, Toy
+
+FLAT, SHARDED = DistributedDataParallelConfig, FullyShardedDataParallelConfig
+CONFIGS: dict[str, Any] = {
+    "ddp": FLAT(),
+    "zero1": FLAT(data_parallel_sharding_strategy="optim", bucket_size=500),
+    "zero2": FLAT(
+        data_parallel_sharding_strategy="optim_grads", bucket_size=300, overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    ),
+    "zero3": SHARDED(data_parallel_sharding_strategy="optim_grads_params"),
+    "zero3 tensor": SHARDED(data_parallel_sharding_strategy="optim_grads_params", shard_cut="tensor"),
+    "fsdp2": TorchFullyShardedDataParallelConfig(),
+    "hybrid zero1": FLAT(data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2),
+    "hybrid fsdp2": TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2),
+}  # fmt: skip
 
 
 class Squares(Toy):
@@ -41,19 +63,19 @@ def _squares(module: nn.Module, frequency: float) -> Tensor:
 
 
 def build(
-    make: Callable[[], nn.Module], ddp_config: Any, tp: int, settings: dict[str, Any]
+    make: Callable[[], nn.Module], wrapper: str, tp: int, settings: dict[str, Any]
 ) -> tuple[Any, MegatronOptimizer]:
-    """Builds a model, wrapped if there is a `ddp_config`, and its optimizer.
+    """Builds a model, wrapped unless the run is "serial", and its optimizer.
 
     Without clipping: the norm of a serial run knows no tensor parallelism, and would differ in its last bit.
     """
-    if ddp_config is None:
+    if wrapper == "serial":
         model: Any = make()
     else:
         parallel_state.destroy_model_parallel()
-        instances = ddp_config.num_distributed_optimizer_instances
+        instances = CONFIGS[wrapper].num_distributed_optimizer_instances
         parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=instances)
-        model = wrap_model(make(), None, ddp_config)
+        model = wrap_model(make(), None, CONFIGS[wrapper])
     return model, get_megatron_optimizer(OptimizerConfig(**({"clip_grad": 0.0} | settings)), [model])
 
 
@@ -86,3 +108,29 @@ def on_ranks(fn: Any, world_size: int, wrapper: str, *args: Any) -> None:
         fn("serial", *args)
     else:
         run_distributed(fn, world_size, wrapper, *args)
+
+
+def write(model: Any, optimizer: MegatronOptimizer, steps: int, folder: str) -> None:
+    """Trains, and saves what a run saves."""
+    train(model, optimizer, steps)
+    save(state_of(model, optimizer), folder, metadata={"optimizer": optimizer.state_scalars()})
+
+
+def continue_from(source: str, model: Any, optimizer: MegatronOptimizer, steps: int, target: str) -> None:
+    """Loads into a model that has gone elsewhere in the meantime, trains on, and saves."""
+    train(model, optimizer, 1)
+    metadata = load(state_of(model, optimizer), source)
+    optimizer.load_state_scalars(metadata["optimizer"])
+    train(model, optimizer, 1)
+    state_of(model, optimizer)  # a checkpoint between two steps, which changes nothing
+    write(model, optimizer, steps - 1, target)
+
+
+def assert_saved(folder: Path, model: Any, optimizer: MegatronOptimizer, steps: int) -> None:
+    """Asserts that a checkpoint has what this run has after so many steps."""
+    train(model, optimizer, steps)
+    expected = state_of(model, optimizer)
+    actual = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    assert load(actual, folder)["optimizer"]["step"] == steps
+    wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not wrong, f"{wrong} differ from the serial run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +11,26 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from core import parallel_state
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
 from core.dist_checkpointing import load, model_state_dict, save
-from core.distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-    finalize_model_grads,
-    wrap_model,
-)
+from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole_weights, wholes
 from tests.unit.optimizer._model import Model, batch, optimizer_config
+from tests.unit.optimizer._squares import CONFIGS, build
 
-FLAT, SHARDED = DistributedDataParallelConfig, FullyShardedDataParallelConfig
-CONFIGS: dict[str, Any] = {
-    "ddp": FLAT(),
-    "zero1": FLAT(data_parallel_sharding_strategy="optim", bucket_size=100),
-    "zero2": FLAT(data_parallel_sharding_strategy="optim_grads", overlap_grad_reduce=True, overlap_param_gather=True),
-    "zero3": SHARDED(data_parallel_sharding_strategy="optim_grads_params"),
-    "fsdp2": TorchFullyShardedDataParallelConfig(),
-    "hybrid zero1": FLAT(data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2),
-    "hybrid fsdp2": TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2),
-}
 STEPS = 5
-DECAYS = (0.9, None)
+WRAPPERS = [wrapper for wrapper in CONFIGS if wrapper != "zero3 tensor"]
 
 
 def _run(wrapper: str, decay: float | None, **settings: Any) -> tuple[Any, MegatronOptimizer, AveragedWeights]:
     torch.manual_seed(3)
-    model: Any = Model().to(torch.bfloat16 if settings.get("bf16") else torch.float32)
-    if wrapper != "serial":
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2 if "hybrid" in wrapper else 1)
-        model = wrap_model(model, None, CONFIGS[wrapper])
-    # no clipping: a norm is a sum in an order that depends on the cut
-    optimizer = get_megatron_optimizer(optimizer_config(clip_grad=0.0, **settings), [model])
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
+    settings |= {"lr": 0.05, "weight_decay": 0.1}
+    model, optimizer = build(lambda: Model().to(dtype), wrapper, 1, settings)
     return model, optimizer, AveragedWeights(optimizer, decay)
 
 
@@ -92,12 +74,14 @@ def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     assert not differing, f"{differing} differ"
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("wrapper", CONFIGS)
+@pytest.mark.parametrize(
+    ("wrapper", "decay"),
+    quick(product(WRAPPERS, (0.9, None)), lambda case: (WRAPPERS.index(case[0]) % 2 == 0) == (case[1] is None)),
+)
 def test_averages_have_the_bits_of_torchs(wrapper, decay):
-    ranks = 4 if "hybrid" in wrapper else 2
-    for averages in run_distributed(_trained, ranks, wrapper, decay):
-        _assert_equal(averages, _torch_averages(decay))
+    expected = _torch_averages(decay)
+    for averages in run_distributed(_trained, 4 if "hybrid" in wrapper else 2, wrapper, decay):
+        _assert_equal(averages, expected)
 
 
 def _swapped(wrapper: str, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:
@@ -122,8 +106,10 @@ def _never_swapped(bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], di
     return shown, _averages(optimizer), wholes(model_state_dict(model)), loss
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("wrapper", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    ("wrapper", "bf16"),
+    quick(product(["ddp", "zero2", "zero3", "fsdp2"], [False, True]), lambda c: c[1] == (c[0] in ("zero2", "fsdp2"))),
+)
 def test_evaluation_reads_the_average_and_training_goes_on(wrapper, bf16):
     expected_shown, expected_averages, expected_weights, expected_loss = _never_swapped(bf16)
     for shown, averages, weights, loss in run_distributed(_swapped, 2, wrapper, bf16):

@@ -1,5 +1,7 @@
 """The loss scale answers to overflow as Megatron-LM's does."""
 
+import pytest
+
 from core.optimizer import OptimizerConfig
 from core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, build_grad_scaler
 
@@ -12,21 +14,18 @@ def _scales(scaler: DynamicGradScaler, overflows: str) -> list[float]:
     return scales
 
 
-def test_grows_after_a_window_of_finite_steps():
-    assert _scales(DynamicGradScaler(8.0, 1.0, growth_interval=3, hysteresis=1), "......") == [8, 8, 16, 16, 16, 32]
-
-
-def test_an_overflow_restarts_the_window():
-    assert _scales(DynamicGradScaler(8.0, 1.0, growth_interval=3, hysteresis=2), "..x..") == [8, 8, 8, 8, 8]
-
-
-def test_hysteresis_delays_backoff():
-    scaler = DynamicGradScaler(8.0, 1.0, growth_interval=2, hysteresis=2)
-    assert _scales(scaler, "x.xx..xx") == [8, 8, 4, 2, 2, 4, 4, 2]
-
-
-def test_never_falls_below_its_floor():
-    assert _scales(DynamicGradScaler(4.0, 2.0, growth_interval=9, hysteresis=1), "xxx") == [2, 2, 2]
+@pytest.mark.parametrize(
+    ("scale", "least", "interval", "hysteresis", "overflows", "scales"),
+    [
+        (8.0, 1.0, 3, 1, "......", [8, 8, 16, 16, 16, 32]),
+        (8.0, 1.0, 3, 2, "..x..", [8, 8, 8, 8, 8]),  # an overflow restarts the window
+        (8.0, 1.0, 2, 2, "x.xx..xx", [8, 8, 4, 2, 2, 4, 4, 2]),  # hysteresis delays the backoff
+        (4.0, 2.0, 9, 1, "xxx", [2, 2, 2]),
+    ],
+)
+def test_scale_follows_overflows(scale, least, interval, hysteresis, overflows, scales):
+    scaler = DynamicGradScaler(scale, least, growth_interval=interval, hysteresis=hysteresis)
+    assert _scales(scaler, overflows) == scales
 
 
 def test_state_round_trip_continues_every_counter():

@@ -1,4 +1,4 @@
-"""One step of the whole optimizer: against torch's, in low precision, and on overflow."""
+"""Steps of the whole optimizer: against torch's, under FSDP2, in low precision, and on overflow."""
 
 import copy
 import math
@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from core.base.errors import ConfigError, OptimizerError
 from core.optimizer import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
-from tests.unit.optimizer._model import Model, batch, local, optimizer_config
+from tests.unit.optimizer._model import Model, batch, full, local, optimizer_config
 
 
 def _aligned() -> nn.Sequential:
@@ -108,6 +108,37 @@ def test_replaced_storage_stops_the_step():
     model(batch(0)).backward()
     with pytest.raises(OptimizerError, match=r"parameter scale was replaced"):
         optimizer.step()
+
+
+def _trace(name: str, sharded: bool) -> list[tuple[float | None, dict[str, Tensor]]]:
+    """Trains with sharded units, or whole on each rank with gradients averaged by hand, some in `main_grad`."""
+    torch.manual_seed(0)
+    model, mesh, trace = Model(), init_device_mesh("cpu", (2,)), []
+    for unit in (model.first, model.second, model) if sharded else ():
+        fully_shard(unit, mesh=mesh)
+    optimizer = get_megatron_optimizer(optimizer_config(optimizer=name), [model])
+    for step in range(6):
+        model(batch(step, dist.get_rank())).backward()
+        if not sharded:
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= 2  # type: ignore[operator]
+            model.first.weight.main_grad, model.first.weight.grad = model.first.weight.grad, None  # type: ignore
+        _, norm, _ = optimizer.step()
+        optimizer.zero_grad()
+        trace.append((norm, {key: full(value) for key, value in model.state_dict().items()}))
+    return trace
+
+
+def _assert_sharding_changes_no_bit(name: str) -> None:
+    for (norm, weights), (sharded_norm, sharded) in zip(_trace(name, False), _trace(name, True), strict=True):
+        assert norm is not None and norm > 0.7  # else nothing is clipped, and the norm would not be felt
+        assert norm == sharded_norm and all(torch.equal(weights[key], sharded[key]) for key in weights)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_fsdp2_equals_replication_bitwise(name: str):
+    run_distributed(_assert_sharding_changes_no_bit, 2, name)
 
 
 def _overflow_on_one_rank(bf16: bool) -> dict[str, Any]:

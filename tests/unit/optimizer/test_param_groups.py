@@ -105,15 +105,8 @@ def test_biases_and_vectors_are_spared_weight_decay():
     (spared, no_decay), (decayed, decay) = _grouped_names(Model())
     assert spared == ["bias", "norm.weight", "norm.bias", "head.bias"]
     assert decayed == ["embedding.weight"]
-    assert no_decay == {
-        "default_config": False,
-        "wd_mult": 0.0,
-        "lr_mult": 1.0,
-        "lr": 1e-3,
-        "weight_decay": 0.0,
-        "max_lr": 1e-3,
-        "min_lr": 1e-5,
-    }
+    rates = {"lr_mult": 1.0, "lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-5}
+    assert no_decay == rates | {"default_config": False, "wd_mult": 0.0, "weight_decay": 0.0}
     assert decay == no_decay | {"default_config": True, "wd_mult": 1.0, "weight_decay": 0.1}
 
 

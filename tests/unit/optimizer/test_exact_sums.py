@@ -1,4 +1,4 @@
-"""The exact sum of squares: the same integer however elements are cut and ordered, and close to the true sum."""
+"""Exact sums: the same however addends are cut and ordered. Squares for norms, and losses against `math.fsum`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from core.optimizer.exact_sums import (
     power_of_two,
     root_of_digits,
     sum_fits,
+    sum_in_any_order,
     sum_of_squares,
 )
 
@@ -37,11 +38,9 @@ def _sum(values: torch.Tensor) -> tuple[Fraction, Fraction]:
     return ((high << 32) + low) * unit, unit
 
 
-def _values(scale: float, dtype: torch.dtype) -> torch.Tensor:
+def _values(scale: float, dtype: torch.dtype, count: int = 200_003) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
-    spread = torch.randn(200_003, generator=generator, dtype=torch.float64) * torch.randn(
-        200_003, generator=generator, dtype=torch.float64
-    )
+    spread = torch.randn(2, count, generator=generator, dtype=torch.float64).prod(0)
     return (spread.pow(3) * scale).to(dtype)
 
 
@@ -52,15 +51,12 @@ def test_sum_is_bitwise_for_any_cut_and_order(scale: float, dtype: torch.dtype):
     expected = _norm([values])
     assert all(_norm(list(values.split(777)), ranks) == expected for ranks in (1, 2, 8))
     assert _norm([values[5:], values[:5]]) == expected
-    assert (
-        _norm([values[torch.randperm(len(values))].view(17, -1) if len(values) % 17 == 0 else values.flip(0)])
-        == expected
-    )
+    assert _norm([values[torch.randperm(len(values))]]) == _norm([values.flip(0)]) == expected
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12])
 def test_sum_error_bound(scale: float):
-    values = _values(scale, torch.float32)
+    values = _values(scale, torch.float32, 10_001)
     exact = sum(Fraction(value) ** 2 for value in values.tolist())
     actual, unit = _sum(values)
     assert abs(actual - exact) <= len(values) * unit / 2
@@ -87,3 +83,35 @@ def test_many_large_squares_do_not_overflow():
 def test_power_of_two_is_exact():
     exponents = torch.tensor([-1022, -510, 0, 1, 52, 1023])
     assert power_of_two(exponents).tolist() == [math.ldexp(1.0, exponent) for exponent in exponents.tolist()]
+
+
+def _addends(scale: float) -> torch.Tensor:
+    """Makes `[m, 2]` of either sign, from 2^-31 of the largest to the largest, rounded to fp32."""
+    generator = torch.Generator().manual_seed(5)
+    magnitudes = torch.rand(4096, 2, generator=generator).mul(-31).exp2()
+    signs = torch.randint(0, 2, (4096, 2), generator=generator) * 2 - 1
+    return (magnitudes * signs * scale).double()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e-20, 7e30])
+def test_losses_are_rounded_once(scale: float):
+    addends = _addends(scale)
+    expected = [math.fsum(column) for column in addends.T.tolist()]
+    orders = (torch.arange(4096), torch.arange(4096).flip(0), torch.randperm(4096))
+    assert any(addends[order].cumsum(0)[-1].tolist() != expected for order in orders)  # which rounds every addition
+    for order in orders:
+        assert sum_in_any_order(addends[order]).tolist() == expected
+
+
+def test_order_of_losses_does_not_show():
+    addends = torch.cat([_addends(1.0), _addends(1e-12), _addends(1e-30)])
+    actual = sum_in_any_order(addends)
+    assert torch.equal(actual, sum_in_any_order(addends[torch.randperm(len(addends))]))
+    for total, column in zip(actual.tolist(), addends.T.tolist(), strict=True):
+        # Each addend is cut to a multiple of 2^-56 of the power of two above the largest, and the sum rounded.
+        assert abs(total - math.fsum(column)) <= len(column) * 2.0**-57 + abs(total) * 2.0**-53
+
+
+def test_non_finite_and_zero_losses():
+    actual = sum_in_any_order(torch.tensor([[1.0, math.inf, 0.0], [math.nan, 1.0, 0.0]], dtype=torch.float64))
+    assert math.isnan(actual[0]) and actual[1:].tolist() == [math.inf, 0.0]
