@@ -1,7 +1,6 @@
 """The corpus format: bytes composed by hand, corpora read back, merged, and refused when damaged."""
 
 import os
-import pickle
 import struct
 import tracemalloc
 from pathlib import Path
@@ -108,13 +107,6 @@ def test_unfinalised_writer_leaves_old_corpus(tmp_path: Path):
         raise KeyboardInterrupt
     assert IndexedDataset(tmp_path / "c")[0].tolist() == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
-
-
-def test_pickle_holds_only_the_path(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", [list(range(5000))])
-    data = pickle.dumps(corpus)
-    assert len(data) < 500
-    assert np.array_equal(pickle.loads(data)[0], corpus[0])
 
 
 def test_exists_needs_both_files(tmp_path: Path):

@@ -16,8 +16,7 @@ from tests.functional._program import load_program
 from tests.unit.models.gpt.test_hugging_face import KINDS, build
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("kind", "tied"), [(kind, number % 2 == 0) for number, kind in enumerate(KINDS)])
 def test_the_printed_flags_make_the_model(kind: str, tied: bool, tmp_path: Path):
     save_hugging_face(build(kind, tied), tmp_path / "hf")
     architecture = hf_architecture(tmp_path / "hf")

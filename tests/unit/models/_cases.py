@@ -18,46 +18,24 @@ class Case(NamedTuple):
     positions: str
 
 
-_SMALL = {
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "init_method_std": 0.3,  # large enough for attention and activations to matter
-}
+_SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+_SMALL |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_SMALL["init_method_std"] = 0.3  # large enough for attention and activations to matter
+_SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "num_query_groups": 2, "ffn_hidden_size": 20}
+_RMS = {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True}
+_QK_NORM = {"num_query_groups": 2, "kv_channels": 8, "qk_layernorm": True, "activation_func": "gelu_tanh"}
+_PARTIAL_ROPE = {"rotary_percent": 0.5, "rotary_base": 500.0}
 
 CASES = {
     "gelu-learned-tied": Case(_SMALL, tied=True, positions="learned_absolute"),
-    "swiglu-gqa-rope-rms": Case(
-        _SMALL
-        | {
-            "num_query_groups": 2,
-            "ffn_hidden_size": 20,
-            "gated_linear_unit": True,
-            "activation_func": "silu",
-            "normalization": "RMSNorm",
-            "add_bias_linear": False,
-            "add_qkv_bias": True,
-        },
-        tied=False,
-        positions="rope",
-    ),
-    "qk-norm-partial-rope-tied": Case(
-        _SMALL
-        | {
-            "num_query_groups": 2,
-            "kv_channels": 8,
-            "qk_layernorm": True,
-            "rotary_percent": 0.5,
-            "rotary_base": 500.0,
-            "activation_func": "gelu_tanh",
-        },
-        tied=True,
-        positions="rope",
-    ),
+    "swiglu-gqa-rope-rms": Case(_SMALL | _SWIGLU | _RMS, tied=False, positions="rope"),
+    "qk-norm-partial-rope-tied": Case(_SMALL | _QK_NORM | _PARTIAL_ROPE, tied=True, positions="rope"),
     "geglu-rope": Case(_SMALL | {"gated_linear_unit": True}, tied=False, positions="rope"),
 }
+
+FUSED: dict[str, Any] = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+FUSED["cross_entropy_fusion_vocab_chunk_size"] = 7
+"""Fields of a config whose model makes no whole logits."""
 
 SMALL = CASES["gelu-learned-tied"]
 
@@ -66,17 +44,21 @@ def small_config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**(SMALL.config | changes))
 
 
-def build(case: Case, **changes: Any) -> GPTModel:
-    """Returns the model of `case`, some fields of its config changed, with whole biases and norms off their trivial
-    start."""
-    torch.manual_seed(7)
-    model = GPTModel(
+def construct(case: Case, seed: int = 3, vocab_size: int = VOCAB, **changes: Any) -> GPTModel:
+    """Returns the model of `case` as it starts, some fields of its config changed."""
+    torch.manual_seed(seed)
+    return GPTModel(
         TransformerConfig(**(case.config | changes)),
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.positions,
     )
+
+
+def build(case: Case, **changes: Any) -> GPTModel:
+    """Returns the same with whole biases and norms off their trivial start."""
+    model = construct(case, seed=7, **changes)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():

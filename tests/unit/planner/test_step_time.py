@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from core.planner import Simulation
 from core.planner.hardware import PRESETS
 from core.planner.recorder import Collective, Mark, Ranks, Work
 from core.planner.step_time import step_time
@@ -18,13 +20,19 @@ SENT = int(8e9)  # 7 s in a ring of eight ranks
 FORWARD, BACKWARD, UPDATE = "forward of a, micro-batch 1", "backward of a, micro-batch 1", "the update"
 
 
+@functools.cache
+def _simulation() -> Simulation:
+    """Returns a simulation whose events the tests replace."""
+    return simulated("")
+
+
 def _computes(seconds: float, *awaits: Collective) -> Work:
     return Work("mm", int(seconds * HARDWARE.matmul_flops), 0, 2, awaits)
 
 
 def _exposed(events: list[tuple[str, Any]], **settings: Any) -> tuple[float, float, float]:
     """Returns seconds of the step, and of exposed and hidden communication."""
-    planned = replace(simulated(""), first_events=(), events=tuple(events), **settings)
+    planned = replace(_simulation(), first_events=(), events=tuple(events), **settings)
     time = step_time([planned], HARDWARE)
     return time.step_s, time.exposed_s, time.hidden_s
 
@@ -68,7 +76,7 @@ def test_a_host_that_runs_ahead_gathers_during_the_unit_before():
 
 def test_a_gather_that_a_step_leaves_running_delays_the_next():
     left = Collective("all-gather", SENT, GROUP)
-    planned = replace(simulated(""), first_events=((UPDATE, left),), events=((FORWARD, _computes(1, left)),))
+    planned = replace(_simulation(), first_events=((UPDATE, left),), events=((FORWARD, _computes(1, left)),))
     assert step_time([planned], HARDWARE).step_s == pytest.approx(8, 0.01)
 
 
@@ -87,7 +95,7 @@ def test_a_pipeline_waits_for_its_other_stages():
         for is_forward, where, seconds in ((True, FORWARD, 1), (False, BACKWARD, 2))
         for event in ((where, Mark(0, is_forward, number)), (where, _computes(seconds)))
     ]
-    first = replace(simulated(""), first_events=(), events=(*events, update))
+    first = replace(_simulation(), first_events=(), events=(*events, update))
     last = replace(
         first, events=tuple((w, replace(e, stage=1) if isinstance(e, Mark) else e) for w, e in first.events)
     )

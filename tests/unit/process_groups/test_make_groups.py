@@ -1,44 +1,14 @@
-"""Rank arithmetic against its definition, for every order of the five kinds of parallelism."""
-
-from itertools import combinations, permutations
-from math import prod
+"""Rank arithmetic on documented examples; `test_getters.py` compares it with an oracle for every order."""
 
 import pytest
 
 from core.base.errors import ParallelConfigError
 from core.process_groups.make_groups import parse_order, rank_groups
-from tests.unit._ranks import Factorisation
-
-ORDERS = ["-".join(tokens) for tokens in permutations(("tp", "cp", "ep", "dp", "pp"))]
-SUBSETS = ["-".join(tokens) for n in (1, 2, 3, 5) for tokens in combinations(("tp", "cp", "ep", "dp", "pp"), n)]
-SIZES = [
-    {"tp": 2, "cp": 1, "ep": 1, "dp": 2, "pp": 2},
-    {"tp": 2, "cp": 2, "ep": 1, "dp": 2, "pp": 2},
-    {"tp": 1, "cp": 1, "ep": 3, "dp": 2, "pp": 2},
-]
 
 
 def _groups(kinds: str, order: str, **sizes: int) -> list[list[int]]:
     whole = {"tp": 1, "cp": 1, "ep": 1, "dp": 1, "pp": 1} | sizes
     return rank_groups({token: whole[token] for token in parse_order(order, whole)}, kinds.split("-"))
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
-def test_every_order_and_every_set_of_kinds(sizes: dict[str, int]) -> None:
-    for order in ORDERS:
-        expected = Factorisation(order, sizes)
-        for kinds in SUBSETS:
-            groups = _groups(kinds, order, **sizes)
-            assert {tuple(group) for group in groups} == expected.table(kinds), (order, kinds)
-            assert sum(map(len, groups)) == prod(sizes.values()), (order, kinds)
-
-
-@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "dp-tp-pp-cp-ep", "pp-ep-dp-cp-tp"])
-def test_a_world_of_64(order: str) -> None:
-    sizes = {"tp": 4, "cp": 2, "ep": 1, "dp": 4, "pp": 2}
-    expected = Factorisation(order, sizes)
-    for kinds in SUBSETS:
-        assert {tuple(group) for group in _groups(kinds, order, **sizes)} == expected.table(kinds), kinds
 
 
 def test_the_sequence_of_groups_and_of_ranks_is_megatrons() -> None:

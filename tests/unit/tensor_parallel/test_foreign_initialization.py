@@ -99,12 +99,15 @@ def test_reset_parameters_fill_each_tensor():
 
 
 def _sharded_start(units: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())  # streams apart: initialisation looks at none of them
+    before = torch.get_rng_state()
     model = _on_meta()
     if units:
         for unit in (model.linear, model.norms, model.attention, model.around.inner, model.around, model.scaled):
             fully_shard(unit)
     fully_shard(model)
     values = _filled(model)
+    assert torch.equal(torch.get_rng_state(), before)
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.around.inner.weight, DTensor)
     return values
@@ -222,17 +225,3 @@ def test_parents_do_not_reset_filled_modules():
     values = _filled(model)
     assert all(torch.equal(values[name], before[name]) for name in before if name != "inner.weight")
     assert not torch.equal(values["inner.weight"], before["inner.weight"])
-
-
-def _rank_independent_buffers() -> None:
-    torch.manual_seed(dist.get_rank())  # streams apart: initialisation looks at none of them
-    before = torch.get_rng_state()
-    values = _filled(_on_meta())
-    assert torch.equal(torch.get_rng_state(), before)
-    gathered = [torch.empty_like(values["linear.weight"]) for _ in range(2)]
-    dist.all_gather(gathered, values["linear.weight"])
-    assert torch.equal(*gathered)
-
-
-def test_values_do_not_depend_on_rank_streams():
-    run_distributed(_rank_independent_buffers, 2)

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core import parallel_state
 from core.base.errors import ConfigError
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import (
@@ -26,7 +25,6 @@ from core.tensor_parallel import (
     draw_init_seed,
     initialize_parameters,
 )
-from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import config, normal
 
 SEED = 77
@@ -163,21 +161,6 @@ def test_tp_and_sharding_keep_values():
                 assert torch.equal(local, cut.chunk(2, 0)[rank // 2]), (name, rank)
 
 
-def _gathered_values() -> dict[str, torch.Tensor]:
-    parallel_state.initialize_model_parallel()
-    mesh = parallel_state.get_data_parallel_mesh()
-    with torch.device("meta"):
-        model = _Model()
-    model = _sharded_on_meta(model, mesh)
-    initialize_parameters(model, SEED)
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-
-
-def test_two_real_ranks_gather_the_serial_values():
-    for gathered in run_distributed(_gathered_values, 2):
-        _assert_same(gathered, _serial_values())
-
-
 def test_manual_seed_decides_all_values():
     def build(meta: bool) -> ColumnParallelLinear:
         torch.manual_seed(5)
@@ -260,15 +243,6 @@ def test_fp32_parameters_start_at_low_precision_values(low: str):
     dtype = computed.config.compute_dtype
     assert computed.weight.dtype == torch.float32 and not torch.equal(computed.weight, drawn.weight)
     assert torch.equal(computed.weight, drawn.weight.to(dtype).float())
-
-
-def test_foreign_module_leaves_random_stream():
-    model = nn.Linear(3, 2)
-    before = torch.get_rng_state()
-    initialize_parameters(model, SEED)
-    assert torch.equal(torch.get_rng_state(), before)
-    # torch's own distribution: uniform within 1 / sqrt(fan_in)
-    assert 0 < model.weight.abs().max() <= 3**-0.5
 
 
 def test_unfilled_parameter_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -23,14 +24,8 @@ from tests.unit.tensor_parallel._layers import OUT, B, H, S, V, all_gather, conf
 
 
 def _check_column(sequence_parallel: bool, gather_output: bool, skip_bias_add: bool) -> None:
-    serial, parallel = pair(
-        ColumnParallelLinear,
-        H,
-        OUT,
-        sequence_parallel=sequence_parallel,
-        gather_output=gather_output,
-        skip_bias_add=skip_bias_add,
-    )
+    options = {"gather_output": gather_output, "skip_bias_add": skip_bias_add}
+    serial, parallel = pair(ColumnParallelLinear, H, OUT, sequence_parallel=sequence_parallel, **options)
     whole = integer_tensor(S, B, H)  # [s, b, h]
     x = whole.clone().requires_grad_()
     x_part = (own(whole, 0) if sequence_parallel else whole).clone().requires_grad_()
@@ -50,14 +45,8 @@ def _check_column(sequence_parallel: bool, gather_output: bool, skip_bias_add: b
 
 
 def _check_row(sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool) -> None:
-    serial, parallel = pair(
-        RowParallelLinear,
-        H,
-        OUT,
-        sequence_parallel=sequence_parallel,
-        input_is_parallel=input_is_parallel,
-        skip_bias_add=skip_bias_add,
-    )
+    options = {"input_is_parallel": input_is_parallel, "skip_bias_add": skip_bias_add}
+    serial, parallel = pair(RowParallelLinear, H, OUT, sequence_parallel=sequence_parallel, **options)
     whole = integer_tensor(S, B, H)
     x = whole.clone().requires_grad_()
     x_part = (own(whole, -1) if input_is_parallel else whole).clone().requires_grad_()
@@ -99,15 +88,8 @@ def _check_tied() -> None:
     ids = torch.arange(S * B).view(B, S) % V
     upstream = integer_tensor(B, S, V)
     for table, cut in ((embedding, None), (embedding_part, -1)):
-        head = ColumnParallelLinear(
-            H,
-            V,
-            config=table.config,
-            init_method=integers,
-            bias=False,
-            skip_weight_param_allocation=True,
-            tp_group=table.tp_group,
-        )
+        options = {"config": table.config, "init_method": integers, "tp_group": table.tp_group}
+        head = ColumnParallelLinear(H, V, bias=False, skip_weight_param_allocation=True, **options)
         assert not list(head.parameters())
         with pytest.raises(ConfigError, match="owns no weight"):
             head(torch.zeros(1, 1, H))
@@ -119,6 +101,7 @@ def _check_tied() -> None:
 
 
 def _check_autocast() -> None:
+    """Computes in bf16, with a weight gradient in fp32."""
     serial, parallel = pair(ColumnParallelLinear, H, OUT)
     results = []
     for layer in (serial, parallel):
@@ -136,6 +119,7 @@ def _check_autocast() -> None:
 
 
 def _check_copied_and_saved() -> None:
+    """Marks of parameters survive copies and assignment."""
     _, layer = pair(RowParallelLinear, H, OUT, sequence_parallel=True)
     twin = copy.deepcopy(layer)
     assert twin.tp_group is layer.tp_group
@@ -192,42 +176,24 @@ def _check_under_fsdp2() -> None:
     assert torch.equal(all_gather(parallel.bias.grad.to_local(), 0), serial.bias.grad)
 
 
-@pytest.mark.parametrize("skip_bias_add", [False, True])
-@pytest.mark.parametrize("gather_output", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_column_parallel_equals_serial(sequence_parallel: bool, gather_output: bool, skip_bias_add: bool):
-    run_distributed(_check_column, 2, sequence_parallel, gather_output, skip_bias_add)
+def _check_all_layers() -> None:
+    for settings in product([False, True], repeat=3):
+        _check_column(*settings)
+    for cuts, skip_bias_add in product([(False, True), (False, False), (True, True)], [False, True]):
+        _check_row(*cuts, skip_bias_add)
+    for sequence_parallel in (False, True):
+        _check_embedding(sequence_parallel)
 
 
-@pytest.mark.parametrize("skip_bias_add", [False, True])
-@pytest.mark.parametrize(("sequence_parallel", "input_is_parallel"), [(False, True), (False, False), (True, True)])
-def test_row_parallel_equals_serial(sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool):
-    run_distributed(_check_row, 2, sequence_parallel, input_is_parallel, skip_bias_add)
+def test_layers_over_two_ranks_equal_serial():
+    run_distributed(_check_all_layers, 2)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_embedding_equals_serial(sequence_parallel: bool):
-    run_distributed(_check_embedding, 2, sequence_parallel)
-
-
-def test_tied_output_layer_adds_to_embedding_gradient():
-    run_distributed(_check_tied, 2)
-
-
-def test_column_parallel_under_autocast():
-    run_distributed(_check_autocast, 2)
-
-
-def test_layers_default_to_parallel_state_group():
-    run_distributed(_check_default_group, 2)
-
-
-def test_column_parallel_under_fsdp2_with_mixed_precision():
-    run_distributed(_check_under_fsdp2, 2)
-
-
-def test_parameter_marks_survive_copies_and_assignment():
-    run_distributed(_check_copied_and_saved, 2)
+@pytest.mark.parametrize(
+    "check", [_check_tied, _check_autocast, _check_default_group, _check_under_fsdp2, _check_copied_and_saved]
+)
+def test_two_ranks_agree_with_one(check):
+    run_distributed(check, 2)
 
 
 def test_single_rank_linear_equals_torch_in_autograd():

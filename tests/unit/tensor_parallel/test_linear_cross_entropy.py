@@ -68,14 +68,8 @@ class Case:
         self.target, self.token_weights = _target(s, b, v).to(device), _weights(s, b).to(device)
 
     def fused(self, **options: Any) -> torch.Tensor:
-        return linear_cross_entropy(
-            self.input_,
-            self.weight,
-            self.target,
-            sequence_parallel=self.splits_sequence,
-            tp_group=self.group,
-            **options,
-        )
+        layout = {"sequence_parallel": self.splits_sequence, "tp_group": self.group}
+        return linear_cross_entropy(self.input_, self.weight, self.target, **layout, **options)
 
     def plain(self) -> torch.Tensor:
         logits = column_parallel_linear(self.input_, self.weight, None, self.group, self.splits_sequence)
@@ -178,7 +172,7 @@ def test_backward_twice_with_retained_graph():
     assert torch.equal(case.weight.grad, first)
 
 
-class _Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that an operation returns."""
 
     most = 0
@@ -194,7 +188,7 @@ class _Largest(TorchDispatchMode):
 def test_whole_logits_are_never_allocated():
     tokens, vocab = 64, 640
     x, weight = torch.randn(tokens, 1, 8, requires_grad=True), nn.Parameter(torch.randn(vocab, 8))
-    with _Largest() as seen:
+    with LargestTensor() as seen:
         loss = linear_cross_entropy(x, weight, torch.arange(tokens).view(-1, 1), vocab_chunk_size=64)
         loss.sum().backward()
     assert seen.most == max(tokens * 64, vocab * 8)

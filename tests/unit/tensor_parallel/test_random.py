@@ -133,16 +133,8 @@ def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
     after_backward = torch.rand(4)
     with get_rng_tracker().fork():
         own_after_backward = torch.rand(4)
-    return (
-        y.detach(),
-        once,
-        x.grad,
-        weight.grad,
-        after_forward,
-        own_after_forward,
-        after_backward,
-        own_after_backward,
-    )
+    drawn = (after_forward, own_after_forward, after_backward, own_after_backward)
+    return (y.detach(), once, x.grad, weight.grad, *drawn)
 
 
 def test_recomputation_changes_no_output_gradient_or_stream():

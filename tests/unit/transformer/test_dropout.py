@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from core import parallel_state
+from core.models.common.embeddings import LanguageModelEmbedding
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.transformer import TransformerConfig
 from core.transformer.dot_product_attention import DotProductAttention
@@ -20,7 +21,14 @@ def test_dropout_in_training_with_positive_probability():
     assert set(dropped.tolist()) == {0.0, 2.0}
 
 
-def _drawn(sequence_parallel, tp=2, cp=1):
+def test_embeddings_are_dropped_in_training_only():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, hidden_dropout=0.5)
+    words, ids = LanguageModelEmbedding(config, 32, 6, "rope"), torch.arange(6).view(1, 6)
+    assert (words(ids) == 0).any()
+    assert not (words.eval()(ids) == 0).any()
+
+
+def _drawn(sequence_parallel, tp, cp):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     model_parallel_manual_seed(5)
     try:
@@ -29,16 +37,10 @@ def _drawn(sequence_parallel, tp=2, cp=1):
         get_rng_tracker().reset()
 
 
-def test_ranks_share_a_mask_unless_they_hold_sequence_parts():
-    first, second = run_distributed(_drawn, 2, False)
-    assert torch.equal(first, second)
-    first, second = run_distributed(_drawn, 2, True)
-    assert not torch.equal(first, second)
-
-
-def test_context_parallel_ranks_share_no_mask():
-    first, second = run_distributed(_drawn, 2, False, 1, 2)
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize(("sequence_parallel", "tp", "cp"), [(False, 2, 1), (True, 2, 1), (False, 1, 2)])
+def test_ranks_share_a_mask_unless_they_hold_sequence_parts(sequence_parallel, tp, cp):
+    first, second = run_distributed(_drawn, 2, sequence_parallel, tp, cp)
+    assert torch.equal(first, second) == (tp == 2 and not sequence_parallel)
 
 
 @pytest.mark.long

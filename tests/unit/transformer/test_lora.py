@@ -14,10 +14,10 @@ from core.base.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.tensor_parallel.groups import copy_partition, whole_shape
-from core.transformer import TransformerConfig, materialize
-from core.transformer.lora import Adapter, add_lora, is_adapter, merge_lora
+from core.transformer import materialize
+from core.transformer.lora import Adapter, add_lora, freeze_parameters, is_adapter, merge_lora
 from tests.unit._spawn import run_distributed
-from tests.unit.models._cases import CASES, LENGTH, VOCAB, batch, build
+from tests.unit.models._cases import CASES, batch, build, construct
 from tests.unit.tensor_parallel._layers import all_gather, config, integer_tensor, integers, own
 
 S, B, H, OUT, RANK = 6, 2, 4, 10, 3
@@ -78,14 +78,8 @@ def test_lora_on_two_tp_ranks_equals_serial():
 
 
 def _gpt(tp: int, on_meta: bool = False) -> GPTModel:
-    torch.manual_seed(3)
     with torch.device("meta" if on_meta else "cpu"):
-        model = GPTModel(
-            TransformerConfig(**(CASE.config | {"tensor_model_parallel_size": tp})),
-            vocab_size=VOCAB,
-            max_sequence_length=LENGTH,
-            position_embedding_type="rope",
-        )
+        model = construct(CASE, tensor_model_parallel_size=tp)
     add_lora(model, RANK)
     return materialize(model) if on_meta else model
 
@@ -100,10 +94,7 @@ def _initial_values(on_meta: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_lora_initial_values_do_not_depend_on_tp(on_meta: bool):
-    torch.manual_seed(3)
-    plain = GPTModel(
-        TransformerConfig(**CASE.config), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
-    )
+    plain = construct(CASE)
     serial = dict(_gpt(1, on_meta).named_parameters())
     assert [name for name in serial if not is_adapter(name)] == [name for name, _ in plain.named_parameters()]
     for name, parameter in plain.named_parameters():
@@ -156,3 +147,21 @@ def test_unadaptable_models_are_refused_unchanged():
     add_lora(model, RANK)
     with pytest.raises(ConfigError, match="has LoRA adapters"):
         add_lora(model, RANK)
+
+
+def _three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+def test_matching_parameters_are_frozen():
+    actual = _three_layers()
+    assert freeze_parameters(actual, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias", "2.bias"]
+    assert [name for name, p in actual.named_parameters() if p.requires_grad] == ["1.weight", "2.weight"]
+    assert freeze_parameters(_three_layers(), []) == []
+
+
+def test_patterns_matching_none_or_all_are_refused():
+    with pytest.raises(ConfigError, match=r"freeze '3\.\*' matches no parameter; names are as 0\.weight and 2\.bias"):
+        freeze_parameters(_three_layers(), ["0.*", "3.*"])
+    with pytest.raises(ConfigError, match=r"freeze 0\.\* \[12\]\.\* matches all 6 parameters; leave some to train"):
+        freeze_parameters(_three_layers(), ["0.*", "[12].*"])

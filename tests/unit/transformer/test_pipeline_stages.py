@@ -7,44 +7,31 @@ from core.base.errors import ConfigError, ParallelConfigError
 from core.transformer.pipeline_stages import StageLayers, pipeline_stage, stages_of
 from core.transformer.transformer_config import TransformerConfig
 
+SHORT = {
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "schedule": "pipeline_parallel_schedule",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+}
+
 
 def _config(**fields) -> TransformerConfig:
-    return TransformerConfig(**{"num_layers": 8, "hidden_size": 8, "num_attention_heads": 2, **fields})
+    sizes = {"num_layers": 8, "hidden_size": 8, "num_attention_heads": 2}
+    return TransformerConfig(**sizes, **{SHORT[name]: value for name, value in fields.items()})
 
 
 @pytest.mark.parametrize(
     ("fields", "layers"),
     [
         ({}, [8]),
-        ({"pipeline_model_parallel_size": 4}, [2, 2, 2, 2]),
-        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, [2, 2, 2, 2]),
-        ({"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 2}, [2, 3, 3]),
-        ({"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 2}, [3, 3, 2]),
-        (
-            {
-                "pipeline_model_parallel_size": 3,
-                "num_layers_in_first_pipeline_stage": 1,
-                "num_layers_in_last_pipeline_stage": 3,
-            },
-            [1, 4, 3],
-        ),
-        (  # a rank's layers are in two places of the pipeline
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "num_layers_in_first_pipeline_stage": 2,
-            },
-            [1, 3, 1, 3],
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "pipeline_parallel_schedule": "ZBVZeroBubble",
-                "num_layers_in_first_pipeline_stage": 2,
-            },
-            [1, 3, 3, 1],
-        ),
+        ({"pp": 4}, [2, 2, 2, 2]),
+        ({"pp": 2, "vp": 2}, [2, 2, 2, 2]),
+        ({"pp": 3, "first": 2}, [2, 3, 3]),
+        ({"pp": 3, "last": 2}, [3, 3, 2]),
+        ({"pp": 3, "first": 1, "last": 3}, [1, 4, 3]),
+        ({"pp": 2, "vp": 2, "first": 2}, [1, 3, 1, 3]),  # a rank's layers are in two places of the pipeline
+        ({"pp": 2, "vp": 2, "schedule": "ZBVZeroBubble", "first": 2}, [1, 3, 3, 1]),
     ],
 )
 def test_layers_divide_among_stages_in_order(fields, layers):
@@ -55,42 +42,22 @@ def test_layers_divide_among_stages_in_order(fields, layers):
     assert [stage.is_last for stage in stages] == [*[False] * (len(layers) - 1), True]
 
 
+_ZBV = "'ZBVZeroBubble' takes 2 for virtual_pipeline_model_parallel_size, which is"
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"pipeline_model_parallel_size": 3}, "num_layers 8 do not divide among pipeline_model_parallel_size 3; take"),
-        ({"pipeline_model_parallel_size": 16}, "do not divide among pipeline_model_parallel_size 16"),
-        (
-            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 8},
-            "of which the first and last have 8 and None",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
-            "a rank has 4 of num_layers 8, which do not divide among its 3 virtual",
-        ),
-        ({"virtual_pipeline_model_parallel_size": 2}, "is 2 with pipeline_model_parallel_size 1; take 2"),
-        ({"pipeline_parallel_schedule": "GPipe"}, "is 'GPipe' with pipeline_model_parallel_size 1"),
-        ({"pipeline_model_parallel_size": 2, "pipeline_parallel_schedule": "1f1b"}, "pipeline_parallel_schedule"),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "pipeline_parallel_schedule": "GPipe",
-            },
-            "'GPipe' takes None for virtual_pipeline_model_parallel_size, which is 2",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
-            "'ZBVZeroBubble' takes 2 for virtual_pipeline_model_parallel_size, which is None",
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 4,
-                "pipeline_parallel_schedule": "ZBVZeroBubble",
-            },
-            "'ZBVZeroBubble' takes 2 for virtual_pipeline_model_parallel_size, which is 4",
-        ),
+        ({"pp": 3}, "num_layers 8 do not divide among pipeline_model_parallel_size 3; take"),
+        ({"pp": 16}, "do not divide among pipeline_model_parallel_size 16"),
+        ({"pp": 2, "first": 8}, "of which the first and last have 8 and None"),
+        ({"pp": 2, "vp": 3}, "a rank has 4 of num_layers 8, which do not divide among its 3 virtual"),
+        ({"vp": 2}, "is 2 with pipeline_model_parallel_size 1; take 2"),
+        ({"schedule": "GPipe"}, "is 'GPipe' with pipeline_model_parallel_size 1"),
+        ({"pp": 2, "schedule": "1f1b"}, "pipeline_parallel_schedule"),
+        ({"pp": 2, "vp": 2, "schedule": "GPipe"}, "'GPipe' takes None for virtual_pipeline_.*, which is 2"),
+        ({"pp": 2, "schedule": "ZBVZeroBubble"}, f"{_ZBV} None"),
+        ({"pp": 2, "vp": 4, "schedule": "ZBVZeroBubble"}, f"{_ZBV} 4"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_one_line(fields, said):

@@ -1,14 +1,14 @@
 """Attention over a cut sequence against the same over the whole one, and the keys that queries see against masks."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.base.errors import ConfigError, DataError
@@ -29,6 +29,7 @@ from core.transformer.sequences import (
     visible_keys,
 )
 from tests.unit._spawn import run_distributed
+from tests.unit.tensor_parallel.test_linear_cross_entropy import LargestTensor
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 6
 DOCUMENTS = ((5, 12, 7), (1, 2, 17, 4))
@@ -174,26 +175,14 @@ def test_a_mask_over_cut_sequences_is_refused():
     run_distributed(_refuses_masks, 2)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives."""
+def _watched(mode: LargestTensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function within which a mode is on: it does not see into an operation from outside."""
 
-    elements = 0
+    def watched(*args: Any) -> Any:
+        with mode:
+            return function(*args)
 
-    def watching(self, function):
-        """Returns a function within which this mode is on: it does not see into an operation from outside."""
-
-        def watched(*args):
-            with self:
-                return function(*args)
-
-        return watched
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = func(*args, **(kwargs or {}))
-        for tensor in given if isinstance(given, (tuple, list)) else (given,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return given
+    return watched
 
 
 def _largest_of_cut_attention(length: int) -> int:
@@ -201,12 +190,12 @@ def _largest_of_cut_attention(length: int) -> int:
     leaves = [torch.randn(length // 2, 1, 2, 8, requires_grad=True) for _ in range(3)]
     starts = (torch.arange(length) // 200 * 200).unsqueeze(0)
     group = parallel_state.get_context_parallel_group()
-    largest = _LargestTensor()
-    forward, backward = (largest.watching(f) for f in (piecewise_attention._forward, piecewise_attention._backward))
+    largest = LargestTensor()
+    forward, backward = (_watched(largest, getattr(piecewise_attention, name)) for name in ("_forward", "_backward"))
     with mock.patch.multiple(piecewise_attention, _forward=forward, _backward=backward):
         for documents in (None, own_chunks(starts)):
             attend_in_pieces(*leaves, documents, 0.0, group).sum().backward()
-    return largest.elements
+    return largest.most
 
 
 def test_attention_memory_is_not_quadratic():

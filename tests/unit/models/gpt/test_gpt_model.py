@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.models.gpt import GPTModel
 from tests.unit.models._cases import BATCH, CASES, LENGTH, SMALL, VOCAB, batch, build, relative_error, small_config
 from tests.unit.models._reference import fp64_parameters, reference_losses
+from tests.unit.tensor_parallel.test_linear_cross_entropy import LargestTensor
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -52,13 +52,8 @@ def test_packed_documents_do_not_see_each_other(name):
     hidden[..., cut:, :cut] = True
     positions = torch.cat((torch.arange(cut), torch.arange(LENGTH - cut))).expand(BATCH, -1)
     packed = model(ids, positions, hidden, labels=labels)
-    alone = torch.cat(
-        [
-            model(part, labels=next_)
-            for part, next_ in ((ids[:, :cut], labels[:, :cut]), (ids[:, cut:], labels[:, cut:]))
-        ],
-        1,
-    )
+    documents = (slice(0, cut), slice(cut, None))
+    alone = torch.cat([model(ids[:, part], labels=labels[:, part]) for part in documents], 1)
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(packed, model(ids, positions, None, labels=labels))
 
@@ -81,23 +76,15 @@ def test_explicit_positions_under_both_embeddings():
 
 
 def test_parameter_names_equal_megatrons():
-    tied, untied = (
-        build(SMALL).state_dict(),
-        build(CASES["qk-norm-partial-rope-tied"]._replace(tied=False)).state_dict(),
-    )
+    untied = build(CASES["qk-norm-partial-rope-tied"]._replace(tied=False)).state_dict()
+    tied = build(SMALL).state_dict()
     assert "output_layer.weight" not in tied and "embedding.position_embeddings.weight" in tied
     layer = [name.removeprefix("decoder.layers.1.") for name in untied if name.startswith("decoder.layers.1.")]
     assert sorted(layer) == sorted(
         f"{module}.{kind}"
         for module in (
-            "input_layernorm",
-            "self_attention.linear_qkv",
-            "self_attention.q_layernorm",
-            "self_attention.k_layernorm",
-            "self_attention.linear_proj",
-            "pre_mlp_layernorm",
-            "mlp.linear_fc1",
-            "mlp.linear_fc2",
+            *("input_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"),
+            *(f"self_attention.{part}" for part in ("linear_qkv", "q_layernorm", "k_layernorm", "linear_proj")),
         )
         for kind in ("weight", "bias")
     )
@@ -119,19 +106,6 @@ def test_shared_embedding_is_the_output_weight():
     assert untied.shared_embedding_or_output_weight() is untied.output_layer.weight
 
 
-class _LargestTensor(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
-
-
 @pytest.mark.parametrize("changes", [{}, {"num_query_groups": 1}, {"recompute_granularity": "selective"}])
 def test_causal_attention_memory_is_not_quadratic(changes):
     length = 1024
@@ -141,9 +115,9 @@ def test_causal_attention_memory_is_not_quadratic(changes):
     ids = torch.zeros(1, length, dtype=torch.long)
 
     def largest(mask):
-        with _LargestTensor() as seen:
+        with LargestTensor() as seen:
             model(ids, None, mask, labels=ids).sum().backward()
-        return seen.elements
+        return seen.most
 
     assert largest(None) < length * length / 8
     assert largest(torch.zeros(1, 1, length, length, dtype=torch.bool)) >= length * length  # the count can see one

@@ -5,29 +5,17 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from core.models.gpt import GPTModel, gpt_model
-from core.transformer import TransformerConfig, materialize
+from core.models.gpt import gpt_model
+from core.transformer import materialize
 from tests.unit._spawn import run_distributed
-from tests.unit.models._cases import CASES, LENGTH, SMALL, VOCAB, Case, batch, small_config
+from tests.unit.models._cases import CASES, SMALL, VOCAB, Case, batch, construct
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_meta_then_materialize_equals_direct_construction(name):
-    case = CASES[name]
-
-    def make():
-        torch.manual_seed(3)
-        return GPTModel(
-            TransformerConfig(**case.config),
-            vocab_size=VOCAB,
-            max_sequence_length=LENGTH,
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type=case.positions,
-        )
-
-    direct, after_direct = make(), torch.rand(1)
+    direct, after_direct = construct(CASES[name]), torch.rand(1)
     with torch.device("meta"):
-        model = make()
+        model = construct(CASES[name])
     after_meta = torch.rand(1)
     marks = {key: dict(vars(parameter)) for key, parameter in model.named_parameters()}
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -43,21 +31,10 @@ def test_meta_then_materialize_equals_direct_construction(name):
 UNEVEN = Case(SMALL.config | {"hidden_size": 15, "num_attention_heads": 3}, tied=True, positions="learned_absolute")
 
 
-def _make_uneven():
-    torch.manual_seed(3)
-    return GPTModel(
-        TransformerConfig(**UNEVEN.config),
-        vocab_size=VOCAB + 1,
-        max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=UNEVEN.tied,
-        position_embedding_type=UNEVEN.positions,
-    )
-
-
 def _materialize_sharded():
-    direct = _make_uneven()
+    direct = construct(UNEVEN, vocab_size=VOCAB + 1)
     with torch.device("meta"):
-        model = _make_uneven()
+        model = construct(UNEVEN, vocab_size=VOCAB + 1)
     for layer in model.decoder.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -75,12 +52,8 @@ def test_meta_sharded_materialized_equals_direct_construction():
 
 
 def test_seed_and_names_decide_initial_values():
-    def drawn(seed):
-        torch.manual_seed(seed)
-        config = small_config(init_method_std=0.02)
-        return GPTModel(config, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
-
-    first, other = drawn(1), drawn(2)
+    case = CASES["geglu-rope"]
+    first, other = (construct(case, seed, init_method_std=0.02, gated_linear_unit=False) for seed in (1, 2))
     assert not torch.equal(first.output_layer.weight, other.output_layer.weight)
     layers = first.decoder.layers
     assert not torch.equal(layers[0].mlp.linear_fc1.weight, layers[1].mlp.linear_fc1.weight)
@@ -93,15 +66,5 @@ def test_seed_and_names_decide_initial_values():
 def test_perform_initialization_false_leaves_memory(monkeypatch):
     filled = []
     monkeypatch.setattr(gpt_model, "initialize_parameters", lambda model, seed: filled.append(seed))
-    seeds = []
-    for perform in (True, False):
-        torch.manual_seed(5)
-        seeds.append(
-            GPTModel(
-                small_config(perform_initialization=perform),
-                vocab_size=VOCAB,
-                max_sequence_length=LENGTH,
-                position_embedding_type="rope",
-            ).init_seed
-        )
+    seeds = [construct(CASES["geglu-rope"], perform_initialization=perform).init_seed for perform in (True, False)]
     assert seeds[0] == seeds[1] and filled == seeds[:1]

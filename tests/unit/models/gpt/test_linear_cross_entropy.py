@@ -7,6 +7,7 @@ size in bf16 (2^-11 in fp16), and each layer below rounds again; four times that
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -14,17 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.base.errors import ConfigError
-from core.distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-    finalize_model_grads,
-    wrap_model,
-)
+from core.distributed import finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer import TransformerConfig
@@ -32,22 +26,13 @@ from core.transformer.lora import add_lora
 from core.transformer.module import Float16Module
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
-from tests.unit.models._cases import CASES, batch, build, relative_error
-from tests.unit.models.gpt.test_tensor_parallel import _train
+from tests.unit._whole import whole_weights
+from tests.unit.distributed._toys import CollectiveCounter
+from tests.unit.models._cases import CASES, FUSED, batch, build, relative_error
+from tests.unit.optimizer._squares import CONFIGS
 
-FUSED = {
-    "cross_entropy_loss_fusion": True,
-    "cross_entropy_fusion_impl": "linear",
-    "cross_entropy_fusion_vocab_chunk_size": 7,
-}
 TIED, UNTIED = "gelu-learned-tied", "swiglu-gqa-rope-rms"
-WRAPPERS: dict[str, Any] = {
-    "ddp": lambda: DistributedDataParallelConfig(overlap_grad_reduce=True),
-    "zero1": lambda: DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", overlap_grad_reduce=True),
-    "zero2": lambda: DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads"),
-    "fsdp2": TorchFullyShardedDataParallelConfig,
-    "zero3": FullyShardedDataParallelConfig,
-}
+WRAPPERS = ("ddp", "zero1", "zero2", "fsdp2", "zero3")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -60,21 +45,8 @@ def _loss(model: Any, seed: int) -> torch.Tensor:
     return (model(ids, labels=labels).float() * mask).sum()
 
 
-class _Gathers(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[str]]:
-    """Returns losses, weights after two steps of two micro-batches, and names of the collectives of the last."""
+def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Counter[str]]:
+    """Returns losses, weights after two steps of two micro-batches, and collectives of the last, counted."""
     frozen, adapts = fields.pop("frozen", ""), fields.pop("adapts", False)
     model: Any = build(CASES[case], **fields)
     if adapts:
@@ -85,19 +57,18 @@ def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], 
     for name, parameter in model.named_parameters():
         if frozen and frozen in name:
             parameter.requires_grad_(False)
-    settings = WRAPPERS[wrapper]()
     if (model.config.bf16 or model.config.fp16) and wrapper not in ("fsdp2", "zero3"):
         model = Float16Module(model.config, model)
-    wrapped = wrap_model(model, model.config, settings)
+    wrapped = wrap_model(model, model.config, CONFIGS[wrapper])
     config = OptimizerConfig(
         optimizer="sgd", lr=0.05, bf16=model.config.bf16, fp16=model.config.fp16, initial_loss_scale=2.0**8
     )
     optimizer = get_megatron_optimizer(config, [wrapped])
     per_token = model.config.calculate_per_token_loss
     losses = []
-    with _Gathers() as gathers:
+    with CollectiveCounter() as collectives:
         for step in range(2):
-            gathers.names.clear()
+            collectives.counts.clear()
             wrapped.zero_grad_buffer()
             for index in range(2):
                 with wrapped.no_sync() if index == 0 else nullcontext():
@@ -106,13 +77,7 @@ def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], 
                 losses.append(loss.detach())
             finalize_model_grads([wrapped], 40 if per_token else None)
             assert optimizer.step()[0]
-    wrapped.finish_param_sync() if hasattr(wrapped, "finish_param_sync") else None
-    with wrapped.whole_parameters():
-        weights = {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float().clone()
-            for name, p in wrapped.module.named_parameters()
-        }
-    return losses, weights, list(gathers.names)
+    return losses, whole_weights(wrapped), collectives.counts
 
 
 def _equals(case: str, wrapper: str, tolerance: float, fields: dict[str, Any]) -> None:
@@ -126,7 +91,7 @@ def _equals(case: str, wrapper: str, tolerance: float, fields: dict[str, Any]) -
     assert weights.keys() == expected_weights.keys()
     for name, expected in expected_weights.items():
         assert relative_error(weights[name], expected) <= tolerance, name
-    assert sorted(collectives) == sorted(expected_collectives)  # the head is gathered no more often
+    assert collectives == expected_collectives  # the head is gathered no more often
 
 
 @pytest.mark.parametrize(
@@ -155,24 +120,6 @@ SOFT = {
 def test_head_settings_compose(soft, wrapper):
     case, tolerance, fields = SOFT[soft]
     run_distributed(_equals, 2, case, wrapper, tolerance, fields)
-
-
-def _train_on_two(case: str, sequence_parallel: bool) -> Any:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    model = build(CASES[case], tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, **FUSED)
-    return _train(model)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
-@pytest.mark.parametrize("case", [TIED, UNTIED])
-def test_two_tp_ranks_equal_serial_whole_logits(case, sequence_parallel):
-    losses, gradients, weights = _train(build(CASES[case]))
-    for rank in run_distributed(_train_on_two, 2, case, sequence_parallel):
-        for actual, expected in zip(rank[0], losses, strict=True):
-            assert relative_error(actual, expected) < 1e-6
-        for actual, expected in ((rank[1], gradients), (rank[2], weights)):
-            for name, tensor in expected.items():
-                assert relative_error(actual[name], tensor) < 1e-5, name
 
 
 def test_logits_without_labels_are_whole():

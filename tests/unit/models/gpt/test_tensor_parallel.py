@@ -5,16 +5,14 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.models.gpt import GPTModel
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
-from core.transformer import TransformerConfig, materialize
 from tests.unit._spawn import run_distributed
-from tests.unit.models._cases import CASES, LENGTH, VOCAB, batch, build, relative_error
+from tests.unit.models._cases import CASES, FUSED, batch, build, relative_error
 
 STEPS, LR = 3, 0.05
 
 
-def _train(model, sum_partial_gradients=True):
+def _train(model):
     """Returns losses and, by name, gradients of the first step and final weights, each of the whole model."""
     losses, gradients = [], {}
     for step in range(STEPS):
@@ -23,7 +21,7 @@ def _train(model, sum_partial_gradients=True):
         losses.append(loss.detach())
         loss.mean().backward()
         for name, parameter in model.named_parameters():
-            if parameter.sequence_parallel and sum_partial_gradients:
+            if parameter.sequence_parallel:
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
             if step == 0:
                 gradients[name] = _whole(parameter, parameter.grad)
@@ -46,71 +44,30 @@ def _whole(parameter, tensor):
     return torch.cat(parts, parameter.partition_dim)
 
 
-def _train_on_two(name, sequence_parallel, sum_partial_gradients=True):
+def _train_on_two(name, sequence_parallel, fused):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    model = build(CASES[name], tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    return _train(model, sum_partial_gradients)
+    fields = {"sequence_parallel": sequence_parallel, **(FUSED if fused else {})}
+    model = build(CASES[name], tensor_model_parallel_size=2, **fields)
+    return _train(model)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
-@pytest.mark.parametrize("name", CASES)
-def test_two_tp_ranks_equal_serial(name, sequence_parallel):
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "fused"),
+    [
+        *((name, sequence_parallel, False) for name in CASES for sequence_parallel in (False, True)),
+        *(("gelu-learned-tied", True, True), ("swiglu-gqa-rope-rms", False, True)),
+    ],
+)
+def test_two_tp_ranks_equal_serial(name, sequence_parallel, fused):
     # The sum over ranks rounds once more than the serial product: 1e-7, amplified tenfold in a gradient.
     losses, gradients, weights = _train(build(CASES[name]))
-    for rank in run_distributed(_train_on_two, 2, name, sequence_parallel):
+    for rank in run_distributed(_train_on_two, 2, name, sequence_parallel, fused):
         for actual, expected in zip(rank[0], losses, strict=True):
             assert relative_error(actual, expected) < 1e-6
         for actual, expected in ((rank[1], gradients), (rank[2], weights)):
             assert list(actual) == list(expected)
             for parameter, tensor in expected.items():
                 assert relative_error(actual[parameter], tensor) < 1e-5, parameter
-
-
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel", "parameter"),
-    [
-        ("gelu-learned-tied", True, "decoder.layers.0.input_layernorm.weight"),
-        ("gelu-learned-tied", True, "decoder.layers.1.mlp.linear_fc2.bias"),
-        ("qk-norm-partial-rope-tied", False, "decoder.layers.0.self_attention.q_layernorm.weight"),
-    ],
-)
-def test_marked_gradients_are_partial_sums(name, sequence_parallel, parameter):
-    gradients = _train(build(CASES[name]))[1]
-    actual = run_distributed(_train_on_two, 2, name, sequence_parallel, False)[0][1]
-    assert relative_error(actual[parameter], gradients[parameter]) > 1e-2
-
-
-def _initial_values(name, start_on_meta):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    case = CASES[name]
-    torch.manual_seed(3)
-    config = TransformerConfig(**(case.config | {"tensor_model_parallel_size": 2}))
-    with torch.device("meta" if start_on_meta else "cpu"):
-        model = GPTModel(
-            config,
-            vocab_size=VOCAB,
-            max_sequence_length=LENGTH,
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type=case.positions,
-        )
-    if start_on_meta:
-        materialize(model)
-    return {key: _whole(parameter, parameter.detach()) for key, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("start_on_meta", [False, True])
-def test_initial_values_do_not_depend_on_tp(start_on_meta):
-    name = "swiglu-gqa-rope-rms"
-    torch.manual_seed(3)
-    serial = GPTModel(
-        TransformerConfig(**CASES[name].config),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        position_embedding_type="rope",
-    )
-    for rank in run_distributed(_initial_values, 2, name, start_on_meta):
-        for key, parameter in serial.named_parameters():
-            assert torch.equal(rank[key], parameter), key
 
 
 def _logits(parallel_output):

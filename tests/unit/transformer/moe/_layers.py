@@ -13,20 +13,9 @@ from core.transformer.moe import MoELayer
 
 def config_of(**fields: Any) -> TransformerConfig:
     """Returns a config with experts."""
-    return TransformerConfig(
-        **{
-            "num_layers": 1,
-            "hidden_size": 8,
-            "num_attention_heads": 2,
-            "ffn_hidden_size": 12,
-            "num_moe_experts": 4,
-            "gated_linear_unit": True,
-            "activation_func": "silu",
-            "add_bias_linear": False,
-            "init_method_std": 1.0,
-            **fields,
-        }
-    )
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12, "num_moe_experts": 4}
+    form = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False, "init_method_std": 1.0}
+    return TransformerConfig(**{**sizes, **form, **fields})
 
 
 def layer_of(seed: int = 0, **fields: Any) -> MoELayer:

@@ -149,16 +149,9 @@ def test_layer_equals_that_of_transformers(family):
         config = transformers.DeepseekV3Config(
             **common, **experts, moe_intermediate_size=12, routed_scaling_factor=2.5, intermediate_size=12
         )
-        ours |= {
-            "num_moe_experts": 16,
-            "moe_router_topk": 4,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_num_groups": 4,
-            "moe_router_group_topk": 2,
-            "moe_router_topk_scaling_factor": 2.5,
-            "moe_shared_expert_intermediate_size": 24,
-        }
+        ours |= {"num_moe_experts": 16, "moe_router_topk": 4, "moe_shared_expert_intermediate_size": 24}
+        ours |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        ours |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
     config._experts_implementation = "eager"
     layer, theirs = layer_of(**ours), Block(config)
     with torch.no_grad():
