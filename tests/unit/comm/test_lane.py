@@ -164,7 +164,7 @@ def test_read_takes_values_at_construction() -> None:
 
 def _waits_for_a_rank_that_never_came() -> str:
     group = dist.new_group()
-    record_of(group).limit_s = 1.0
+    record_of(group).limit_s = 0.5
     enqueue("the loss", Event(done=True), group)
     if dist.get_rank() == 1:
         enqueue("the gradient norm", Event(), group)
@@ -187,7 +187,7 @@ def test_waiting_device_is_explained_before_timeout() -> None:
     assert message.startswith("rank 0 of 2 waited ")
     assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
     assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call 2" in message
-    assert "timed out waiting 900ms for the device to end all-reduce 2" in message  # of one second less a tenth
+    assert "timed out waiting 450ms for the device to end all-reduce 2" in message  # of half a second less a tenth
 
 
 class _Messages(io.StringIO):
@@ -206,7 +206,7 @@ class _Messages(io.StringIO):
 
 def _is_stuck_in_the_driver() -> str:
     group = dist.new_group()
-    record_of(group).limit_s = 1.0
+    record_of(group).limit_s = 0.5
     if dist.get_rank() == 1:
         wait_for("rank 0 has its message")
         return ""
@@ -221,7 +221,7 @@ def test_stuck_host_is_explained_on_stderr() -> None:
     (message, _) = run_distributed(_is_stuck_in_the_driver, 2)
     assert message.startswith("rank 0 of 2 waited ")
     assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 1 in this group" in message
-    assert "rank 1 " in message and "timed out waiting 900ms" in message
+    assert "rank 1 " in message and "timed out waiting 450ms" in message
 
 
 def test_host_waits_without_late_collective() -> None:
@@ -244,7 +244,7 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
     assert not call.is_over and record.first_unfinished() is call
     late = (OutOfStepError, dist.DistBackendError)
     with (
-        mock.patch.object(record, "limit_s", 1.0),
+        mock.patch.object(record, "limit_s", 0.5),
         mock.patch.object(lane_module, "_LATE_CHECK_INTERVAL_S", 0.1),
         pytest.raises(late) as caught,
     ):
@@ -265,7 +265,7 @@ def _late_by_an_event_of_ours() -> str:
 
 def test_late_collective_behind_long_work_is_named() -> None:
     (message,) = run_distributed(_late_by_an_event_of_ours, 1)
-    assert re.search(r"timed out waiting 900ms for the device to end all-reduce \d+", message)
+    assert re.search(r"timed out waiting 450ms for the device to end all-reduce \d+", message)
 
 
 @pytest.mark.gpu
@@ -275,4 +275,4 @@ def test_late_collective_behind_gpu_work_is_named() -> None:
     with one_rank_on_a_gpu():
         numbers = torch.tensor([1.0, 2.0], device=device.current_device())
         message = _late_and_then_over(numbers, lambda: torch.cuda._sleep(cycles), torch.cuda.synchronize)
-    assert re.search(r"timed out waiting 900ms for the device to end all-reduce \d+", message)
+    assert re.search(r"timed out waiting 450ms for the device to end all-reduce \d+", message)

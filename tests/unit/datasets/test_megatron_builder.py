@@ -22,8 +22,8 @@ def tokenizer(size: int):
     return MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=size)
 
 
-def config(size: int = 64, **fields: object) -> GPTDatasetConfig:
-    return GPTDatasetConfig(sequence_length=16, tokenizer=tokenizer(size), **fields)
+def config(size: int = 64, sequence_length: int = 16, **fields: object) -> GPTDatasetConfig:
+    return GPTDatasetConfig(sequence_length=sequence_length, tokenizer=tokenizer(size), **fields)
 
 
 def test_a_null_tokenizer_gives_vocabulary_and_end_of_document(tmp_path: Path):
@@ -53,12 +53,13 @@ def test_mock_documents_count_within_the_vocabulary():
 
 
 def test_mock_data_is_built_for_three_splits():
-    train, valid, test = BlendedMegatronDatasetBuilder(MockGPTDataset, [100, None, 3], lambda: True, config()).build()
+    long = config(sequence_length=512)  # of 200 million tokens
+    train, valid, test = BlendedMegatronDatasetBuilder(MockGPTDataset, [100, None, 3], lambda: True, long).build()
     compile_helpers()
     assert min(len(train), len(valid), len(test)) > 100
     item = train[5]
     assert torch.equal(pickle.loads(pickle.dumps(train))[5]["tokens"], item["tokens"])
-    assert not torch.equal(item["tokens"], valid[5]["tokens"]) and item["attention_mask"].shape == (1, 16, 16)
+    assert not torch.equal(item["tokens"], valid[5]["tokens"]) and item["attention_mask"].shape == (1, 512, 512)
     assert np.isin(item["tokens"].numpy(), range(65)).all()
     assert BlendedMegatronDatasetBuilder(MockGPTDataset, [1, 1, 1], lambda: False, config()).build() == [None] * 3
 

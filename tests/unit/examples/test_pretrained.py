@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 
 
+LAYOUTS = [("ddp", 1, None), ("zero1", 2, None), ("zero2", 1, None), ("fsdp2", 2, None), ("fsdp2", 1, None)]
+LAYOUTS += [("zero1", 1, 3), ("fsdp2", 2, 3)]
+"""Wrapper, tensor-parallel size and rank of adapters."""
+
+
 def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
     """Returns a new run of the kind "qwen3", in bf16 as its wrapper takes it."""
     parallel_state.destroy_model_parallel()
@@ -62,7 +66,7 @@ def _starts(folders: list[Path]) -> list[str]:
     """Returns what is wrong on this rank with the weights that runs start from."""
     expected = {name: tensor.detach() for name, tensor in build("qwen3", vocab_size=64).state_dict().items()}
     problems = []
-    for wrapper, tp, lora_rank in [*itertools.product(WRAPPERS, (1, 2), (None,)), ("zero1", 1, 3), ("fsdp2", 2, 3)]:
+    for wrapper, tp, lora_rank in LAYOUTS:
         state, gpt = _state(wrapper, tensor_model_parallel_size=tp, lora_rank=lora_rank)
         adapters = {name: tensor for name, tensor in _whole(model_state_dict(gpt)).items() if is_adapter(name)}
         for folder in folders:
@@ -100,7 +104,10 @@ def _upcycled_starts(folders: list[Path]) -> list[str]:
     """Returns what is wrong on this rank with a model with experts that starts from a dense one."""
     dense, problems = build("qwen3", vocab_size=64).state_dict(), []
     layouts = (("zero1", 1, 1), ("zero1", 2, 2), ("fsdp2", 1, 2), ("fsdp2", 2, 1))
-    for (wrapper, tp, pieces), folder in itertools.product(layouts, folders):
+    for (wrapper, tp, pieces), folder in [
+        *zip(layouts, folders * 2, strict=True),
+        *zip(layouts[::3], folders[::-1], strict=True),
+    ]:
         changes = {"num_moe_experts": 4, "moe_layer_freq": "[0,1]", "tensor_model_parallel_size": tp}
         state, gpt = _state(wrapper, **changes, moe_ffn_hidden_size=20 // pieces)
         router = _whole(model_state_dict(gpt))["decoder.layers.1.mlp.router.weight"]

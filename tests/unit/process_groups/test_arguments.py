@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch.distributed as dist
 
 from core import parallel_state as ps
 from core.base.errors import ParallelConfigError, warn_once
 from tests.unit._ranks import fake_world
+from tests.unit.process_groups._oracle import ranks_of
 
 
 def test_the_third_position_is_virtual_pipeline_parallelism():
@@ -77,18 +77,14 @@ def test_communicator_settings_warn_once():
             ps.initialize_model_parallel(2, **given)
 
 
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
-
-
 def test_experts_may_shard_over_another_number_of_ranks():
     with fake_world(5, 8):
         ps.initialize_model_parallel(2, expert_tensor_parallel_size=4, expert_model_parallel_size=2)
-        assert _ranks(ps.get_tensor_model_parallel_group()) == [4, 5]
-        assert _ranks(ps.get_data_parallel_group()) == [1, 3, 5, 7]
-        assert _ranks(ps.get_expert_tensor_parallel_group()) == [4, 5, 6, 7]
-        assert _ranks(ps.get_expert_model_parallel_group()) == [1, 5]
-        assert _ranks(ps.get_expert_data_parallel_group()) == [5]
+        assert ranks_of(ps.get_tensor_model_parallel_group()) == [4, 5]
+        assert ranks_of(ps.get_data_parallel_group()) == [1, 3, 5, 7]
+        assert ranks_of(ps.get_expert_tensor_parallel_group()) == [4, 5, 6, 7]
+        assert ranks_of(ps.get_expert_model_parallel_group()) == [1, 5]
+        assert ranks_of(ps.get_expert_data_parallel_group()) == [5]
 
 
 def test_experts_that_do_not_divide_a_stage_are_refused():

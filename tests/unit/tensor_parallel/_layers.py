@@ -31,10 +31,14 @@ def config(tp: int = 1, sequence_parallel: bool = False) -> ModelParallelConfig:
     return ModelParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
 
 
-def all_gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
-    return torch.cat(parts, dim)
+    return parts
+
+
+def all_gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.cat(everyones(tensor), dim)
 
 
 def own(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +20,6 @@ from torch._dynamo.utils import counters
 from core.tensor_parallel import cross_entropy
 from core.tensor_parallel.cross_entropy import Fused, _columns, _gradient_of_logits, _log_sum_exp
 from tests.unit._on_gpu import ON_GPU
-from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel.test_linear_cross_entropy import _equals_the_plain_form
 
@@ -28,6 +29,8 @@ U = 2**-24
 @pytest.fixture
 def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cross_entropy, "_COMPILED_ON", ["cuda", "cpu"])
+    for function in (_log_sum_exp, _gradient_of_logits):
+        monkeypatch.setattr(function, "_compiled", None)
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -59,10 +62,19 @@ def _check(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     assert ((actual.float() - gradient.float()).abs() <= rounding).all()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], lambda dtype: dtype is torch.bfloat16))
-@pytest.mark.parametrize("widths", quick([[64], [64, 24]], lambda widths: len(widths) == 1), ids=str)
-def test_compiled_code_computes_what_is_written(widths, dtype, device, compiled_on_cpu):
+@pytest.mark.parametrize(
+    ("widths", "dtype", "device", "backend"),
+    [
+        ([64], torch.bfloat16, "cpu", "aot_eager"),  # graphs as on a GPU, without the seconds of a C++ compiler
+        *(
+            pytest.param(widths, dtype, device, "inductor", marks=mark)
+            for device, mark in (("cpu", pytest.mark.long), ("cuda", ON_GPU))
+            for widths, dtype in product([[64], [64, 24]], [torch.float32, torch.bfloat16])
+        ),
+    ],
+)
+def test_compiled_code_computes_what_is_written(widths, dtype, device, backend, compiled_on_cpu, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     for rows in (6, 9, 5):
         for columns in widths:  # of whole parts, and of the last
             _check(rows, columns, dtype, device)

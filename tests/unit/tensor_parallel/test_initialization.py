@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.base.errors import ConfigError
 from core.model_parallel_config import ModelParallelConfig
@@ -25,6 +21,7 @@ from core.tensor_parallel import (
     draw_init_seed,
     initialize_parameters,
 )
+from tests.unit._ranks import fake_world
 from tests.unit.tensor_parallel._layers import config, normal
 
 SEED = 77
@@ -50,16 +47,6 @@ def _serial_values(seed: int = SEED) -> dict[str, torch.Tensor]:
     model = _Model()
     initialize_parameters(model, seed)
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-@contextmanager
-def _rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Initialisation communicates nothing: torch's fake backend lets one process be each rank in turn."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _mesh_of(rank: int, outer: int, inner: int) -> dist.DeviceMesh:
@@ -108,7 +95,7 @@ def test_values_are_pinned():
 def test_tp_keeps_values(tp: int):
     whole = _serial_values()
     for rank in range(tp):
-        with _rank_of(rank, tp):
+        with fake_world(rank, tp):
             model = _Model(tp, dist.group.WORLD)
             initialize_parameters(model, SEED)
             _assert_same(_local_values(model), {n: _cut_over_tp(n, v, tp, rank) for n, v in whole.items()})
@@ -134,7 +121,7 @@ def _sharded_on_meta(model: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
 def test_uneven_and_empty_shards_keep_values(replicas: int, shards: int):
     whole = _serial_values()
     for rank in range(replicas * shards):
-        with _rank_of(rank, replicas * shards):
+        with fake_world(rank, replicas * shards):
             mesh = _mesh_of(rank, replicas, shards)
             with torch.device("meta"):
                 model = _Model()
@@ -150,7 +137,7 @@ def test_uneven_and_empty_shards_keep_values(replicas: int, shards: int):
 def test_tp_and_sharding_keep_values():
     whole = _serial_values()
     for rank in range(4):
-        with _rank_of(rank, 4):
+        with fake_world(rank, 4):
             mesh = _mesh_of(rank, 2, 2)
             with torch.device("meta"):
                 model = _Model(2, mesh[f"inner{rank}"].get_group())

@@ -23,17 +23,13 @@ from core.tensor_parallel.mappings import column_parallel_linear
 from tests.unit._on_gpu import ON_GPU, needs_gpu
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import own
-from tests.unit.tensor_parallel.test_weight_gradients import Memory
+from tests.unit.tensor_parallel.test_weight_gradients import Memory, numbers
 
 SIZES = (6, 3, 32, 48)
 """Tokens of a sequence, sequences, channels, and tokens of the vocabulary."""
 S, B, H, V = SIZES
 REAL_SIZES = (2048, 2, 1024, 32_000)
 NAMES = ("loss", "input", "weight")
-
-
-def _numbers(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
 def _target(s: int = S, b: int = B, v: int = V) -> torch.Tensor:
@@ -63,8 +59,8 @@ class Case:
         scale = 0.5 if sizes == SIZES else h**-0.5  # logits near one: rounding a large one changes its probability
         cut = (lambda t: own(t, 0).to(device)) if group is not None else (lambda t: t.to(device))
         cut_input = cut if splits_sequence else lambda t: t.to(device)
-        self.input_ = cut_input(_numbers(s, b, h, seed=1, dtype=dtype)).clone().requires_grad_()
-        self.weight = nn.Parameter(cut(_numbers(v, h, seed=5, dtype=dtype, scale=scale)).clone())
+        self.input_ = cut_input(numbers(s, b, h, seed=1, dtype=dtype)).clone().requires_grad_()
+        self.weight = nn.Parameter(cut((numbers(v, h, seed=5, dtype=torch.float32) * scale).to(dtype)).clone())
         self.target, self.token_weights = _target(s, b, v).to(device), _weights(s, b).to(device)
 
     def fused(self, **options: Any) -> torch.Tensor:

@@ -12,26 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.base.errors import ParallelConfigError
 from core.tensor_parallel import ColumnParallelLinear, mappings
 from tests.unit._spawn import run_distributed
-from tests.unit.tensor_parallel._layers import OUT, B, H, S, integer_tensor, own, pair
+from tests.unit.tensor_parallel._layers import OUT, B, H, S, all_gather, everyones, integer_tensor, own, pair
 
 SHAPE = (4, 3, 6)
-
-
-def _everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
-    return parts
 
 
 # What a value becomes, from what each rank holds: the table of the mappings, written out once more.
 _MEANING = {
     "identity": lambda x: x,
-    "all-reduce": lambda x: sum(_everyones(x)),
+    "all-reduce": lambda x: sum(everyones(x)),
     "own last": lambda x: own(x, -1),
     "own first": lambda x: own(x, 0),
-    "gather last": lambda x: torch.cat(_everyones(x), -1),
-    "gather first": lambda x: torch.cat(_everyones(x), 0),
-    "reduce-scatter": lambda x: own(sum(_everyones(x)), 0),
+    "gather last": lambda x: all_gather(x, -1),
+    "gather first": lambda x: all_gather(x, 0),
+    "reduce-scatter": lambda x: own(sum(everyones(x)), 0),
 }
 
 _PAIRS = {
@@ -75,7 +69,7 @@ def _check_double_backward() -> None:
     y = mappings.reduce_from_tensor_model_parallel_region(squared, dist.group.WORLD).sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
-    total = sum(_everyones(2 * x.detach()))
+    total = sum(everyones(2 * x.detach()))
     assert torch.equal(first, total)
     assert torch.equal(second, torch.full_like(x, 4.0))  # each rank's sum of `first` depends on every rank's x
 

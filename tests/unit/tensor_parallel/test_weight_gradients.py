@@ -27,13 +27,13 @@ class Memory:
         return self.memory.detach()
 
 
-def _numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _run(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     output = function(*tensors)
-    upstream = _numbers(*output.shape, dtype=output.dtype, seed=9)
+    upstream = numbers(*output.shape, dtype=output.dtype, seed=9)
     output.backward(upstream.transpose(0, 1).contiguous().transpose(0, 1))
     return [output, *(None if t is None else t.grad for t in tensors)]
 
@@ -45,9 +45,9 @@ def test_linear_gradient_in_lent_memory_is_bitwise(kind, has_bias, dtype):
     shape = {"rows": (S * B, K), "sequence": (S, B, K), "strided": (B, S, K)}[kind]
     actual, expected = [], []
     for function, results in ((linear, actual), (F.linear, expected)):
-        leaf = _numbers(*shape, dtype=dtype).requires_grad_()
-        weight = nn.Parameter(_numbers(N, K, dtype=dtype, seed=2))
-        bias = nn.Parameter(_numbers(N, dtype=dtype, seed=3)) if has_bias else None
+        leaf = numbers(*shape, dtype=dtype).requires_grad_()
+        weight = nn.Parameter(numbers(N, K, dtype=dtype, seed=2))
+        bias = nn.Parameter(numbers(N, dtype=dtype, seed=3)) if has_bias else None
         memory = Memory(weight) if function is linear else None
 
         def call(x: torch.Tensor, *others: torch.Tensor | None, function: Callable = function) -> torch.Tensor:
@@ -65,11 +65,11 @@ def test_sparse_embedding_gradient_equals_dense_rows(dtype):
     ids = torch.randint(0, 9, (S, B), generator=torch.Generator().manual_seed(4))
     gradients = []
     for function in (embedding, F.embedding):
-        weight = nn.Parameter(_numbers(50, K, dtype=dtype))
+        weight = nn.Parameter(numbers(50, K, dtype=dtype))
         if function is embedding:
             Memory(weight)
         output = function(ids, weight)
-        output.backward(_numbers(S, B, K, dtype=dtype, seed=9))
+        output.backward(numbers(S, B, K, dtype=dtype, seed=9))
         gradients.append(weight.grad)
     sparse, dense = gradients
     assert sparse.is_sparse and len(sparse._values()) == len(ids.unique()) < ids.numel()
@@ -119,7 +119,7 @@ USES = (
 def test_other_consumers_borrow_no_memory(use):
     results = []
     for lends in (True, False):
-        x, weight = _numbers(S, B, K).requires_grad_(), nn.Parameter(_numbers(N, K, seed=2))
+        x, weight = numbers(S, B, K).requires_grad_(), nn.Parameter(numbers(N, K, seed=2))
         memory = Memory(weight) if lends else None
         results.append(use(x, weight))
         assert memory is None or memory.times == 0
@@ -127,12 +127,12 @@ def test_other_consumers_borrow_no_memory(use):
 
 
 def test_embedding_rows_add_to_dense_sums_only(monkeypatch):
-    ids, weight, expected = torch.tensor([[1, 4, 1]]), nn.Parameter(_numbers(50, K)), nn.Parameter(_numbers(50, K))
+    ids, weight, expected = torch.tensor([[1, 4, 1]]), nn.Parameter(numbers(50, K)), nn.Parameter(numbers(50, K))
     given = []
     make = torch.sparse_coo_tensor
     monkeypatch.setattr(torch, "sparse_coo_tensor", lambda *args, **options: given.append(1) or make(*args, **options))
     for micro_batch in range(3):
-        grad = _numbers(1, 3, K, seed=micro_batch)
+        grad = numbers(1, 3, K, seed=micro_batch)
         embedding(ids + micro_batch, weight, True).backward(grad)
         F.embedding(ids + micro_batch, expected).backward(grad)
         assert len(given) == micro_batch
@@ -143,7 +143,7 @@ def test_embedding_rows_add_to_dense_sums_only(monkeypatch):
 
 
 def test_autograd_grad_of_embedding_is_dense():
-    ids, weight = torch.tensor([1, 1, 3]), nn.Parameter(_numbers(5, K))
+    ids, weight = torch.tensor([1, 1, 3]), nn.Parameter(numbers(5, K))
     Memory(weight)
     (gradient,) = torch.autograd.grad(embedding(ids, weight).square().sum(), weight)
     (expected,) = torch.autograd.grad(F.embedding(ids, weight).square().sum(), weight)
@@ -155,12 +155,12 @@ def test_autograd_grad_of_embedding_is_dense():
 
 
 def test_frozen_and_no_grad_calls_use_torch():
-    weight = nn.Parameter(_numbers(N, K))
+    weight = nn.Parameter(numbers(N, K))
     memory = Memory(weight)
     with torch.no_grad():
-        assert linear(_numbers(S, K), weight).grad_fn is None
+        assert linear(numbers(S, K), weight).grad_fn is None
     weight.requires_grad_(False)
-    x = _numbers(S, K).requires_grad_()
+    x = numbers(S, K).requires_grad_()
     linear(x, weight).sum().backward()
     assert x.grad is not None and memory.times == 0
 
@@ -183,12 +183,12 @@ def test_deferred_gradients_are_those_of_one_backward(lends: bool):
     """Of three layers, one weight has a hook, which autograd would call without a gradient, and computes at once."""
     found, hooked = [], []
     for defers in (False, True):
-        weights = [nn.Parameter(_numbers(K, K, seed=seed)) for seed in range(3)]
+        weights = [nn.Parameter(numbers(K, K, seed=seed)) for seed in range(3)]
         weights[1].register_hook(lambda gradient: gradient * 0.5)
         for weight in weights if lends else ():
             Memory(weight)
         arrived = _arrivals(weights)
-        leaf, products = _numbers(S, B, K).requires_grad_(), []
+        leaf, products = numbers(S, B, K).requires_grad_(), []
         with deferring(products) if defers else nullcontext():
             hidden = leaf
             for weight in weights:

@@ -102,7 +102,7 @@ PLANTED: dict[str, Callable] = {
 
 
 def test_every_wrapper_is_equal_on_two_ranks():
-    first, second = run_distributed(_verified, 2, "build", Options(steps=3))
+    first, second = run_distributed(_verified, 2, "build", Options(steps=2))
     assert first == second
     assert names_of_wrappers(2) == [name for name in WRAPPERS if not name.startswith("hybrid")]
     assert [verdict.wrapper for verdict in first] == names_of_wrappers(2)
@@ -115,7 +115,7 @@ def test_every_wrapper_is_equal_on_two_ranks():
 @pytest.mark.parametrize("function", ["Tokens", "build_in_bf16"])
 def test_other_models_are_equal(function: str):
     wrappers = ["ddp", "zero2, overlapped", "fsdp2"]
-    (verdicts, _) = run_distributed(_verified, 2, function, Options(steps=3, optimizer="adam", lr=0.01), wrappers)
+    (verdicts, _) = run_distributed(_verified, 2, function, Options(steps=2, optimizer="adam", lr=0.01), wrappers)
     assert [str(verdict) for verdict in verdicts if not verdict.is_equal] == []
 
 
