@@ -10,6 +10,6 @@ MUTATIONS = (
         "core.diagnostics.out_of_step._has_begun_any",
         r"wait\[0\] not in begun or",
         "wait[0] in begun and",
-        ("tests/unit/diagnostics/test_deadlock.py::test_a_chain_of_waiting_ranks_is_waited_for",),
+        ("tests/unit/diagnostics/test_out_of_step.py::test_a_chain_of_waiting_ranks_is_waited_for",),
     ),
 )

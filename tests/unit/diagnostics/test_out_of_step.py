@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import OutOfStepError
-from core.comm import record
+from core.comm import collectives, record
 from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
-from core.diagnostics.out_of_step import is_failure_of_backend
+from core.diagnostics.out_of_step import PATIENCE_S, is_failure_of_backend
 from core.distributed import finalize_model_grads
 from core.tensor_parallel.mappings import column_parallel_linear, reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import give_up_soon, reach, run_distributed, wait_for
+from tests.unit._spawn import RankFailure, give_up_soon, reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -371,3 +372,54 @@ def test_ranks_that_came_are_not_blamed():
     assert state(later) == state(recovered, later) == (elsewhere, True)
     assert "waited in all-gather 1 of the shapes" in state(failed)[0]
     assert out_of_step._state_of(None, call).is_behind and state()[1]
+
+
+# ---- before the time limit: ranks that wait for each other, and ranks that wait for a slow one
+
+
+class _Skipping(nn.Module):
+    """Layers of one size, so that a gather of one could pass for that of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, skipped: int | None = None) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if index == skipped else torch.tanh(layer(x))
+        return x.sum()
+
+
+def _skips(kind: str, skipped: int) -> None:
+    model = build(kind, _Skipping(), unit_classes=(nn.Linear,))
+    for step in range(2):
+        model.zero_grad_buffer()
+        model(torch.ones(2, 6), skipped if step == dist.get_rank() == 1 else None).backward()
+        finalize_model_grads([model])
+
+
+@pytest.mark.parametrize(("kind", "skipped"), [("zero3", 1), ("fsdp2", 3)])
+def test_a_unit_that_one_rank_skips_is_named_at_once(kind, skipped):
+    with pytest.raises(RankFailure) as caught:
+        run_distributed(_skips, 2, kind, skipped)
+    report = str(caught.value)
+    assert f"unit layers.{skipped} " in report
+    assert "look at rank 1" in report
+    assert "name its parameters in replicated, or call it with a dummy input on all" in report
+    assert "Timed out waiting" not in report  # the backend's limit
+
+
+def _waits_in_different_groups() -> None:
+    """Rank 0 waits for 1 in one group while 1 waits for 2, which is slow: no two wait for each other."""
+    pair, other = dist.new_group([0, 1]), dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 2:
+        time.sleep(4 * PATIENCE_S)
+    if rank:
+        collectives.all_reduce(torch.ones(8), other, what="numbers of the second pair")
+    if rank < 2:
+        collectives.all_reduce(torch.ones(8), pair, what="numbers of the first pair")
+
+
+def test_a_chain_of_waiting_ranks_is_waited_for():
+    run_distributed(_waits_in_different_groups, 3)

@@ -16,12 +16,12 @@ from core.base.errors import CheckpointError, ConfigError
 from core.distributed import wrap_model
 from core.models.gpt.hugging_face import save_hugging_face
 from core.weights import WeightStream, load_pretrained, save_adapter, save_pretrained
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import hugging_face_model
 from tests.unit.weights._models import CONFIGS, VOCABULARY, gpt, start, wrapped
 
-transformers = pytest.importorskip("transformers", reason="pip install 'shardstack[hf]'")
-peft = pytest.importorskip("peft")
+pytestmark = needs("transformers", "peft")
 
 _SMALL = {"vocab_size": 13, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": 0}
 _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 0}
@@ -47,6 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _model(kind: str, seed: int, **fields: Any) -> nn.Module:
+    import transformers
+
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **{**_SMALL, **KINDS[kind], **fields})
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
@@ -72,8 +74,6 @@ def test_files_are_those_of_transformers(kind: str, tmp_path: Path):
     theirs, ours = _stored(tmp_path / "theirs"), _stored(tmp_path / "ours")
     assert ours.keys() == theirs.keys()
     assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert type(again) is type(written)
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
 
@@ -87,6 +87,8 @@ def test_the_config_has_the_dtype_that_is_written(tmp_path: Path):
 
 
 def test_a_plain_model_on_the_meta_device_is_refused(tmp_path: Path):
+    import transformers
+
     _model("llama", 1).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(_model("llama", 1).config)
@@ -102,15 +104,17 @@ def test_other_models_are_refused(tmp_path: Path):
         save_pretrained(gpt(), tmp_path / "ours")
 
 
-def _save(kind: str, folder: Path) -> None:
+def _save(folder: Path) -> None:
     start()
     save_hugging_face(gpt(), folder / "base")
-    save_adapter(wrapped(kind, gpt(lora=True)), folder / "adapter", base_model="some/base")
+    save_adapter(wrapped("zero3", gpt(lora=True)), folder / "adapter", base_model="some/base")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
-def test_peft_loads_the_files_and_computes_the_same(kind: str, tmp_path: Path):
-    run_distributed(_save, 2, kind, tmp_path)
+def test_peft_loads_the_files_and_computes_the_same(tmp_path: Path):
+    import peft
+    import transformers
+
+    run_distributed(_save, 2, tmp_path)
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == "some/base" and described["r"] == 3
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -125,6 +129,8 @@ def test_peft_loads_the_files_and_computes_the_same(kind: str, tmp_path: Path):
 
 def _of_peft() -> Any:
     """Returns a model of PEFT's with adapters that change what it computes."""
+    import peft
+
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
     model = peft.get_peft_model(hugging_face_model("llama"), config)
     with torch.no_grad():
@@ -141,8 +147,10 @@ def _streams(kind: str) -> tuple[dict[str, torch.Tensor], set[str], dict[str, to
     return {name: value.clone() for name, value in stream}, set(stream.views), merged
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
 def test_pefts_models_send_what_pefts_files_have(kind: str):
+    import peft
+
     (received, sources, merged), _ = run_distributed(_streams, 2, kind)
     model = _of_peft()
     expected = peft.get_peft_model_state_dict(model)
@@ -164,6 +172,8 @@ def test_pefts_models_send_what_pefts_files_have(kind: str):
     ],
 )
 def test_adapters_that_cannot_be_merged_are_refused(fields: dict[str, Any]):
+    import peft
+
     second = fields.pop("second", False)
     config = peft.LoraConfig(**({"r": 2, "target_modules": ["q_proj"]} | fields))
     kind = {"kind": "mixtral", "num_local_experts": 3} if config.target_parameters else {"kind": "llama"}
@@ -177,6 +187,8 @@ def test_adapters_that_cannot_be_merged_are_refused(fields: dict[str, Any]):
 
 @pytest.mark.parametrize("kind", ["IA3Config", "PromptTuningConfig"])
 def test_adapters_other_than_lora_are_refused(kind: str):
+    import peft
+
     of_layers = {"target_modules": ["k_proj"], "feedforward_modules": []}
     fields = {"IA3Config": of_layers, "PromptTuningConfig": {"num_virtual_tokens": 2}}[kind]
     model = peft.get_peft_model(hugging_face_model("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", **fields))

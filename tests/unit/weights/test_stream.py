@@ -23,6 +23,7 @@ from core.weights.stream import flattened
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import hugging_face_model
+from tests.unit.weights._live_bytes import LiveBytes
 from tests.unit.weights._models import BUCKET, CONFIGS, exported, fill, gpt, optimizer_of, start, train, wrapped
 
 EXPERT_CASES = [("ddp", 1), ("zero3", 1), ("fsdp2", 2)]
@@ -61,9 +62,9 @@ def test_stream_equals_export(kind: str, tmp_path: Path):
     assert run_distributed(_equals_export, 2, kind, tmp_path, 1, 1, {"tied": kind != "zero3"}) == [[], []]
 
 
-@pytest.mark.parametrize(("kind", "instances"), [("zero3", 2), ("fsdp2", 2)])
-def test_stream_of_hybrid_equals_export(kind: str, instances: int, tmp_path: Path):
-    assert run_distributed(_equals_export, 4, kind, tmp_path, 1, instances, {}) == [[]] * 4
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_stream_of_hybrid_equals_export(kind: str, tmp_path: Path):
+    assert run_distributed(_equals_export, 4, kind, tmp_path, 1, 2, {}) == [[]] * 4
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
@@ -141,8 +142,7 @@ def _equals_saved(case: str, kind: str, folder: Path) -> list[str]:
     return [name for name, value in received.items() if not torch.equal(value, expected[name])]
 
 
-@pytest.mark.parametrize("case", TRANSFORMERS)
-@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+@pytest.mark.parametrize(("case", "kind"), [("mixtral", "zero3"), ("qwen3_moe", "fsdp2"), ("llama", "zero3")])
 def test_stacked_experts_go_out_as_in_files(case: str, kind: str, tmp_path: Path):
     assert run_distributed(_equals_saved, 2, case, kind, tmp_path) == [[], []]
 
@@ -229,8 +229,6 @@ def test_other_ranks_get_meta_tensors_and_metadata_sends_nothing(kind: str):
 
 def _memory(kind: str, bucket: int) -> tuple[int, int]:
     """Returns the bytes of the largest live set of new storages during a pass, and the bound."""
-    from tests.unit.weights._live_bytes import LiveBytes
-
     start()
     model = wrapped(kind, gpt(num_layers=4))
     stream = WeightStream(model, bucket_bytes=bucket, receivers=[0])
@@ -242,8 +240,7 @@ def _memory(kind: str, bucket: int) -> tuple[int, int]:
     return live.peak, 2 * bucket + largest
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("bucket", [3000, 10000])
+@pytest.mark.parametrize(("kind", "bucket"), [("ddp", 3000), ("zero2", 10000), ("zero3", 3000), ("fsdp2", 10000)])
 def test_live_bytes_stay_below_the_bound(kind: str, bucket: int):
     (on_receiver, bound), (on_other, _) = run_distributed(_memory, 2, kind, bucket)
     assert 0 < on_receiver <= bound and on_other <= bound
