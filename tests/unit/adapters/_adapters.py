@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit.distributed._toys import Block
 
 STRATEGIES = ("full", "grad_op", "hybrid", "replicated")
-STEPS = 10
+STEPS = 4
 
 
 class Net(nn.Module):
@@ -77,18 +78,6 @@ def mesh_for(strategy: str) -> DeviceMesh:
         return init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     replicas = world if strategy == "replicated" else 2
     return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-@contextmanager
-def _environment(strategy: str) -> Iterator[None]:
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // 2)
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_WORLD_SIZE")
-        if before is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 def _wrapper(model: nn.Module, strategy: str, bf16: bool, offload: bool) -> nn.Module:
@@ -177,7 +166,7 @@ WITHOUT_BF16, WITHOUT_OFFLOAD = ("ml",), ("nvfsdp",)
 
 
 def enter(adapter: str, model: nn.Module, strategy: str, bf16: bool = False, offload: bool = False) -> nn.Module:
-    with _environment(strategy):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(dist.get_world_size() // 2)):
         return ADAPTERS[adapter](model, strategy, bf16, offload)
 
 
@@ -202,7 +191,7 @@ def _micro_batch(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]
 def train(
     model: nn.Module, adapter: str, micro_batches: int = 1
 ) -> tuple[list[float], list[dict[str, torch.Tensor]], Any]:
-    """Trains ten steps: returns this rank's losses, whole gradients of every step, and the weights after the last."""
+    """Trains: returns this rank's losses, whole gradients of every step, and the weights after the last."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.9, weight_decay=0.0, clip_grad=0.0), [model]
     )

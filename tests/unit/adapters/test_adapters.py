@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import (
     ADAPTERS,
@@ -43,33 +46,28 @@ def _as_serial(adapter: str, strategy: str, variant: str) -> None:
     torch.testing.assert_close(weights, expected[2], **tolerance)
 
 
-def _cases() -> list[tuple[str, str, str]]:
-    found = []
-    for adapter in ADAPTERS:
-        for strategy in STRATEGIES:
-            for variant in VARIANTS:
-                if (variant == "bf16" and (adapter in WITHOUT_BF16 or strategy == "replicated")) or (
-                    variant == "offload" and (adapter in WITHOUT_OFFLOAD or strategy == "replicated")
-                ):
-                    continue
-                if variant == "bf16" and (adapter, strategy) == ("nvfsdp", "grad_op"):
-                    continue
-                found.append((adapter, strategy, variant))
-    return found
+def _can_be(case: tuple[str, str, str]) -> bool:
+    """Returns whether an adapter has a setting for the request."""
+    adapter, strategy, variant = case
+    if variant == "bf16":
+        return (
+            adapter not in WITHOUT_BF16 and strategy != "replicated" and (adapter, strategy) != ("nvfsdp", "grad_op")
+        )
+    return variant != "offload" or (adapter not in WITHOUT_OFFLOAD and strategy != "replicated")
 
 
-def _marked(case: tuple[str, str, str]) -> object:
-    _, strategy, variant = case
-    is_quick = variant == ("accumulation" if strategy == "full" else "plain")
-    return case if is_quick else pytest.param(*case, marks=pytest.mark.long)
+CASES = [case for case in itertools.product(ADAPTERS, STRATEGIES, VARIANTS) if _can_be(case)]
 
 
-@pytest.mark.parametrize(("adapter", "strategy", "variant"), [_marked(case) for case in _cases()])
+@pytest.mark.parametrize(
+    ("adapter", "strategy", "variant"),
+    quick(CASES, lambda case: case[2] == ("accumulation" if case[1] == "full" else "plain")),
+)
 def test_every_adapter_does_what_one_process_does(adapter, strategy, variant):
     run_distributed(_as_serial, 2, adapter, strategy, variant)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("adapter", "strategy", "variant"), _cases())
+@pytest.mark.parametrize(("adapter", "strategy", "variant"), CASES)
 def test_every_adapter_does_so_on_four_ranks(adapter, strategy, variant):
     run_distributed(_as_serial, 4, adapter, strategy, variant)

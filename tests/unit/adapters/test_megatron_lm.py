@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
 from tests.functional._program import run_program
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters import _megatron
 
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron")
 
 UNITS = 5  # two layers, the embedding, the output layer, and the root, which has the last norm
 

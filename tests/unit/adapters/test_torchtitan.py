@@ -14,10 +14,11 @@ import torch
 
 from core.base.errors import ParallelConfigError, WrapError
 from tests.functional._program import REPOSITORY, programs_in
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters import _megatron, _titan
 
-pytest.importorskip("torchtitan")
+pytestmark = needs("torchtitan")
 
 UNITS = 5  # the embedding, two layers, the output layer, and the root, which has the last norm
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole_weights
 from tests.unit.distributed._hugging_face import hugging_face_model, loss_of, token_batches
 from tests.unit.distributed._toys import build
 
-pytest.importorskip("peft", reason="peft is not installed: pip install 'shardstack[hf]'")
+pytestmark = needs("peft")
 
 METHODS = ["lora", "dora", "prompt tuning"]
 STEPS = 3

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from core.base.errors import ConfigError, ShardstackError
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, tiny, trainer_of
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shardstack[hf]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'shardstack[hf]'")
+pytestmark = needs("transformers", "accelerate")
 
 
 @pytest.mark.parametrize(

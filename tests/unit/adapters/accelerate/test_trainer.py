@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from core.base.errors import CheckpointError
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import (
     STRATEGIES,
@@ -24,8 +25,7 @@ from tests.unit.adapters.accelerate._trainers import (
     whole_weights,
 )
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shardstack[hf]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'shardstack[hf]'")
+pytestmark = needs("transformers", "accelerate")
 
 EPS = 2.0**-23
 UNITS = 3  # two layers and the root
@@ -183,10 +183,11 @@ def _evaluated(folder: str, strategies: list[str | None]) -> list[tuple[Trained,
     return found
 
 
-def test_evaluation_and_generation_in_training_change_nothing(tmp_path):
+@some_and_others("strategies", ["optim_grads_params", "fsdp2"], ["no_shard", "optim", "optim_grads"])
+def test_evaluation_and_generation_in_training_change_nothing(strategies, tmp_path):
     ((expected,),) = run_distributed(_trained, 1, "llama", str(tmp_path), [None], {}, {})
     (((_, _, texts),),) = run_distributed(_evaluated, 1, str(tmp_path), [None])
-    for rank, of_rank in enumerate(run_distributed(_evaluated, 2, str(tmp_path), [None, *STRATEGIES])):
+    for rank, of_rank in enumerate(run_distributed(_evaluated, 2, str(tmp_path), [None, *strategies])):
         # Not one process's: a Trainer weighs the tokens of ranks that evaluate together otherwise.
         stock, *ours = of_rank
         for trained, losses, generated in ours:

@@ -177,44 +177,6 @@ def test_a_checkpoint_goes_from_one_sharding_to_another(tmp_path):
     run_distributed(_across, 2, str(tmp_path))
 
 
-class _OnMeta(Module):
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = _Drawn()
-
-
-class _Drawn(nn.Module):
-    """Layers of torch, which can draw their own values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
-        self.head = nn.Linear(8, 11)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x).relu()
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten().roll(-1))
-
-
-def _meta(folder: str) -> None:
-    ends = []
-    with ranks_of_lightning():
-        for sharding in ("no_shard", "optim_grads_params", "fsdp2"):
-            torch.manual_seed(5)
-            ends.append(whole(_fitted(sharding, folder, _OnMeta(), limit_train_batches=MICRO_BATCHES)))
-    for other in ends[1:]:
-        assert all(torch.equal(other[name], value) for name, value in ends[0].items())
-
-
-@pytest.mark.long  # as under Fabric
-def test_a_model_on_meta_is_drawn_after_it_is_sharded(tmp_path):
-    run_distributed(_meta, 2, str(tmp_path))
-
-
 def _precision(folder: str) -> None:
     with ranks_of_lightning():
         exact = _fitted("no_shard", folder)

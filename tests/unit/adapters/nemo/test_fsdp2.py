@@ -15,9 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from core import parallel_state
 from core.adapters.nemo import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
-from core.base.errors import ParallelConfigError, WrapError, warn_once
+from core.base.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
+from tests.unit.adapters._adapters import Net, batch
 from tests.unit.distributed._hugging_face import (
     KINDS,
     assert_close,
@@ -29,7 +31,7 @@ from tests.unit.distributed._hugging_face import (
 )
 from tests.unit.distributed._toys import toy
 
-pytest.importorskip("transformers")
+pytestmark = needs("transformers")
 
 FP32 = MixedPrecisionPolicy()
 
@@ -65,8 +67,7 @@ def test_sharded_gradients_text_and_norm_match_one_process(kind, tied):
     run_distributed(_gradients_and_text, 2, kind, tied, (2,), ("data_parallel",))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("qwen3", False)])
 def test_tensor_parallel_gradients_are_those_of_one_process(kind, tied):
     run_distributed(_gradients_and_text, 2, kind, tied, (1, 2), ("data_parallel", "tp"))
 
@@ -217,3 +218,25 @@ def _says() -> None:
 
 def test_uneven_heads_and_a_plan_without_an_axis_are_named():
     run_distributed(_says, 2)
+
+
+def _keeps_the_contract() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    model, tokens = fsdp2_strategy_parallelize(Net(), mesh, FP32), batch(0, 0, dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(ShardstackError, match="create_graph=True"):
+        model(tokens).backward(create_graph=True)
+    optimizer.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(tokens).backward()
+    with pytest.raises(ShardstackError, match="before the gradients of the step were reduced"):
+        optimizer.step()
+    model.set_requires_gradient_sync(True)
+    model(tokens).backward()
+    optimizer.step()
+    assert any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_step_without_a_reduction_raises_without_a_wrapper():
+    run_distributed(_keeps_the_contract, 2)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from core.adapters.nemo import fsdp2_strategy_parallelize
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._quick import needs
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (
     assert_close,
@@ -23,7 +24,7 @@ from tests.unit.distributed._hugging_face import (
     whole,
 )
 
-pytest.importorskip("peft", reason="peft is not installed: pip install 'shardstack[hf]'")
+pytestmark = needs("peft")
 
 
 def _with_adapters(kind: str) -> nn.Module:
