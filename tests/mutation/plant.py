@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -62,7 +63,7 @@ def _find(function: str, root: Path) -> tuple[Path, _Function]:
 
 
 def _definition(function: str, file: Path, names: list[str]) -> _Function:
-    node: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
+    node: ast.AST = _parsed(file.read_text(encoding="utf-8"))
     for name in names:
         found = [child for child in getattr(node, "body", ()) if getattr(child, "name", None) == name]
         if len(found) != 1:
@@ -73,6 +74,12 @@ def _definition(function: str, file: Path, names: list[str]) -> _Function:
     if not isinstance(node, _Function):
         raise ValueError(f"{function} is not a function; name one")
     return node
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """Parses a file; several faults are in one."""
+    return ast.parse(text)
 
 
 def _normalised(function: _Function) -> str:

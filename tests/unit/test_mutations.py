@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -23,18 +22,18 @@ def test_there_are_as_many_of_different_names_as_the_readme_says():
     assert stated is not None and int(stated[1]) < len(MUTATIONS) <= int(stated[1]) + 20
 
 
-@pytest.mark.parametrize("area", AREAS)
-def test_a_fault_is_in_the_file_of_what_it_changes(area: str):
-    assert [m.name for m in AREAS[area] if not m.function.startswith(f"core.{area}.")] == []
+def test_a_fault_is_in_the_file_of_what_it_changes():
+    wrong = [m.name for area, faults in AREAS.items() for m in faults if not m.function.startswith(f"core.{area}.")]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_fault_is_a_change_of_core_with_tests_to_notice(mutation: Mutation):
-    assert ast.parse(mutated(mutation))
-    for test in mutation.tests:
-        path, _, name = test.partition("::")
-        assert (REPOSITORY / path).is_file()
-        assert not name or f"def {name.partition('[')[0]}(" in (REPOSITORY / path).read_text()
+def test_a_fault_is_a_change_of_core_with_tests_to_notice():
+    for mutation in MUTATIONS:
+        assert mutated(mutation)
+        for test in mutation.tests:
+            path, _, name = test.partition("::")
+            text = (REPOSITORY / path).read_text()
+            assert not name or f"def {name.partition('[')[0]}(" in text, mutation.name
 
 
 def test_what_notices_a_fault_is_not_of_the_long_set(request: pytest.FixtureRequest):
