@@ -128,7 +128,7 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: ProcessGroup,
-        op: ReduceOp.RedOpType,
+        op: Any,  # a `ReduceOp` or one of its kinds: torch's name for both is private
         async_op: bool = False,
     ) -> Any:  # None too, where torch declares work alone
         if self._is_direct or self._plan.is_reproducible:
