@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.functional._program import REPOSITORY, run_program
+from tests.unit._quick import needs
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shardstack[hf]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'shardstack[hf]'")
+pytestmark = needs("transformers", "accelerate")
 
 EXAMPLE = REPOSITORY / "examples" / "hugging_face" / "trainer.py"
 
