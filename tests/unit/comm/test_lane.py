@@ -122,37 +122,34 @@ def test_gpu_lane_is_a_high_priority_stream():
     ]
 
 
-def _ends_with_something_in_the_lane(longest_exit_s: float, task: str) -> tuple[int, str, str]:
-    """Runs a program whose lane begins a task, statements of Python, when the program ends."""
-    program = f"""
+def test_exit_waits_for_queued_tasks_but_not_for_stuck_ones():
+    """Else a thread that comes out of one of torch's functions while Python ends is unwound through it: an abort."""
+    program = """
 import atexit, threading
 import torch
 from core.comm import lane
 
-lane._LONGEST_EXIT_S = {longest_exit_s}
 ends = threading.Event()
 
-def task():
+def multiply():
     ends.wait()
-    {task}
+    [torch.ones(1000, 1000) @ torch.ones(1000, 1000) for _ in range(20)]
+    print("multiplied", flush=True)
 
-lane.comm_lane(torch.device("cpu")).submit(task)
-atexit.register(ends.set)  # called before what the lane has registered
+def wait_at_most(seconds):
+    lane._LONGEST_EXIT_S = seconds
+
+# What is registered last is called first.
+lane.comm_lane(torch.device("cpu"), 0).submit(multiply)
+atexit.register(wait_at_most, 600.0)
+lane.comm_lane(torch.device("cpu"), 1).submit(threading.Event().wait)
+atexit.register(wait_at_most, 0.1)
+atexit.register(ends.set)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )
-    return ended.returncode, ended.stdout, ended.stderr
-
-
-def test_exit_waits_for_queued_tasks():
-    """Else a thread that comes out of one of torch's functions while Python ends is unwound through it: an abort."""
-    products = "[torch.ones(1000, 1000) @ torch.ones(1000, 1000) for _ in range(20)]; print('multiplied', flush=True)"
-    assert _ends_with_something_in_the_lane(600.0, products) == (0, "multiplied\n", "")
-
-
-def test_exit_does_not_wait_for_stuck_task():
-    assert _ends_with_something_in_the_lane(0.1, "threading.Event().wait()") == (0, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "multiplied\n", "")
 
 
 def test_read_takes_values_at_construction() -> None:

@@ -3,6 +3,7 @@
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,18 @@ from core.datasets.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, docu
 from tests.unit.datasets._corpus import random_documents, write_corpus
 
 
+def _dataset(
+    tmp_path: Path, documents: list[list[int]], length: int = 4, num_samples: int | None = None, **fields: Any
+) -> GPTDataset:
+    """Returns the training split, of all documents."""
+    config = GPTDatasetConfig(sequence_length=length, split="1", **fields)
+    return GPTDataset(write_corpus(tmp_path / "c", documents), "train", config, num_samples)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_samples_are_cut_from_shuffled_documents(tmp_path: Path, seed: int):
     documents = random_documents(seed, 40, 15)
-    corpus = write_corpus(tmp_path / "c", documents)
-    config = GPTDatasetConfig(sequence_length=7, random_seed=seed, split="100")
-    dataset = GPTDataset(corpus, "train", config, num_samples=90)
+    dataset = _dataset(tmp_path, documents, 7, 90, random_seed=seed)
     order = dataset._document_index.tolist()
     flat = [token for document in order for token in documents[document]]
     pieces = [flat[start : start + 8] for start in range(0, len(flat) - 7, 7)]
@@ -31,8 +38,7 @@ def test_samples_are_cut_from_shuffled_documents(tmp_path: Path, seed: int):
 
 
 def test_items_are_tensors_of_the_declared_dtypes(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", [list(range(20))])
-    item = GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1"))[0]
+    item = _dataset(tmp_path, [list(range(20))])[0]
     assert {name: (value.shape, value.dtype) for name, value in item.items()} == {
         "tokens": ((4,), torch.int64),
         "labels": ((4,), torch.int64),
@@ -45,32 +51,30 @@ def test_items_are_tensors_of_the_declared_dtypes(tmp_path: Path):
 
 
 def test_end_of_document_resets_positions_and_masks_the_loss(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", [[9, 5, 6, 9, 9, 7, 8, 9, 1]])
-    options = {"sequence_length": 8, "split": "1", "eod": 9}
-    both = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_position_ids=True, eod_mask_loss=True))[0]
+    def item(**fields: Any) -> dict[str, torch.Tensor]:
+        return _dataset(tmp_path, [[9, 5, 6, 9, 9, 7, 8, 9, 1]], 8, eod=9, **fields)[0]
+
+    both = item(reset_position_ids=True, eod_mask_loss=True)
     assert both["tokens"].tolist() == [9, 5, 6, 9, 9, 7, 8, 9]
     assert both["position_ids"].tolist() == [0, 0, 1, 2, 0, 0, 1, 2]
     assert both["loss_mask"].tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
-    apart = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_attention_mask=True))[0]
+    apart = item(reset_attention_mask=True)
     assert apart["document_starts"].tolist() == [0, 1, 1, 1, 4, 5, 5, 5]
     assert apart["position_ids"].tolist() == list(range(8))
-    neither = GPTDataset(corpus, "train", GPTDatasetConfig(**options))[0]
+    neither = item()
     assert "document_starts" not in neither
     assert neither["position_ids"].tolist() == list(range(8))
     assert neither["loss_mask"].tolist() == [1] * 8
 
 
 def test_a_mask_hides_later_tokens_and_other_documents(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", [[5, 9, 6, 7, 8]])
-    options = {"sequence_length": 4, "split": "1", "eod": 9}
-    causal = GPTDataset(corpus, "train", GPTDatasetConfig(**options))[0]["attention_mask"]
-    assert causal.int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]]
-    apart = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_attention_mask=True))[0]["attention_mask"]
+    def item(**fields: Any) -> dict[str, torch.Tensor]:
+        return _dataset(tmp_path, [[5, 9, 6, 7, 8]], eod=9, **fields)[0]
+
+    assert item()["attention_mask"].int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]]
+    apart = item(reset_attention_mask=True)["attention_mask"]
     assert apart.int().tolist() == [[[0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 1], [1, 1, 0, 0]]]
-    assert (
-        "attention_mask"
-        not in GPTDataset(corpus, "train", GPTDatasetConfig(**options, create_attention_mask=False))[0]
-    )
+    assert "attention_mask" not in item(create_attention_mask=False)
 
 
 def test_splits_are_disjoint_document_ranges(tmp_path: Path):
@@ -120,18 +124,17 @@ def test_the_cache_follows_corpus_and_settings(tmp_path: Path):
 
 
 def test_pickling_carries_neither_tokens_nor_indices(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", random_documents(0, 2000, 20))
-    dataset = GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=5, split="1"))
+    dataset = _dataset(tmp_path, random_documents(0, 2000, 20), 5)
     data = pickle.dumps(dataset)
     assert len(data) < 2000
     assert torch.equal(pickle.loads(data)[17]["tokens"], dataset[17]["tokens"])
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", [[1, 2, 3, 300, 4], [5] * 10])
-    assert len(GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1", vocab_size=301))) == 3
+    documents = [[1, 2, 3, 300, 4], [5] * 10]
+    assert len(_dataset(tmp_path, documents, vocab_size=301)) == 3
     with pytest.raises(DataError, match=r"c\.bin: holds token id 300, and the vocabulary has 300 entries; prepare"):
-        GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1", vocab_size=300))
+        _dataset(tmp_path, documents, vocab_size=300)
 
 
 def test_negative_and_fractional_tokens_are_refused(tmp_path: Path):
@@ -172,9 +175,7 @@ def test_unsupported_settings_are_refused(fields: dict[str, object], message: st
 
 
 def test_indices_outside_the_split_end_an_iteration(tmp_path: Path):
-    dataset = GPTDataset(
-        write_corpus(tmp_path / "c", [[1] * 9]), "train", GPTDatasetConfig(sequence_length=4, split="1")
-    )
+    dataset = _dataset(tmp_path, [[1] * 9])
     assert len(list(dataset)) == len(dataset) == 2
     with pytest.raises(IndexError, match="sample -1 of a split of 2"):
         dataset[-1]
@@ -183,9 +184,8 @@ def test_indices_outside_the_split_end_an_iteration(tmp_path: Path):
 
 
 def test_too_large_order_is_refused_early(tmp_path: Path):
-    corpus = write_corpus(tmp_path / "c", [list(range(20))])
     with pytest.raises(ConfigError, match=r"99999999999999 samples of 4 tokens .* their order alone takes \d+ GiB"):
-        GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1"), 99999999999999)
+        _dataset(tmp_path, [list(range(20))], num_samples=99999999999999)
 
 
 def test_corpora_with_equal_file_stats_have_their_own_order(tmp_path: Path):

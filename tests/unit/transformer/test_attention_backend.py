@@ -85,15 +85,9 @@ def test_unavailable_kernel_is_refused(backend, lacking, gpu):
 
 
 def _attention(backend: Any, **fields: Any) -> DotProductAttention:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        attention_backend=backend,
-        **{"attention_dropout": 0.0} | fields,
-    )
-    return DotProductAttention(config)
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    fields = {"attention_dropout": 0.0} | fields
+    return DotProductAttention(TransformerConfig(**sizes, attention_backend=backend, **fields))
 
 
 def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

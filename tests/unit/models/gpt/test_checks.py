@@ -6,12 +6,11 @@ import torch
 from core import parallel_state
 from core.base.errors import ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel
-from core.transformer import TransformerConfig
 from core.transformer.mlp import MLP
 from core.transformer.spec_utils import ModuleSpec
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
-from tests.unit.models._cases import BATCH, LENGTH, SMALL, VOCAB, batch, build, small_config
+from tests.unit.models._cases import BATCH, CASES, LENGTH, SMALL, VOCAB, batch, build, construct, small_config
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ def test_unsupported_arguments_are_refused(arguments, message):
 )
 def test_degrees_without_their_groups_are_refused(fields):
     with pytest.raises(ParallelConfigError, match=f"{next(iter(fields))} is 2"):
-        GPTModel(small_config(**fields), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
+        construct(CASES["geglu-rope"], **fields)
 
 
 def test_stages_that_are_not_at_their_place_are_refused():
@@ -74,22 +73,16 @@ def test_malformed_batches_are_refused():
 
 
 def _refuses_groups_of_another_degree() -> None:
-    small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for sizes, said in (
         ({"pipeline_model_parallel_size": 2}, "config.pipeline_model_parallel_size is 1, but .* groups of 2"),
         ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
     ):
         parallel_state.initialize_model_parallel(**sizes)
         with pytest.raises(ParallelConfigError, match=said):
-            GPTModel(TransformerConfig(**small), vocab_size=16, max_sequence_length=8, position_embedding_type="rope")
+            construct(CASES["geglu-rope"])
         parallel_state.destroy_model_parallel()
     with pytest.raises(ParallelConfigError, match=r"config.context_parallel_size is 2, but .* groups of 1"):
-        GPTModel(
-            TransformerConfig(**small, context_parallel_size=2),
-            vocab_size=16,
-            max_sequence_length=8,
-            position_embedding_type="rope",
-        )
+        construct(CASES["geglu-rope"], context_parallel_size=2)
 
 
 def test_process_groups_of_unsupported_degrees_are_refused():
