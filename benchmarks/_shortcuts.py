@@ -89,14 +89,14 @@ def _inboxes_kept(run: Callable[[], None]) -> int:
 
 def _zeroing() -> AbstractContextManager[Any]:
     """Makes gradients zero at the beginning of a step, and the first one is added: no layer is lent memory then."""
-    from core.distributed.engine.grad_slot import Content, GradSlot
+    from core.distributed.engine.grad_slot import GradSlot
 
     clear = GradSlot.clear
 
     def clear_and_zero(slot: GradSlot) -> None:
         clear(slot)
         slot.show().zero_()
-        slot.content = Content.ZEROS
+        slot.counts = True
 
     return mock.patch.object(GradSlot, "clear", clear_and_zero)
 

@@ -23,7 +23,7 @@ from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
-from .groups import Ranks, find_groups, managed_parameters
+from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unfit_models import (
@@ -35,6 +35,7 @@ from .model.unfit_models import (
 )
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
+from .plan.pieces import is_packed
 from .plan.units import UnitChoice
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
@@ -85,7 +86,7 @@ class _BaseDataParallel(EngineVerbs):
         reject_different_models(plan)
         if plan.transforms:
             transform_units(plan.transforms)
-        if plan.shards_parameters:
+        if plan.shards_parameters and any(map(is_packed, module.parameters())):
             hold_packed_weights(module)
         # These five are the user's and the plan's; nothing replaces them.
         self.config = config
@@ -135,8 +136,11 @@ class _BaseDataParallel(EngineVerbs):
         reject_wrapped(module, (_BaseDataParallel,))
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(cls.__name__, instances, ranks, pg_collection)
-        shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
-        groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
+        for parameter in module.parameters():
+            vars(parameter).pop(LEFT_OUT, None)  # the mark of an earlier wrapper
+        if ddp_config.replicated or ddp_config.ignored:
+            shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
+            groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         reject_expert_parameters(module, config, groups)
         reject_unfit(module)
         if cls.engine is Engine.FSDP2:

@@ -230,6 +230,11 @@ class DistributedDataParallelConfig:
         return shards_parameters(self.sharding_strategy)
 
     @property
+    def transforms_units(self) -> bool:
+        """Whether units are recomputed, compiled or offloaded."""
+        return self.activation_checkpointing != "none" or self.compile_units or self.offload_activations
+
+    @property
     def engine(self) -> Engine:
         """What holds the model: FSDP2 by the type of the settings, the others by the sharding strategy."""
         return Engine.FULLY_SHARDED if self.shards_parameters else Engine.FLAT_BUFFERS

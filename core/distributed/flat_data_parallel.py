@@ -117,7 +117,7 @@ class _FlatDataParallel(_BaseDataParallel):
             if self.plan.lends_gradients:
                 param.lend_gradient_memory = partial(bucket.lend, param)  # type: ignore[attr-defined]
             if self.plan.layers_add_gradients:
-                bucket.slot_of(param).note_written_by_layer()
+                bucket.slot_of(param).is_written_by_layer = True
         self._finish_construction()
 
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:

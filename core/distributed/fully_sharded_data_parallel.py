@@ -22,7 +22,7 @@ from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.bucket import Bucket
 from .engine.gathering import ParameterGathering, install_call_hooks
-from .engine.unit import Unit
+from .engine.unit import Unit, UnitPhase
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, cast_buffers
@@ -122,8 +122,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
             set_pending_view(param, partial(whole_view, param))
         self._take_gradients()
         self._gathering.forget()
-        # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
-        self._is_whole = False
 
     def _note_skipped(self, unit: Unit) -> None:
         """Sends the gradients of a unit that a backward does not reach on this rank."""
@@ -161,7 +159,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        if self._is_whole:
+        if self.units[-1].phase is UnitPhase.APART:  # inside of another one
             yield
             return
         self._gathering.forget()
@@ -169,11 +167,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
             unit.gather_apart()
             for param in unit.name_of:
                 keep_range(param, None)
-        self._is_whole = True
         try:
             yield
         finally:
-            self._is_whole = False
             for unit in self.units:
                 unit.return_to_slot()
             self._note_ranges()

@@ -19,7 +19,7 @@ from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.plan.units import UnitChoice, transforms_units
+from ...distributed.plan.units import UnitChoice
 from ...optimizer import MegatronOptimizer
 from ..bridge.sharding import data_parallel_mesh, units_by_class
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
@@ -96,7 +96,7 @@ class ShardstackPlugin:
 
     def _units(self, model: nn.Module) -> list[UnitChoice]:
         config = self.ddp_config
-        if not (config.shards_parameters or transforms_units(config)):
+        if not (config.shards_parameters or config.transforms_units):
             return []
         return list(units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap"))
 

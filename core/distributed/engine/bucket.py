@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import partial
 
 import torch
@@ -17,25 +16,6 @@ from ..plan import PiecePlan
 from .buffer import BucketReduction, FlatBuffer, PlacedParams
 from .grad_slot import GradSlot
 from .gradient_tree import PartialSums
-
-
-class BucketPhase(Enum):
-    """The state of one bucket in a step::
-
-        FILLING ---> SENT <---> REFILLING
-
-    Each step begins with FILLING. Autograd's thread changes it during a backward, the main thread between steps.
-    """
-
-    FILLING = "filling"
-    """Gradients accumulate on this rank. The shard counts as zeros: its memory has values of an earlier step."""
-
-    SENT = "sent"
-    """This rank's sum was sent. The shard is valid once `wait_for_grads` has returned."""
-
-    REFILLING = "refilling"
-    """Where each micro-batch is reduced: a further one computes gradients, to be added to the shard. Begins for all
-    buckets with the first gradient of a backward, so that all ranks send each bucket once per backward."""
 
 
 class Bucket(PlacedParams):
@@ -56,7 +36,7 @@ class Bucket(PlacedParams):
         tree: the order of additions over micro-batches, where there is one.
         grad_data: `[numel]`, whole gradients, or None where they are released and not allocated.
         separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`, or None.
-        phase: the bucket's phase in the step.
+        has_left: whether the gradients were sent, and no further micro-batch is being added to them.
     """
 
     def __init__(
@@ -90,14 +70,14 @@ class Bucket(PlacedParams):
         # Parameters that `_ready` waits for: the trainable ones, counted at the bucket's first gradient of each
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(self.slots)
-        # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
+        # A reduction in the lane: set by `start_grad_sync`, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
         # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
         # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
         self._sent: Tensor | None = None
-        # `start_grad_sync`, `begin_backward`, `open_again` and `clear_grads` set it: on autograd's thread in a
-        # backward, on the main thread between backwards.
-        self.phase = BucketPhase.FILLING
+        # `start_grad_sync` sets it. `clear_grads` and `open_again` clear it on the main thread between backwards, and
+        # where each micro-batch is reduced `begin_backward`, on autograd's thread.
+        self.has_left = False
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[plan.layout.start : plan.layout.end])
             for slot in self.slots:
@@ -176,24 +156,27 @@ class Bucket(PlacedParams):
     @property
     def has_reduced(self) -> bool:
         """Whether the shard has gradients of this step. Otherwise its values are from an earlier step."""
-        return self.phase is not BucketPhase.FILLING
+        return self.has_left or self.separate_shard is not None
 
     @property
-    def has_left(self) -> bool:
-        """Whether the gradients were sent, and no further micro-batch is being added to them."""
-        return self.phase is BucketPhase.SENT
+    def is_too_late(self) -> bool:
+        """Whether a gradient that arrives now cannot be reduced with the bucket any more."""
+        return self.has_left and not self._reduces_each
 
     def begin_backward(self) -> None:
-        """Reopens a sent bucket for the next micro-batch, where each micro-batch is reduced."""
-        if self._reduces_each and self.has_left:
-            self.phase = BucketPhase.REFILLING
+        """Reopens a sent bucket for the next micro-batch, where each micro-batch is reduced.
+
+        Called for all buckets with the first gradient of a backward, so that all ranks send each bucket once per
+        backward. What is sent then is added to the shard.
+        """
+        if self._reduces_each:
+            self.has_left = False
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
         """Lends memory to compute the parameter's gradient in (`GradSlot.lend`), or None if it comes too late."""
         if self.tree is not None:
             self.tree.enter()
-        is_late = self.has_left and not self._reduces_each
-        return None if is_late else self.slot_of(param).lend()
+        return None if self.is_too_late else self.slot_of(param).lend()
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> bool:
         """Adds a gradient. None records that a layer has added it itself.
@@ -209,9 +192,9 @@ class Bucket(PlacedParams):
             self.tree.enter()
         slot = self.slot_of(param)
         slot.take_back()
-        self.begin_backward()
-        if self.has_left:
+        if self.is_too_late:
             return False
+        self.has_left = False
         if gradient is None:
             if self.tree is not None:
                 raise ShardstackError(
@@ -242,7 +225,7 @@ class Bucket(PlacedParams):
         if len(dropped) == len(self.params):
             self.clear_grads()
             return
-        self.phase = BucketPhase.FILLING
+        self.has_left = False
         for param in dropped:
             self.slot_of(param).show().zero_()
 
@@ -262,7 +245,7 @@ class Bucket(PlacedParams):
             self.release_grads()
             self._sent = whole if self.buffer.grad_memory.keeps(whole.numel()) else None
         what = f"the gradients of {self.name}"
-        adds = self.has_reduced and self.separate_shard is not None
+        adds = self.separate_shard is not None
         run = partial(self._reduction.reduce, whole, self.local_grad_shard, adds, what)
         del whole  # from here on only the reduction holds it
         if self._reduction.plan.overlaps_grads:
@@ -270,7 +253,7 @@ class Bucket(PlacedParams):
         else:
             self._lane.run(run)
             self._give_back()
-        self.phase = BucketPhase.SENT
+        self.has_left = True
         self._ready.clear()
 
     def wait_for_grads(self) -> None:
@@ -321,7 +304,7 @@ class Bucket(PlacedParams):
         self.abandon_reduction()
         self._ready.clear()
         self._sums.clear()
-        self.phase = BucketPhase.FILLING
+        self.has_left = False
         if self.releases_grads:
             self.release_grads()
         self.separate_shard = None

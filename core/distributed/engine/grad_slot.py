@@ -4,56 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base._torch_compat import current_backward
 from ...base.errors import ShardstackError
 
 _ALLOCATION_ALIGNMENT = 64
 """Bytes, of every tensor that torch allocates on the CPU. `PARAM_ALIGNMENT` elements are aligned so too."""
 
 
-class Content(Enum):
-    """The contents of the memory of one parameter's gradient on this rank::
-
-        STALE ---> LENT ---> GRADIENT ---> SENT
-          |                   ^    ^
-          +-------------------+    |
-          +---> ZEROS -------------+
-
-    SENT continues as STALE does, and each step begins with STALE. Only methods of `GradSlot` change it: autograd's
-    thread during a backward, the main thread between steps, never both at once.
-    """
-
-    STALE = "stale"
-    """Invalid: no memory, or values of an earlier step. The first gradient overwrites them. ``main_grad`` is None."""
-
-    LENT = "lent"
-    """A layer's backward computes the gradient in the memory (`GradSlot.lend`). Ends when the gradient arrives.
-
-    After a backward that raised no gradient arrives: ends when gradients are cleared, or the bucket is sent.
-    """
-
-    ZEROS = "zeros"
-    """Zeros, to which the first gradient is added: of a new buffer, so that values written before a backward count,
-    for a layer that adds in its own backward, and to send an incomplete bucket."""
-
-    GRADIENT = "gradient"
-    """The sum of the gradients so far, to which the next one is added. Ends with `release` or with the step."""
-
-    SENT = "sent"
-    """Invalid, because the gradient was sent and its memory released. Otherwise like STALE."""
-
-
 @dataclass(eq=False, slots=True)
 class GradSlot:
     """One parameter's place in a bucket.
 
-    ``param.main_grad`` is a view of the place. After `clear` it is None until the first gradient arrives, which is
-    copied into the place instead of added to zeros.
+    ``param.main_grad`` is a view of the place while its values count, and else None: the first gradient is then
+    copied into the place instead of added to zeros. Only methods of this class change the state: autograd's thread
+    during a backward, the main thread between steps, never both at once.
     """
 
     param: nn.Parameter
@@ -81,30 +49,26 @@ class GradSlot:
     """The parameter's part of the bucket's whole gradient, in the parameter's shape. The bucket or its buffer owns the
     memory. `hold` sets it when the bucket gets the memory, `release` clears it."""
 
-    content: Content = Content.STALE
-    """The state of the gradient in memory."""
+    counts: bool = False
+    """Whether the values in memory are those of this step, to which the next gradient is added: gradients, or zeros of
+    a new buffer, for a layer that adds in its own backward, or to send an incomplete bucket. Ends when the values are
+    sent and released or set aside, and with the step."""
 
-    borrower: int = NO_BACKWARD
-    """The backward that computes the gradient in the memory. `lend` sets it. Valid only while `content` is LENT."""
+    has_arrived: bool = False
+    """Whether a gradient has arrived in this step, also if it was sent and released since. `clear` ends it."""
+
+    borrower: int | None = None
+    """The backward that computes the gradient in the memory: `lend` sets it. It ends when the gradient arrives. After
+    a backward that raised it ends when gradients are cleared, or the bucket is sent."""
 
     is_written_by_layer: bool = False
     """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
-    gradient or the wrapper sets it. Never cleared."""
+    gradient sets it, or the wrapper when it is built. Never cleared."""
 
     @property
     def main_grad_dtype(self) -> torch.dtype:
         """Dtype of ``param.main_grad``."""
         return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
-
-    @property
-    def counts(self) -> bool:
-        """Whether the values in memory are valid: the next gradient is added to them, not copied over them."""
-        return self.content in (Content.ZEROS, Content.GRADIENT)
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether a gradient has arrived in this step."""
-        return self.content in (Content.GRADIENT, Content.SENT)
 
     @property
     def has_gradient(self) -> bool:
@@ -136,7 +100,7 @@ class GradSlot:
 
     def restart(self) -> None:
         """Keeps the memory, whose values were set aside. The next gradient is copied over them."""
-        self.content = Content.SENT if self.has_arrived else Content.STALE
+        self.counts = False
         self.param.main_grad = None  # type: ignore[attr-defined]
 
     def show(self) -> Tensor:
@@ -167,12 +131,12 @@ class GradSlot:
         if it is less aligned than an allocation of torch: the last bits of a matrix product depend on the alignment,
         and results would differ between sharding strategies, which place parameters at different addresses.
         """
-        if self.content is Content.LENT or self.counts or self.param.dtype != self.main_grad_dtype:
+        if self.borrower is not None or self.counts or self.param.dtype != self.main_grad_dtype:
             return None
         memory = self._memory()
         if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
             return None
-        self.content, self.borrower = Content.LENT, current_backward()
+        self.borrower = current_backward()
         return memory.detach()  # autograd copies a gradient that has other references, so not the view
 
     def take_back(self) -> None:
@@ -181,15 +145,13 @@ class GradSlot:
         Raises:
             ShardstackError: another backward has borrowed the memory and has not returned it.
         """
-        if self.content is not Content.LENT:
-            return
-        if self.borrower != current_backward():
+        if self.borrower not in (None, current_backward()):
             raise ShardstackError(
                 f"parameter {self.name} got a gradient while another backward had begun to compute one and has not "
                 "brought it: a checkpoint with use_reentrant=True inside (use False), or a backward that raised (call "
                 "zero_grad_buffer); or set gradient_accumulation_fusion to False"
             )
-        self.content = Content.STALE
+        self.borrower = None
 
     def add(self, gradient: Tensor) -> None:
         """Adds a dense or sparse `gradient` into ``main_grad``. Does nothing if it was computed in that memory."""
@@ -204,17 +166,17 @@ class GradSlot:
             memory.add_(gradient)
         else:
             memory.copy_(gradient)
-        self.content = Content.GRADIENT
+        self.counts = self.has_arrived = True
 
     def replace(self, gradient: Tensor) -> None:
         """Replaces the accumulated gradient by `gradient`."""
         self.take_back()
-        self.content = Content.STALE
+        self.counts = False
         self.add(gradient)
 
     def note_written_by_layer(self) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
-        self.content, self.is_written_by_layer = Content.GRADIENT, True
+        self.counts = self.has_arrived = self.is_written_by_layer = True
 
     # ---- steps
 
@@ -222,7 +184,7 @@ class GradSlot:
         """Makes the gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
         if self.counts:  # else it is None already
             self.param.main_grad = None  # type: ignore[attr-defined]
-        self.content = Content.STALE
+        self.counts, self.has_arrived, self.borrower = False, False, None
 
     def complete(self) -> None:
         """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
@@ -236,8 +198,7 @@ class GradSlot:
     def note_zeros(self) -> None:
         """Exposes zeroed memory as ``main_grad``. The next backward adds to values written there before it."""
         self.show()
-        # A gradient that was sent is to be sent again, with zeros.
-        self.content = Content.GRADIENT if self.has_arrived else Content.ZEROS
+        self.counts, self.borrower = True, None
 
     def prepare_for_layer(self) -> None:
         """Zeros ``main_grad`` for a layer that adds into it itself."""

@@ -21,18 +21,17 @@ Begin = Callable[[int | None, bool], None]
 micro-batch, and `MicroBatchTree.reduces`, whether ranks add up gradients at its end."""
 
 
-class PartialSums:
-    """Flat sums of earlier micro-batches, newest last, until they are added to a later sum."""
+class PartialSums(list["Tensor | None"]):
+    """Flat sums of earlier micro-batches, newest last, until they are added to a later sum.
 
-    def __init__(self) -> None:
-        # Owns its tensors; None is a sum without gradients. `set_aside` adds a sum when a backward begins, on
-        # autograd's thread; `added_to` empties it at the end of a step, and `clear` when gradients are zeroed.
-        self._waiting: list[Tensor | None] = []
+    Owns its tensors; None is a sum without gradients. `set_aside` adds a sum when a backward begins, on autograd's
+    thread; `added_to` empties it at the end of a step, and `clear` when gradients are zeroed.
+    """
 
     @property
     def tensors(self) -> list[Tensor]:
         """All sums that are set aside."""
-        return [tensor for tensor in self._waiting if tensor is not None]
+        return [tensor for tensor in self if tensor is not None]
 
     def set_aside(self, total: Tensor | None, additions: int) -> list[Tensor]:
         """Adds `total` to the newest `additions` sums, and keeps the result. Takes ownership of the memory.
@@ -42,21 +41,17 @@ class PartialSums:
         """
         free: list[Tensor] = []
         for _ in range(additions):
-            older = self._waiting.pop()
+            older = self.pop()
             free += [total] if older is not None and total is not None else []
             total = _added(older, total)
-        self._waiting.append(total)
+        self.append(total)
         return free
 
     def added_to(self, total: Tensor) -> Tensor:
         """Adds all partial sums to `total`, in place, the newest first. Returns it."""
-        while self._waiting:
-            _added(total, self._waiting.pop())
+        while self:
+            _added(total, self.pop())
         return total
-
-    def clear(self) -> None:
-        """Drops all sums."""
-        self._waiting.clear()
 
 
 def _added(into: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -77,8 +77,11 @@ class UnitPhase(Enum):
            ^                                           |
            +--- return_to_slot --- APART <--- gather_apart, from either
 
-    A unit without a slot is HIDDEN while it is gathered in place and forward goes on, and else READABLE. Autograd's
-    thread changes it during a backward, else the main thread.
+    A unit without a slot is HIDDEN while it is gathered in place and forward goes on. Autograd's thread changes the
+    phase during a backward, else the main thread.
+
+    Gradients have no phase here: under ZeRO-3 those of a unit accumulate or are reduced while its parameters are
+    hidden, gathered or in use. `Bucket.has_left` says whether they were sent.
     """
 
     READABLE = auto()
@@ -86,7 +89,7 @@ class UnitPhase(Enum):
     HIDDEN = auto()
     """Their use calls `on_use`, which waits for them, gathers them or raises."""
     APART = auto()
-    """In memory of their own."""
+    """In memory of their own, or in place without a slot: whole for the caller, who may write them."""
 
 
 class Unit:
@@ -107,6 +110,12 @@ class Unit:
         running: calls of its modules that have begun and not ended.
         used_in: the backward that needed it last, or `NO_BACKWARD` for a forward.
     """
+
+    _writes: WriteCounts
+    """Writes to the parameters since they were last hidden, or their memory set.
+
+    `adopt` makes it, for a unit with a slot. `hide` asks for them: a write in between would be lost. A gather writes
+    the slot and does not count."""
 
     def __init__(
         self,
@@ -135,9 +144,6 @@ class Unit:
         self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
-        # Writes to the parameters since they were last hidden, or their memory set; a gather writes the slot and does
-        # not count. `hide` asks for them: a write in between would be lost.
-        self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
         # Methods of this class set it: on autograd's thread during a backward, else on the main thread.
         self.phase = UnitPhase.READABLE
         # `ParameterGathering`, which replicas do not have, sets both when it is built; then fixed.
@@ -184,7 +190,7 @@ class Unit:
             self._take_values()
         for bucket in self.buckets:
             bucket.place_params(bucket.param_data, skip=has_no_memory if with_values else None)
-        self._writes.find()
+        self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
 
     def move_to(self, slot: Slot) -> None:
         """Makes the parameters, which are hidden, views of another slot."""
@@ -294,9 +300,10 @@ class Unit:
     def gather_apart(self) -> None:
         """Gathers its parameters into memory of their own, until `return_to_slot`."""
         self.wait_until_readable()
+        self.phase = UnitPhase.APART
         if self.slot is None:
             return
-        self.slot.owner, self.phase = None, UnitPhase.APART
+        self.slot.owner = None
         for bucket in self.buckets:
             apart = transient_memory(bucket.numel, bucket.local_param_shard.dtype, bucket.param_data.device)
             bucket.gather_params(apart, self._what)
@@ -304,6 +311,7 @@ class Unit:
 
     def return_to_slot(self) -> None:
         """Takes what was written since `gather_apart` into this rank's shard, and frees that memory."""
+        self.phase = UnitPhase.READABLE
         if self.slot is None:
             return
         with torch.no_grad():
@@ -311,7 +319,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.place_params(bucket.param_data)
         self._writes.find()
-        self.phase = UnitPhase.READABLE
 
 
 def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], allocate: Allocate) -> list[Unit]:

@@ -30,8 +30,7 @@ from ...transformer import document_attention, piecewise_attention
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import LEFT_OUT, DataParallelGroups, is_expert_parameter
 from ..plan.parts import UnitTransform
-from ..plan.pieces import is_packed
-from ..plan.units import ParameterNames
+from ..plan.pieces import ParameterNames, is_packed
 
 SAVED_OPERATIONS: tuple[str, ...] = (
     "mm",
@@ -241,9 +240,7 @@ def _restore_state(name: str, state: Any, module: nn.Module, *unused: Any) -> No
 def leave_out(
     model: nn.Module, settings: DistributedDataParallelConfig, groups: DataParallelGroups, *, shards: bool
 ) -> DataParallelGroups:
-    """Marks the parameters that ``replicated`` and ``ignored`` name, and drops the marks of an earlier wrapper.
-
-    Every rank calls it.
+    """Marks the parameters that ``replicated`` and ``ignored`` name. Every rank calls it.
 
     Args:
         shards: False where every rank keeps and updates all parameters, so that ``replicated`` changes nothing.
@@ -260,8 +257,6 @@ def leave_out(
     is_stage = getattr(getattr(model, "config", None), "pipeline_model_parallel_size", 1) > 1
     replicated = _matching("replicated", settings.replicated, names, is_stage)
     ignored = _matching("ignored", settings.ignored, names, is_stage)
-    for parameter in names:
-        vars(parameter).pop(LEFT_OUT, None)
     for parameter in (*replicated, *ignored):
         problem = ""
         if parameter in replicated and parameter in ignored:

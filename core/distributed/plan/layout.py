@@ -40,13 +40,6 @@ FullParamLayout = tuple[tuple[BucketLayout, ...], ...]
 """The places of a model's parameters in flat buffers, which need not exist yet: the buckets of each buffer."""
 
 
-def bounds_by_rows(shape: Sequence[int], num_parts: int) -> tuple[int, ...]:
-    """Returns where `torch.chunk` cuts the first dimension of a parameter: see `ParamPlan.bounds`."""
-    rows = shape[0] if shape else 1
-    row, chunk = math.prod(shape[1:]), -(-rows // num_parts)
-    return tuple(min(part * chunk, rows) * row for part in range(num_parts + 1))
-
-
 def default_bucket_size(dp_size: int) -> int:
     """Returns elements, as in Megatron-LM: messages large enough for the network also when many ranks share them."""
     return max(40_000_000, 1_000_000 * dp_size)

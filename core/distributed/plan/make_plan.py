@@ -28,7 +28,7 @@ from .settings import (
     sharded_settings,
     whole_settings,
 )
-from .units import UnitChoice, find_units, own_parameters, plan_transforms, transforms_units, unit_of
+from .units import UnitChoice, find_units, own_parameters, plan_transforms, unit_of
 from .values import Plan
 
 
@@ -120,11 +120,12 @@ def _plan_whole(
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
     frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
     check_contradictions(config, settings, groups)
-    # Gradients travel by bucket, so that modules are looked for only where something is done to them.
-    units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(settings) else []
+    transforms: tuple[UnitTransform, ...] = ()
+    if settings.transforms_units:  # else no module is looked for: gradients travel by bucket
+        transforms = plan_transforms(find_units(module, unit_classes, splits_dtypes=False), settings)
     root = UnitPlan(modules=(module,), names=("",), pieces=frozen)
     return {
-        "transforms": plan_transforms(units, settings),
+        "transforms": transforms,
         "units": (*(UnitPlan(pieces=(bucket,)) for bucket in buckets), root),
         "reduces_every_micro_batch": settings.reduce_every_micro_batch and pieces.num_parts() > 1,
         "reduces_during_backward": reduces_during_backward,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +51,13 @@ class ParamPlan:
     def shard_numel(self) -> int:
         """Number of elements in a shard, including the padding that makes all shards equally long."""
         return max(end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+def bounds_by_rows(shape: Sequence[int], num_parts: int) -> tuple[int, ...]:
+    """Returns where `torch.chunk` cuts the first dimension of a parameter: see `ParamPlan.bounds`."""
+    rows = shape[0] if shape else 1
+    row, chunk = math.prod(shape[1:]), -(-rows // num_parts)
+    return tuple(min(part * chunk, rows) * row for part in range(num_parts + 1))
 
 
 @dataclass(frozen=True, kw_only=True)

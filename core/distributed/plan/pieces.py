@@ -17,14 +17,39 @@ from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.parameters import can_be_pending, local_part
 from ...tensor_parallel.initialization import has_tensor_parallel_attributes
+from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..groups import DataParallelGroups, ParameterKind, kind_of
-from .layout import BucketLayout, FullParamLayout, bounds_by_rows, lay_out
-from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan
-from .units import ParameterNames
+from .layout import BucketLayout, FullParamLayout, lay_out
+from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan, bounds_by_rows
 
 LayOut = Callable[[Sequence[nn.Parameter]], Iterable[BucketLayout]]
 """Places parameters of one kind in buckets, one after the other."""
+
+
+class ParameterNames:
+    """The names of a model's parameters. A tied parameter has several.
+
+    A GPT's embedding weight that its output projection borrows is also listed under the projection's name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters(remove_duplicate=False))
+        # Filled here, then fixed: the names of each parameter, its first one first.
+        self.of: dict[nn.Parameter, tuple[str, ...]] = {}
+        for name, parameter in named:
+            self.of[parameter] = (*self.of.get(parameter, ()), name)
+        names = [name for name, _ in named]
+        borrowers = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, ColumnParallelLinear) and module.weight is None
+        ]
+        for parameter in self.of:
+            if getattr(parameter, "shared_embedding", False):
+                self.of[parameter] = (*self.of[parameter], *borrowers)
+        # The place of each name, borrowed ones last; fixed.
+        self.places = {name: place for place, name in enumerate([*names, *borrowers])}
 
 
 class Pieces:

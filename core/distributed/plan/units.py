@@ -1,4 +1,4 @@
-"""Finds the modules that become units, whose parameters are gathered and reduced together, and names parameters."""
+"""Finds the modules that become units, whose parameters are gathered and reduced together, and their transforms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from ...base.errors import ParallelConfigError, WrapError
 from ...tensor_parallel.initialization import ParameterOwner
-from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import ParameterKind, kind_of
 from .parts import UnitPlan, UnitTransform
@@ -222,31 +221,6 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.M
     return units
 
 
-class ParameterNames:
-    """The names of a model's parameters. A tied parameter has several.
-
-    A GPT's embedding weight that its output projection borrows is also listed under the projection's name.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        named = list(model.named_parameters(remove_duplicate=False))
-        # Filled here, then fixed: the names of each parameter, its first one first.
-        self.of: dict[nn.Parameter, tuple[str, ...]] = {}
-        for name, parameter in named:
-            self.of[parameter] = (*self.of.get(parameter, ()), name)
-        names = [name for name, _ in named]
-        borrowers = [
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, ColumnParallelLinear) and module.weight is None
-        ]
-        for parameter in self.of:
-            if getattr(parameter, "shared_embedding", False):
-                self.of[parameter] = (*self.of[parameter], *borrowers)
-        # The place of each name, borrowed ones last; fixed.
-        self.places = {name: place for place, name in enumerate([*names, *borrowers])}
-
-
 def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
     """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
@@ -259,7 +233,7 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
             could be done to.
     """
     recomputes = settings.activation_checkpointing != "none"
-    if not transforms_units(settings):
+    if not settings.transforms_units:
         return ()
     inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
     layers = [
@@ -290,11 +264,6 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
         for unit in layers
         if unit in recomputed or settings.compile_units or settings.offload_activations
     )
-
-
-def transforms_units(settings: DistributedDataParallelConfig) -> bool:
-    """Returns whether settings ask for anything of `plan_transforms`."""
-    return settings.activation_checkpointing != "none" or settings.compile_units or settings.offload_activations
 
 
 def _is_one_layer(module: nn.Module) -> bool:

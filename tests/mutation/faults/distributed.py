@@ -243,8 +243,8 @@ MUTATIONS = (
     Mutation(
         "gradients of the step before are not cleared",
         "core.distributed.engine.grad_slot.GradSlot.clear",
-        r"self\.content = Content\.STALE",
-        "self.content = Content.STALE if self.is_written_by_layer else self.content",
+        r"self\.counts, self\.has_arrived, (.*) = \(False, False, None\)",
+        r"self.counts, self.has_arrived, \1 = (self.counts and not self.is_written_by_layer, False, None)",
         (DDP, CONTRACT),
     ),
     Mutation(

@@ -1,7 +1,8 @@
-"""The phases of a bucket and the contents of its places, and a bucket that some micro-batches do not reach."""
+"""The life of a bucket and of gradients in its places, and a bucket that some micro-batches do not reach."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import ShardstackError
-from core.distributed.engine.grad_slot import Content, GradSlot
+from core.distributed.engine.grad_slot import GradSlot
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, gradients
 
@@ -22,32 +23,47 @@ def _slot() -> GradSlot:
 
 def test_a_slot_remembers_its_gradient_until_the_step_ends():
     slot = _slot()
-    assert slot.content is Content.STALE and not slot.counts
-    assert slot.lend() is not None and slot.content is Content.LENT and slot.lend() is None
+    assert not slot.counts
+    assert slot.lend() is not None and not slot.counts and slot.lend() is None
+    slot.take_back()
+    assert slot.lend() is not None
     slot.take_back()
     slot.add(torch.ones(2))
     slot.add(torch.ones(2))
     assert slot.counts and slot.has_arrived and slot.param.main_grad.tolist() == [2.0, 2.0]
     slot.release()
-    assert slot.content is Content.SENT and slot.has_arrived and not slot.counts and slot.param.main_grad is None
+    assert slot.has_arrived and not slot.counts and slot.param.main_grad is None
     slot.complete()
-    assert slot.content is Content.GRADIENT and slot.param.main_grad.tolist() == [0.0, 0.0]  # sent again, with zeros
+    assert slot.counts and slot.has_arrived and slot.param.main_grad.tolist() == [0.0, 0.0]  # sent again, with zeros
     slot.clear()
-    assert slot.content is Content.STALE and slot.param.main_grad is None
+    assert not slot.counts and not slot.has_arrived and slot.param.main_grad is None
 
 
-@pytest.mark.parametrize("content", [Content.STALE, Content.LENT, Content.ZEROS])
-def test_a_slot_without_a_gradient_counts_as_zeros(content: Content):
+@pytest.mark.parametrize("before", ["stale", "lent", "zeros"])
+def test_a_slot_without_a_gradient_counts_as_zeros(before: str):
     slot = _slot()
-    if content is Content.LENT:
+    if before == "lent":
         slot.lend()
-    elif content is Content.ZEROS:
+    elif before == "zeros":
         slot.complete()
-    assert slot.content is content and not slot.has_arrived
+    assert slot.counts is (before == "zeros") and not slot.has_arrived
     slot.complete()
-    assert slot.content is Content.ZEROS and slot.param.main_grad.tolist() == [0.0, 0.0]
+    assert slot.counts and not slot.has_arrived and slot.param.main_grad.tolist() == [0.0, 0.0]
+    assert slot.borrower is None
     slot.release()
-    assert slot.content is Content.STALE
+    assert not slot.counts and slot.param.main_grad is None
+
+
+@pytest.mark.parametrize("end", [GradSlot.clear, GradSlot.complete])
+def test_a_loan_ends_when_its_gradient_cannot_come(end: Callable[[GradSlot], None]):
+    slot = _slot()
+    assert slot.lend() is not None
+    slot.borrower = 5  # a backward that raised
+    with pytest.raises(ShardstackError, match="another backward had begun"):
+        slot.take_back()
+    end(slot)
+    slot.take_back()
+    assert slot.borrower is None
 
 
 def _sends_again(every: bool) -> None:
