@@ -94,8 +94,8 @@ class DistributedDataParallel(_FlatDataParallel):
         super().__init__(config, module, ddp_config, plan)
         with replaced_parameters_marked(module):
             start_equal(module, plan.groups)  # replicas that start different would stay different
-        named = dict(model.named_parameters())
-        self._build(named)
+        named_params = dict(model.named_parameters())
+        self._build(named_params)
         self._take_gradients()
         # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
         by_place = {piece.bucket: unit for unit in self.units for piece in unit.plan.pieces}

@@ -134,8 +134,8 @@ def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
             gradient.copy_(part)
 
 
-def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given: dist.ProcessGroup | None) -> None:
-    group = _tensor_parallel_group(model, given)
+def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], tp_group: dist.ProcessGroup | None) -> None:
+    group = _tensor_parallel_group(model, tp_group)
     if group is not None and group.size() == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
@@ -165,11 +165,11 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
 
 
 def _tensor_parallel_group(
-    model: Sequence[_BaseDataParallel], given: dist.ProcessGroup | None
+    model: Sequence[_BaseDataParallel], tp_group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Returns the given group, else that of the layers, else that of `core.parallel_state`, else None."""
-    if given is not None:
-        return given
+    """Returns the group of the caller, else that of the layers, else that of `core.parallel_state`, else None."""
+    if tp_group is not None:
+        return tp_group
     groups = {group for chunk in model for module in chunk.modules() if (group := getattr(module, "tp_group", None))}
     of_layers = [group for group in groups if isinstance(group, dist.ProcessGroup) and group.size() > 1]
     if len(of_layers) == 1:

@@ -54,7 +54,7 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def _build(
         self,
-        named: Mapping[str, nn.Parameter],
+        named_params: Mapping[str, nn.Parameter],
         *,
         has_own_lane: bool = False,
         allocate_grads: Allocate = transient_memory,
@@ -63,14 +63,14 @@ class _FlatDataParallel(_BaseDataParallel):
         """Builds buffers, buckets and units as planned. A constructor calls it once.
 
         Args:
-            named: the model's parameters, by name.
+            named_params: the model's parameters, by name.
             has_own_lane: reduces in twins of the groups of shards and in a second lane, next to gathers of parameters.
             allocate_grads: allocates whole gradients, where buckets release theirs.
             allocate_slots: allocates the memory that units are gathered into.
         """
         plan = self.plan
         # All that is trained is on one device (`reject_unfit`); what is frozen may be elsewhere.
-        device = next((param.device for param in named.values() if param.requires_grad), current_device())
+        device = next((param.device for param in named_params.values() if param.requires_grad), current_device())
         lane = comm_lane(device, int(has_own_lane))
         # Own all memory of gradients, and of parameters or their shards if a strategy shards, for the wrapper's
         # lifetime. Like the two below fixed: parameters never change buckets.
@@ -79,7 +79,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self._bucket_at: dict[tuple[int, int], Bucket] = {}
         reductions = dict[ParameterKind, BucketReduction]()
         for pieces in plan.buffers:
-            kind, on = pieces[0].kind, named[pieces[0].params[0].name].device
+            kind, on = pieces[0].kind, named_params[pieces[0].params[0].name].device
             if kind not in reductions:
                 over_ranks = plan.over_ranks_of(kind)
                 groups = over_ranks.groups
@@ -92,7 +92,7 @@ class _FlatDataParallel(_BaseDataParallel):
             buffer = FlatBuffer(plan, pieces, on, allocate_grads)
             self._flat_buffers.append(buffer)
             for piece in pieces:
-                self._bucket_at[piece.bucket] = Bucket(buffer, piece, named, reductions[kind])  # type: ignore[index]
+                self._bucket_at[piece.bucket] = Bucket(buffer, piece, named_params, reductions[kind])  # type: ignore[index]
         # Those with gradients, in the order in which they leave.
         self._buckets = [self._bucket_at[place] for place in plan.reduction_order]
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
@@ -109,7 +109,7 @@ class _FlatDataParallel(_BaseDataParallel):
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._buckets, self.plan, finish, self._tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
-        self._shown = ShownGradients(self._bucket_of, self._is_sharded)
+        self._shown_gradients = ShownGradients(self._bucket_of, self._is_sharded)
         for param, bucket in self._bucket_of.items():
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class _FlatDataParallel(_BaseDataParallel):
         """All-gathers the updated shards, where ranks update shards. Every rank calls it."""
 
     def note_step(self) -> None:
-        self._shown.hide_after_step()
+        self._shown_gradients.hide_after_step()
 
     def _take_gradient(self, param: nn.Parameter) -> None:
         """Takes a parameter's gradient when autograd has finished it in one backward.
@@ -181,12 +181,12 @@ class _FlatDataParallel(_BaseDataParallel):
         self.settle_parameters()
         self._placement.check_unless_optimizer_does()
         if not self.gradient_state.is_reduced:
-            self._shown.take_written()
+            self._shown_gradients.take_written()
         self.start_grad_sync()
         for bucket in self._buckets:
             bucket.finish_grad_sync(force_all_reduce)
         try:
-            self._shown.show()
+            self._shown_gradients.show()
         except RuntimeError:  # a parameter of another dtype than its gradient
             self._placement.check()
             raise
@@ -206,7 +206,7 @@ class _FlatDataParallel(_BaseDataParallel):
         if not self._is_sharded or parameter not in self._bucket_of:
             return super().local_gradient(parameter)
         bucket = self._bucket_of[parameter]
-        if not (bucket.has_reduced and self._shown.has_gradient(parameter)):
+        if not (bucket.has_reduced and self._shown_gradients.has_gradient(parameter)):
             return None
         return bucket.local_grad(parameter)
 
@@ -216,9 +216,9 @@ class _FlatDataParallel(_BaseDataParallel):
             self._placement.check_step()
         except WrapError as error:
             raise OptimizerError(str(error)) from None
-        if (written := self._shown.find_written()) is not None:
+        if (assigned := self._shown_gradients.find_written()) is not None:
             raise OptimizerError(
-                f"parameter {self._name_of(written)} has a .grad of its own, but the sharding strategy "
+                f"parameter {self._name_of(assigned)} has a .grad of its own, but the sharding strategy "
                 f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
                 "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
             )
@@ -254,15 +254,15 @@ class _FlatDataParallel(_BaseDataParallel):
                     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        held = [tensor for bucket in self._buckets for tensor in bucket.held()]
-        held += [t for buffer in self._flat_buffers for t in buffer.grad_memory.kept]
+        memory = [tensor for bucket in self._buckets for tensor in bucket.held()]
+        memory += [t for buffer in self._flat_buffers for t in buffer.grad_memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in self._buckets if b.releases_grads and b.grad_data is not None]
         return {
             "parameters": parameters,
             "gathered parameters": [],
-            "gradients": [*held, *grads],
+            "gradients": [*memory, *grads],
             "gradients not reduced yet": whole,
         }
 

@@ -89,14 +89,14 @@ class FullyShardedDataParallel(_FlatDataParallel):
             start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states)
             start.equalize()
             start.allocate(parameters_have_memory=False)
-        named = dict(model.named_parameters())
-        device = next((param.device for param in named.values()), current_device())
+        named_params = dict(model.named_parameters())
+        device = next((param.device for param in named_params.values()), current_device())
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
         has_twins = plan.num_shards > 1
         reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
         allocate_grads = allocator(reductions, device, registers=plan.nccl_ub)
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.nccl_ub)
-        self._build(named, has_own_lane=has_twins, allocate_grads=allocate_grads, allocate_slots=allocate_slots)
+        self._build(named_params, has_own_lane=has_twins, allocate_grads=allocate_grads, allocate_slots=allocate_slots)
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in self._flat_buffers if buffer.shards is not None]
         for unit in self.units:
@@ -118,7 +118,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         install_call_hooks(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
             cast_buffers(model, plan.buffer_dtype)
-        for param in named.values():
+        for param in named_params.values():
             set_pending_view(param, partial(whole_view, param))
         self._take_gradients()
         self._gathering.forget()
@@ -192,22 +192,22 @@ class FullyShardedDataParallel(_FlatDataParallel):
         """
         for buffer in self._flat_buffers:
             probe = torch.empty(0, dtype=buffer.kind.param_dtype, device=buffer.device)
-            moved = fn(probe)
-            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+            result = fn(probe)
+            if (result.dtype, result.device) != (probe.dtype, probe.device):
                 raise WrapError(
                     f"a {type(self).__name__} cannot be moved or converted once wrapped, from {probe.dtype} on "
-                    f"{probe.device} to {moved.dtype} on {moved.device}; move and convert the model before "
+                    f"{probe.device} to {result.dtype} on {result.device}; move and convert the model before "
                     "it is wrapped"
                 )
         for module in self.module.modules():
-            for name, held in module._buffers.items():
-                module._buffers[name] = None if held is None else fn(held)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
         return self
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        held = super().held_tensors()
+        tensors = super().held_tensors()
         slots = {unit.slot for unit in self.units if unit.slot is not None}
-        return held | {
+        return tensors | {
             "parameters": [*self._shards, *self.module.buffers()],
             "gathered parameters": [
                 *(part for slot in slots for part in slot.parts),

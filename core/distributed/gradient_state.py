@@ -182,7 +182,7 @@ class GradientChecks:
         # in these steps. Never cleared, and not in checkpoints: a resumed run observes again.
         self._largest: dict[str, float] = {}
         # The number of steps that `_largest` covers, by parameter, up to `OBSERVED_STEPS`. Set and kept as `_largest`.
-        self._seen: dict[str, int] = {}
+        self._num_seen: dict[str, int] = {}
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
         """Checks this rank's gradients of step `step`, counted from 0, by name. Waits once for the device.
@@ -195,10 +195,10 @@ class GradientChecks:
         """
         if not (self._for_nan or self._for_large):
             return
-        named = [(name, gradient) for name, gradient in gradients if gradient.numel()]
+        named_gradients = [(name, gradient) for name, gradient in gradients if gradient.numel()]
         # Norms are in double, so only those of fp64 gradients can overflow: for them check every element.
-        norms = HostRead(_norms([gradient for _, gradient in named])).wait() if named else []
-        for (name, gradient), norm in zip(named, norms, strict=True):
+        norms = HostRead(_norms([gradient for _, gradient in named_gradients])).wait() if named_gradients else []
+        for (name, gradient), norm in zip(named_gradients, norms, strict=True):
             if self._for_nan and not math.isfinite(norm) and not torch.isfinite(gradient).all():
                 raise ShardstackError(
                     f"{_place(name, step, are_reduced)} is not finite; lower the learning rate, look at the batch, or "
@@ -208,9 +208,9 @@ class GradientChecks:
                 self._check_norm(name, norm, step, are_reduced)
 
     def _check_norm(self, name: str, norm: float, step: int, is_reduced: bool) -> None:
-        largest, num_steps = self._largest.get(name, 0.0), self._seen.get(name, 0)
+        largest, num_steps = self._largest.get(name, 0.0), self._num_seen.get(name, 0)
         if num_steps < OBSERVED_STEPS:
-            self._largest[name], self._seen[name] = max(largest, norm), num_steps + 1
+            self._largest[name], self._num_seen[name] = max(largest, norm), num_steps + 1
         elif norm >= LARGE_FACTOR * largest and norm > 0.0:
             raise ShardstackError(
                 f"{_place(name, step, is_reduced)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that "

@@ -170,11 +170,11 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
 
 def neighbour_groups(group: dist.ProcessGroup, sizes: Iterable[int | None]) -> Mapping[int | None, dist.ProcessGroup]:
     """Makes this rank's group of neighbours in `group` for each size, None apart. Every rank of `group` calls it."""
-    made = dict[int | None, dist.ProcessGroup]()
+    groups = dict[int | None, dist.ProcessGroup]()
     for size in sorted({size for size in sizes if size is not None}):
         first = group.rank() // size * size
-        made[size] = subgroup(group, range(first, first + size))
-    return made
+        groups[size] = subgroup(group, range(first, first + size))
+    return groups
 
 
 def _equalize_numbers_of_groups(group: dist.ProcessGroup) -> None:

@@ -274,8 +274,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 parameter.grad = torch.zeros_like(parameter)
         if self.plan.groups.replicated is not None and not self.gradient_state.is_reduced:
             self._reduce_replicated()
-        named = ((name, local_gradient(p)) for name, p in managed_parameters(unwrap_model(self)))
-        gradients = ((name, gradient) for name, gradient in named if gradient is not None)
+        named_gradients = ((name, local_gradient(p)) for name, p in managed_parameters(unwrap_model(self)))
+        gradients = ((name, gradient) for name, gradient in named_gradients if gradient is not None)
         self._gradient_checks.check(gradients, self._step, are_reduced=True)
 
     def _zero_gradients(self) -> None:
@@ -299,8 +299,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for unit in self.plan.units:
             for piece in unit.pieces:
                 if piece.kind == "replicated" and piece.is_trained:
-                    held = (parameters[param.name].grad for param in piece.params)  # None of a parameter frozen now
-                    gradients = [local_part(gradient) for gradient in held if gradient is not None]
+                    of_params = (parameters[param.name].grad for param in piece.params)  # None where frozen now
+                    gradients = [local_part(gradient) for gradient in of_params if gradient is not None]
                     if not gradients:
                         continue
                     flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(current_device())

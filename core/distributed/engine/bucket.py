@@ -66,15 +66,15 @@ class Bucket(PlacedParams):
             self.tree.register(self._set_aside)
         # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
         # `clear_grads` clear.
-        self._ready: set[nn.Parameter] = set()
-        # Parameters that `_ready` waits for: the trainable ones, counted at the bucket's first gradient of each
+        self._ready_params: set[nn.Parameter] = set()
+        # Parameters that `_ready_params` waits for: the trainable ones, counted at the bucket's first gradient of each
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(self.slots)
         # A reduction in the lane: set by `start_grad_sync`, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
         # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
         # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
-        self._sent: Tensor | None = None
+        self._sent_gradient: Tensor | None = None
         # `start_grad_sync` sets it. `clear_grads` and `open_again` clear it on the main thread between backwards, and
         # where each micro-batch is reduced `begin_backward`, on autograd's thread.
         self.has_left = False
@@ -143,7 +143,7 @@ class Bucket(PlacedParams):
 
     def held(self) -> list[Tensor]:
         """Returns the memory of gradients that the bucket has at this moment."""
-        own = (self.grad_data, self._sent, self.separate_shard, *self.accumulators, *self._sums.tensors)
+        own = (self.grad_data, self._sent_gradient, self.separate_shard, *self.accumulators, *self._sums.tensors)
         return [tensor for tensor in own if tensor is not None]
 
     @property
@@ -209,24 +209,24 @@ class Bucket(PlacedParams):
 
     def note_grad_ready(self, param: nn.Parameter) -> None:
         """Notes that this backward has finished the parameter's gradient."""
-        if not self._ready:
+        if not self._ready_params:
             self._num_awaited = sum(param.requires_grad for param in self.params)
-        self._ready.add(param)
+        self._ready_params.add(param)
 
     @property
     def is_complete(self) -> bool:
         """Whether this backward has finished the gradients of all parameters that are trainable now."""
-        if not self._ready:
+        if not self._ready_params:
             return not any(param.requires_grad for param in self.params)
-        return len(self._ready) >= self._num_awaited
+        return len(self._ready_params) >= self._num_awaited
 
-    def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Lets a backward add to reduced gradients. Gradients of the parameters in `dropped` start from zero."""
-        if len(dropped) == len(self.params):
+    def open_again(self, without_gradient: Sequence[nn.Parameter]) -> None:
+        """Lets a backward add to reduced gradients, which start from zero for the parameters `without_gradient`."""
+        if len(without_gradient) == len(self.params):
             self.clear_grads()
             return
         self.has_left = False
-        for param in dropped:
+        for param in without_gradient:
             self.slot_of(param).show().zero_()
 
     def start_grad_sync(self, *, inspects: bool = True) -> None:
@@ -243,7 +243,7 @@ class Bucket(PlacedParams):
             self._reduction.inspect((slot.name, slot.view) for slot in self.slots)  # type: ignore[misc]
         if self.releases_grads:
             self.release_grads()
-            self._sent = whole if self.buffer.grad_memory.keeps(whole.numel()) else None
+            self._sent_gradient = whole if self.buffer.grad_memory.keeps(whole.numel()) else None
         what = f"the gradients of {self.name}"
         adds = self.separate_shard is not None
         run = partial(self._reduction.reduce, whole, self.local_grad_shard, adds, what)
@@ -254,7 +254,7 @@ class Bucket(PlacedParams):
             self._lane.run(run)
             self._give_back()
         self.has_left = True
-        self._ready.clear()
+        self._ready_params.clear()
 
     def wait_for_grads(self) -> None:
         """Waits for a running reduction."""
@@ -275,15 +275,15 @@ class Bucket(PlacedParams):
         try:
             self.wait_for_grads()
         except Exception as error:
-            self._sent = None
+            self._sent_gradient = None
             warnings.warn(f"the gradients of {self.name} are dropped; their reduction failed: {error}", stacklevel=2)
 
     def _give_back(self) -> None:
         # Callers have waited for the lane, so the next user of this memory runs after the reduction, on CUDA too: the
         # current stream waits for the lane's.
-        if self._sent is not None:
-            self.buffer.grad_memory.give_back(self._sent)
-            self._sent = None
+        if self._sent_gradient is not None:
+            self.buffer.grad_memory.give_back(self._sent_gradient)
+            self._sent_gradient = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Makes this rank's shard of the gradient global, or with `force_all_reduce` the whole gradient."""
@@ -302,7 +302,7 @@ class Bucket(PlacedParams):
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
         self.abandon_reduction()
-        self._ready.clear()
+        self._ready_params.clear()
         self._sums.clear()
         self.has_left = False
         if self.releases_grads:

@@ -46,11 +46,11 @@ class UnitOrder(Generic[Unit]):
     """
 
     def __init__(self, plan: Plan, units: Mapping[Unit, UnitPlan], pass_by: Callable[[Unit, bool], None]) -> None:
-        # All fixed; `_planned` is empty without `gather_skipped_units`.
+        # All fixed; `_planned_units` is empty without `gather_skipped_units`.
         self._pass_by, self._units = pass_by, units
-        self._planned = list(units) if plan.gather_skipped_units else []
+        self._planned_units = list(units) if plan.gather_skipped_units else []
         self._forward_depth, self._backward_depth = plan.forward_prefetch, plan.backward_prefetch
-        self._needed_in_backward = {unit for unit, planned in units.items() if planned.is_needed_in_backward}
+        self._needed_in_backward = {unit for unit, unit_plan in units.items() if unit_plan.is_needed_in_backward}
         # The units of the running forward, or of the last one, in the order in which they ran. Grows in `enter`;
         # backward reads it. `end` moves it to `_last_order`: when a forward of the model begins, or shards change.
         self._order: list[Unit] = []
@@ -66,18 +66,18 @@ class UnitOrder(Generic[Unit]):
         # The backward that `reach` was last called in, the places in `_trace` that it has still to pass by, in
         # ascending order, the units that it has reached, and whether it is passing one by. `reach` sets all.
         self._reached_in, self._to_pass = NO_BACKWARD, list[int]()
-        self._reached, self._is_passing = set[Unit | None](), False
+        self._reached_units, self._is_passing = set[Unit | None](), False
         # Whether the output of a unit needed a gradient when it last ran. `leave` sets it.
         self._needed_gradient: dict[Unit, bool] = {}
-        # Place in `_planned` of the next unit of the running forward, None outside of one. `begin`, `enter` and the
-        # end of `skipped_before` set it.
+        # Place in `_planned_units` of the next unit of the running forward, None outside of one. `begin`, `enter` and
+        # the end of `skipped_before` set it.
         self._next: int | None = None
 
     def begin(self) -> list[Unit]:
         """Begins a forward of the model. Returns the units to gather meanwhile."""
         self.end_step()
         self._reached_by_backward.clear()
-        self._next = 0 if self._planned else None
+        self._next = 0 if self._planned_units else None
         return self._last_order[: self._forward_depth]
 
     def end(self) -> None:
@@ -97,7 +97,7 @@ class UnitOrder(Generic[Unit]):
             self._order.append(unit)
         self._trace.append((unit, None))
         if self._next is not None:
-            self._next = self._planned.index(unit) + 1
+            self._next = self._planned_units.index(unit) + 1
         position, last = len(self._order) - 1, self._last_order
         if not (position < len(last) and last[position] is unit):
             position = _last_index(last, unit)
@@ -138,16 +138,16 @@ class UnitOrder(Generic[Unit]):
         """
         if self._next is None or current_backward() != NO_BACKWARD or (self._order and self._order[-1] is unit):
             return
-        place = len(self._planned) if unit is None else self._planned.index(unit)
+        place = len(self._planned_units) if unit is None else self._planned_units.index(unit)
         if place < self._next:
-            name, before = (self._units[self._planned[p]].names[0] for p in (place, self._next - 1))
+            name, before = (self._units[self._planned_units[p]].names[0] for p in (place, self._next - 1))
             raise UnitError(
                 f"unit {name} runs after unit {before}, and gather_skipped_units takes units that run once, in the "
                 "order in which the model holds them, none inside another; drop it, and name in replicated what ranks "
                 "skip"
             )
         while self._next < place:
-            yield self._planned[self._next]
+            yield self._planned_units[self._next]
         if unit is None:
             self._next = None
 
@@ -168,30 +168,31 @@ class UnitOrder(Generic[Unit]):
         if self._is_passing:
             return
         if self._reached_in != current_backward():
-            self._reached_in, self._to_pass, self._reached = current_backward(), self._find_dropped(), set()
+            self._reached_in, self._to_pass, self._reached_units = current_backward(), self._find_dropped(), set()
             if self._to_pass:
                 torch.autograd.Variable._execution_engine.queue_callback(self.reach)
-        self._reached.add(unit)
+        self._reached_units.add(unit)
         if not self._to_pass:
             return
         places = (p for p in reversed(range(len(self._trace))) if self._trace[p][0] is unit and self._trace[p][1])
         reached = -1 if unit is None else next(places, len(self._trace))
         while self._to_pass and self._to_pass[-1] > reached:
-            passed, mark = self._trace[self._to_pass.pop()]
-            if passed not in self._reached:  # as after a forward whose output nothing used, between this one and now
+            passed_unit, mark = self._trace[self._to_pass.pop()]
+            # It is reached again as after a forward whose output nothing used, between this one and now.
+            if passed_unit not in self._reached_units:
                 self._is_passing = True
                 try:
-                    self._pass_by(passed, mark is not None)
+                    self._pass_by(passed_unit, mark is not None)
                 finally:
                     self._is_passing = False
 
     def _find_dropped(self) -> list[int]:
         """Returns the places in `_trace` of units whose outputs have no graph any more, as no backward can need it."""
-        dropped = defaultdict[Unit, list[bool]](list)
+        are_dropped = defaultdict[Unit, list[bool]](list)
         for unit, mark in self._trace:
             if mark is not None:
-                dropped[unit].append(mark() is None)
-        return [place for place, (unit, _) in enumerate(self._trace) if dropped[unit] and all(dropped[unit])]
+                are_dropped[unit].append(mark() is None)
+        return [place for place, (unit, _) in enumerate(self._trace) if are_dropped[unit] and all(are_dropped[unit])]
 
     def before(self, unit: Unit | None = None) -> list[Unit]:
         """Returns the units to gather while the backward of `unit` runs, nearest first. None is that of the loss."""

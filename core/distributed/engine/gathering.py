@@ -57,7 +57,7 @@ class ParameterGathering:
             # Called on the thread that uses a hidden parameter: of a forward, or autograd's in a backward.
             unit.on_use = partial(self._on_use, unit)
             if unit.plan.is_freed and unit.slot is not None:
-                unit.saved = SavedWeights(unit.memory, partial(self._gather_saved, unit))
+                unit.saved_weights = SavedWeights(unit.memory, partial(self._gather_saved, unit))
 
     # ---- calls of modules
 
@@ -68,8 +68,8 @@ class ParameterGathering:
             self._order.begin()
         unit.running += 1
         self.ensure_gathered(unit)
-        if unit.saved is not None:
-            unit.saved.begin()
+        if unit.saved_weights is not None:
+            unit.saved_weights.begin()
         precision = unit.plan.precision
         dtype = precision.param_dtype if precision.cast_forward_inputs else None
         return None if dtype is None else (_cast(args, dtype), _cast(kwargs, dtype))
@@ -85,10 +85,10 @@ class ParameterGathering:
         has_ended = not unit.running and current_backward() == NO_BACKWARD
         if unit is not self._root:
             self._order.leave(unit, output, unit.name_of)
-        if unit.saved is not None:
-            unit.saved.end()
+        if unit.saved_weights is not None:
+            unit.saved_weights.end()
             if has_ended and unit.takes_turns:
-                if output is not None and unit.saved.are_in_use():
+                if output is not None and unit.saved_weights.are_in_use():
                     self._keep(unit)
                 else:
                     unit.hide()
@@ -111,8 +111,8 @@ class ParameterGathering:
         """Resets the counts of running forwards, which a forward that was interrupted leaves above zero."""
         for unit in self._units:
             unit.running = 0
-            if unit.saved is not None:
-                unit.saved.end_all()
+            if unit.saved_weights is not None:
+                unit.saved_weights.end_all()
 
     def settle(self) -> None:
         """Hides all parameters: outside of forward and backward a rank may use only its shards.
@@ -169,7 +169,7 @@ class ParameterGathering:
         for skipped in self._order.skipped_before(unit):
             self.ensure_gathered(skipped)
             self._order.leave_skipped(skipped)
-            if skipped.saved is not None and skipped.takes_turns:
+            if skipped.saved_weights is not None and skipped.takes_turns:
                 skipped.hide()
 
     def _pass_by(self, unit: Unit, begins: bool) -> None:
@@ -203,8 +203,8 @@ class ParameterGathering:
     def _keep(self, unit: Unit) -> None:
         """Leaves a unit the memory that it is gathered into, because its weights are used outside of its forwards."""
         warn_once(in_use_message(unit.name))
-        for moved in unit.slot.leave_to(unit) if unit.slot is not None else ():
-            self._note_moved((name, param) for param, name in moved.name_of.items())
+        for other in unit.slot.leave_to(unit) if unit.slot is not None else ():
+            self._note_moved((name, param) for param, name in other.name_of.items())
 
     def _gather_saved(self, unit: Unit) -> None:
         """Gathers a unit, of which backward is about to read a weight that autograd has saved."""

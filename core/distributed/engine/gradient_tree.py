@@ -78,7 +78,7 @@ class GradientTree:
         self._count = 1
         # Number of backwards of this step that have begun, and the last of them. `enter` sets both, `restart` clears
         # them.
-        self._begun, self._backward = 0, NO_BACKWARD
+        self._num_begun, self._backward = 0, NO_BACKWARD
         # Callbacks that set sums aside. `register` adds them when a wrapper is built, `enter` calls them; never
         # cleared.
         self._holders: list[Begin] = []
@@ -101,12 +101,12 @@ class GradientTree:
     @property
     def reduces(self) -> bool:
         """Whether ranks add up gradients at the end of the running backward."""
-        return self.shape.reduces(self._begun - 1, self._count)
+        return self.shape.reduces(self._num_begun - 1, self._count)
 
     @property
     def is_last(self) -> bool:
         """Whether the running backward is the last of the step."""
-        return self._begun == self._count
+        return self._num_begun == self._count
 
     @property
     def has_entered(self) -> bool:
@@ -126,7 +126,7 @@ class GradientTree:
         """
         if count < 1:
             raise ConfigError(f"expect_micro_batches was given {count}; a step takes 1 micro-batch or more")
-        if self._begun and (count, divides) != (self._count, self._divides):
+        if self._num_begun and (count, divides) != (self._count, self._divides):
             raise ShardstackError(
                 f"expect_micro_batches was given {count} after the first backward of a step of {self._count}; call it "
                 "before, or zero_grad_buffer first"
@@ -142,14 +142,14 @@ class GradientTree:
         running = current_backward()
         if running == self._backward:
             return
-        if self._begun == self._count:
+        if self._num_begun == self._count:
             raise ShardstackError(
-                f"backward {self._begun + 1} of a step of {self._count}: reproducible_across_ranks adds up gradients "
-                "in a tree of micro-batches; call the wrapper's expect_micro_batches(number) before the first step, "
-                "run one backward for each, and zero_grad_buffer before the next step"
+                f"backward {self._num_begun + 1} of a step of {self._count}: reproducible_across_ranks adds up "
+                "gradients in a tree of micro-batches; call the wrapper's expect_micro_batches(number) before the "
+                "first step, run one backward for each, and zero_grad_buffer before the next step"
             )
-        self._backward, number = running, self._begun
-        self._begun += 1
+        self._backward, number = running, self._num_begun
+        self._num_begun += 1
         for begin in self._holders:
             begin(self.shape.additions(number, self._count), self.shape.reduces(number, self._count))
 
@@ -159,12 +159,12 @@ class GradientTree:
         Raises:
             ShardstackError: says how many there were.
         """
-        if self._begun not in (0, self._count):
+        if self._num_begun not in (0, self._count):
             raise ShardstackError(
-                f"gradients of a step of {self._count} micro-batches cannot be reduced after {self._begun} "
+                f"gradients of a step of {self._count} micro-batches cannot be reduced after {self._num_begun} "
                 "backwards; call the wrapper's expect_micro_batches(number) with the number of backwards of a step"
             )
 
     def restart(self) -> None:
         """Begins a step."""
-        self._begun, self._backward = 0, NO_BACKWARD
+        self._num_begun, self._backward = 0, NO_BACKWARD

@@ -59,14 +59,14 @@ class ReductionSchedule:
         # The backward whose end autograd will report (`_end_backward`); None before its first gradient and after its
         # end. Autograd alone keeps the object: if the backward raises, the reference is dead (`has_lost_a_backward`).
         # `restart` clears it.
-        self._watched: weakref.ref[_Backward] | None = None
+        self._watched_backward: weakref.ref[_Backward] | None = None
         # Whether a backward has begun to send buckets and has not sent all. Its first gradient sets it; `send_all`,
         # `restart`, and the end of a backward that reduces each micro-batch clear it.
         self._is_sending = False
 
     def restart(self) -> None:
         """Begins a step: no bucket was sent, and no backward is awaited."""
-        self._next, self._watched, self._is_sending = 0, None, False
+        self._next, self._watched_backward, self._is_sending = 0, None, False
 
     def give_up(self) -> None:
         """Ends a step whose gradients are dropped, on every rank, and calls `restart`.
@@ -85,7 +85,7 @@ class ReductionSchedule:
     @property
     def has_lost_a_backward(self) -> bool:
         """Whether the last backward raised, before its end or in the reductions there."""
-        return self._watched is not None and self._watched() is None
+        return self._watched_backward is not None and self._watched_backward() is None
 
     def note_gradients(self, bucket: Bucket, params: Iterable[nn.Parameter], reduces: bool) -> None:
         """Records that a backward has finished gradients of a bucket, and sends complete buckets.
@@ -126,15 +126,15 @@ class ReductionSchedule:
     def _watch(self) -> None:
         # A backward inside that of a checkpoint (use_reentrant=True) belongs to the one around it, where that one has
         # brought a gradient before. Else each is watched on its own: sums are right, and buckets are sent more often.
-        if self._watched is None or self._watched() is None:
+        if self._watched_backward is None or self._watched_backward() is None:
             backward = _Backward()
-            self._watched = weakref.ref(backward)
+            self._watched_backward = weakref.ref(backward)
             for bucket in self._buckets:  # all of them, also those that this backward does not reach on this rank
                 bucket.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
 
     def _end_backward(self, backward: _Backward) -> None:
-        self._watched = _LOST  # until the reductions below have not raised
+        self._watched_backward = _LOST  # until the reductions below have not raised
         if self._plan.reduces_every_micro_batch:  # each bucket leaves once a backward, on every rank
             self._send_complete(and_incomplete_ones=True)
             self._next, self._is_sending = 0, False
@@ -142,7 +142,7 @@ class ReductionSchedule:
                 bucket.prepare_for_layers()
         if self._finish is not None:
             self._finish()
-        self._watched = None
+        self._watched_backward = None
 
 
 class ParamPlacement:
@@ -187,11 +187,11 @@ class ParamPlacement:
         """
         reject_changed(self._model, self._names)
         with without_waiting():
-            moved = [param for param, place in self._places.items() if place != (param.data_ptr(), param.dtype)]
-        if moved:
+            moved_params = [param for param, place in self._places.items() if place != (param.data_ptr(), param.dtype)]
+        if moved_params:
             raise WrapError(  # names the model's first, as buffers have parameters in reverse order
-                f"the storage of parameter {self._names[moved[-1]]} was replaced after the model was wrapped (a move "
-                "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+                f"the storage of parameter {self._names[moved_params[-1]]} was replaced after the model was wrapped "
+                "(a move to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
             )
 
 
@@ -211,9 +211,9 @@ class ShownGradients:
         self._bucket_of, self._is_sharded = bucket_of, is_sharded
         # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
-        self._stepped: set[nn.Parameter] | None = None
+        self._stepped_params: set[nn.Parameter] | None = None
         # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
-        self._unreadable = {param: make_unreadable_gradient(param) for param in bucket_of}
+        self._unreadable_gradients = {param: make_unreadable_gradient(param) for param in bucket_of}
 
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``.
@@ -222,8 +222,8 @@ class ShownGradients:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
         """
         with without_waiting():
-            written = {p: p.grad for p in self._bucket_of if p.grad is not None and not shows_main_grad(p)}
-        for param, gradient in written.items():
+            new_gradients = {p: p.grad for p in self._bucket_of if p.grad is not None and not shows_main_grad(p)}
+        for param, gradient in new_gradients.items():
             bucket = self._bucket_of[param]
             _check_may_replace(bucket, bucket.slot_of(param).name)
             bucket.slot_of(param).replace(gradient)
@@ -233,7 +233,7 @@ class ShownGradients:
 
     def show(self) -> None:
         """Shows reduced gradients, and None for a frozen parameter without a gradient."""
-        self._stepped = None
+        self._stepped_params = None
         with without_waiting():
             for param, bucket in self._bucket_of.items():
                 slot = bucket.slot_of(param)
@@ -241,19 +241,19 @@ class ShownGradients:
                     param.grad = param.main_grad = None  # type: ignore[attr-defined]
                     continue
                 is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
-                param.grad = param.main_grad if is_readable else self._unreadable[param]  # type: ignore[attr-defined]
+                param.grad = param.main_grad if is_readable else self._unreadable_gradients[param]  # type: ignore[attr-defined]
 
     def hide_after_step(self) -> None:
         """Clears ``param.grad`` after a step, if gradients are sharded."""
-        if self._is_sharded and self._stepped is None:
+        if self._is_sharded and self._stepped_params is None:
             with without_waiting():
-                self._stepped = {param for param in self._bucket_of if param.grad is not None}
-                for param in self._stepped:
+                self._stepped_params = {param for param in self._bucket_of if param.grad is not None}
+                for param in self._stepped_params:
                     param.grad = None
 
     def has_gradient(self, param: nn.Parameter) -> bool:
         """Returns whether a step reads a gradient of the parameter, which the user has not set to None."""
-        return param.grad is not None if self._stepped is None else param in self._stepped
+        return param.grad is not None if self._stepped_params is None else param in self._stepped_params
 
     def find_written(self) -> nn.Parameter | None:
         """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""

@@ -106,7 +106,7 @@ class Unit:
         name: the names of its modules, or of its bucket, for messages.
         name_of: its parameters, each with its name in the model; fixed.
         on_use: what a use of a hidden parameter calls.
-        saved: what autograd saves in its forwards, if it is freed after them.
+        saved_weights: what autograd saves in its forwards, if it is freed after them.
         running: calls of its modules that have begun and not ended.
         used_in: the backward that needed it last, or `NO_BACKWARD` for a forward.
     """
@@ -148,7 +148,7 @@ class Unit:
         self.phase = UnitPhase.READABLE
         # `ParameterGathering`, which replicas do not have, sets both when it is built; then fixed.
         self.on_use: Callable[[], None] = self.wait_until_readable
-        self.saved: SavedWeights | None = None
+        self.saved_weights: SavedWeights | None = None
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
@@ -275,14 +275,14 @@ class Unit:
         """
         if self.phase is not UnitPhase.READABLE or self.slot is None:
             return
-        written = self._writes.find()
+        indices = self._writes.find()
         self._make_pending()
         if os.environ.get(POISONS) == "1":
             self._poison(self.slot)
-        if written:
+        if indices:
             self.slot.owner = None
             raise lost_write(
-                [*self.name_of.values()][written[0]], "between steps, inside the wrapper's whole_parameters()"
+                [*self.name_of.values()][indices[0]], "between steps, inside the wrapper's whole_parameters()"
             )
 
     def _make_pending(self) -> None:
@@ -330,11 +330,11 @@ def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], all
     """
     slots, units = dict[int | None, Slot](), list[Unit]()
     neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
-    for planned in plan.units:
-        own = [buckets[piece.bucket] for piece in planned.pieces if piece.bucket is not None]
-        if planned.slot is not None and planned.slot not in slots:
+    for unit_plan in plan.units:
+        own = [buckets[piece.bucket] for piece in unit_plan.pieces if piece.bucket is not None]
+        if unit_plan.slot is not None and unit_plan.slot not in slots:
             sizes = [(bucket.numel, bucket.buffer.kind.gathered_dtype, bucket.buffer.device) for bucket in own]
-            slots[planned.slot] = Slot(sizes, allocate)
-        slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
-        units.append(Unit(planned, slot, own, kept_among))
+            slots[unit_plan.slot] = Slot(sizes, allocate)
+        slot, kept_among = slots.get(unit_plan.slot), neighbours.get(unit_plan.kept_among)
+        units.append(Unit(unit_plan, slot, own, kept_among))
     return units

@@ -61,8 +61,8 @@ def enclose(
         try:
             output = method(*args, **kwargs)
         finally:
-            changed = after(None, args, output)
-        return output if changed is None else changed
+            new_output = after(None, args, output)
+        return output if new_output is None else new_output
 
     return called
 

@@ -45,10 +45,10 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     for tensor in tensors:
         if not tensor.is_meta:
             local = local_part(tensor.detach())
-            sent = local.to(device.current_device())
-            broadcast_by_backend(sent, group, what="initial values")
-            if sent is not local:
-                local.copy_(sent)
+            message = local.to(device.current_device())
+            broadcast_by_backend(message, group, what="initial values")
+            if message is not local:
+                local.copy_(message)
 
 
 @torch.no_grad()
@@ -62,9 +62,9 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
             if buffer is not None and name not in submodule._non_persistent_buffers_set:
                 by_dtype[buffer.dtype].append(local_part(buffer))
     for buffers in by_dtype.values():
-        sent = torch.cat([buffer.reshape(-1).to(device.current_device()) for buffer in buffers])
-        broadcast_by_backend(sent, group, what="the model's buffers")
-        for buffer, values in zip(buffers, sent.split([buffer.numel() for buffer in buffers]), strict=True):
+        message = torch.cat([buffer.reshape(-1).to(device.current_device()) for buffer in buffers])
+        broadcast_by_backend(message, group, what="the model's buffers")
+        for buffer, values in zip(buffers, message.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(values.view_as(buffer))
 
 
@@ -72,9 +72,9 @@ def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
     """Replaces every module's `init_seed` by that of the group's first rank. Returns the model's."""
     owners = [owner for owner in module.modules() if isinstance(getattr(owner, "init_seed", None), int)]
     seeds = [root_seed(module), *(owner.init_seed for owner in owners)]
-    shared = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())
-    broadcast_tensors([shared], group)
-    first, *others = shared.tolist()
+    message = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())
+    broadcast_tensors([message], group)
+    first, *others = message.tolist()
     for owner, seed in zip(owners, others, strict=True):
         owner.init_seed = seed
     return int(first)
@@ -102,14 +102,14 @@ class InitialValues:
             flags = [flag for group in dict.fromkeys(self._group_of.values()) for flag in self._agree(tensors, group)]
         # Names of tensors that each rank draws from seeds, and names of tensors that it receives from the first rank;
         # fixed.
-        self._drawn = [name for name, first, _ in flags if first]
-        self._received = [name for name, first, anywhere in flags if anywhere and not first]
+        self._drawn_names = [name for name, first, _ in flags if first]
+        self._received_names = [name for name, first, anywhere in flags if anywhere and not first]
         names_in_memory = [name for name, _, anywhere in flags if not anywhere]
         # The module's tensors that every rank has, by name. `equalize` broadcasts and clears them.
-        self._equalized = {name: tensors[name] for name in names_in_memory} if self._follows_first else {}
+        self._common_tensors = {name: tensors[name] for name in names_in_memory} if self._follows_first else {}
         # On the first rank, the whole tensors that other ranks receive. They share the model's memory, and keep it
         # alive after sharding, until `fill` has sent them.
-        firsts = (name for name in self._received if self._group_of[name].rank() == 0)
+        firsts = (name for name in self._received_names if self._group_of[name].rank() == 0)
         self._whole = {name: tensors[name].detach() for name in firsts}
         sharded = [name for name, tensor in self._whole.items() if isinstance(tensor, DTensor)]
         if sharded:
@@ -122,9 +122,9 @@ class InitialValues:
 
     def equalize(self) -> None:
         """Broadcasts tensors that every rank has. Call it before the model is sharded."""
-        for name, tensor in self._equalized.items():
+        for name, tensor in self._common_tensors.items():
             broadcast_tensors([tensor], self._group_of[name])
-        self._equalized = {}
+        self._common_tensors = {}
 
     def allocate(self, parameter_device: torch.device | str | None = None, **options: bool) -> None:
         """Allocates tensors on the meta device.
@@ -133,7 +133,7 @@ class InitialValues:
             parameter_device: device of parameters; None means that of this process.
             options: keyword arguments of `allocate_meta_tensors`.
         """
-        if self._drawn or self._received:
+        if self._drawn_names or self._received_names:
             allocate_meta_tensors(self._module, device.current_device(), parameter_device, **options)
 
     def fill(self) -> None:
@@ -142,7 +142,7 @@ class InitialValues:
         self._receive()
 
     def _draw(self) -> None:
-        is_drawing = bool(self._drawn)
+        is_drawing = bool(self._drawn_names)
         if self._follows_first and len({*self._group_of.values()}) > 1:  # ranks may draw experts alone
             is_drawing = self._is_any(is_drawing)
         if not is_drawing:
@@ -151,14 +151,14 @@ class InitialValues:
         tensors = _named_tensors(self._module)
         buffers = dict(self._module.named_buffers())
         draws = performs_initialization(self._module)
-        only = [tensors[name] for name in self._drawn if draws or name in buffers]
+        only = [tensors[name] for name in self._drawn_names if draws or name in buffers]
         if only:
             initialize_parameters(self._module, seed, only=only)
 
     @torch.no_grad()
     def _receive(self) -> None:
         tensors = _named_tensors(self._module)
-        for name in self._received:
+        for name in self._received_names:
             whole = self._whole.pop(name, None)
             if whole is None:
                 shape, dtype = self._specs[name]

@@ -82,10 +82,10 @@ class _Forward:
         self._before, order.last = order.last, weakref.ref(self)
         # Storages of weights and buffers, which stay where they are; fixed.
         tensors = (*module.parameters(), *module.buffers())
-        self._kept = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is Tensor}
+        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is Tensor}
         # What was saved, by place in memory and version: a tensor that two operations save is copied once. `pack`
         # adds; an entry is valid while its storage lives, whose address could be another's afterwards.
-        self._saved: dict[Any, tuple[StorageWeakRef, weakref.ref[_OnHost]]] = {}
+        self._host_copies: dict[Any, tuple[StorageWeakRef, weakref.ref[_OnHost]]] = {}
         # Whether backward has reached it, so that the copies back were begun. `begin_return` sets it.
         self._returns = False
 
@@ -94,15 +94,15 @@ class _Forward:
         if type(tensor) is not Tensor or tensor.nbytes < LEAST_BYTES or not _fills_its_memory(tensor):
             return keep(tensor)
         storage = tensor.untyped_storage()
-        if storage._cdata in self._kept:
+        if storage._cdata in self._kept_storages:
             return keep(tensor)
         memory = tensor.detach().as_strided((tensor.numel(),), (1,))
         key = (storage._cdata, memory.storage_offset(), memory.numel(), memory.dtype, tensor._version)
-        alive, copy = self._saved.get(key, (None, None))
+        alive, copy = self._host_copies.get(key, (None, None))
         saved = copy() if alive is not None and copy is not None and not alive.expired() else None
         if saved is None:
             saved = _OnHost(self, memory, self._stream_for(tensor))
-            self._saved[key] = StorageWeakRef(storage), weakref.ref(saved)
+            self._host_copies[key] = StorageWeakRef(storage), weakref.ref(saved)
         saved.num_readers += 1
         return saved, tensor.size(), tensor.stride()
 
@@ -110,7 +110,7 @@ class _Forward:
         """Begins to copy what is still needed back to the device."""
         if not self._returns:
             self._returns = True
-            for _, copy in self._saved.values():
+            for _, copy in self._host_copies.values():
                 if (saved := copy()) is not None:
                     saved.begin_return()
 
@@ -137,7 +137,7 @@ class _OnHost:
         self._unread = 0
         # The memory on the device again, and the point at which the side stream has copied it. `begin_return` and
         # `read` set it, the last reader clears it: a backward through a kept graph copies again.
-        self._returned: tuple[Tensor, streams.Event | None] | None = None
+        self._device_copy: tuple[Tensor, streams.Event | None] | None = None
         self._host = _host_memory(tensor, is_pinned=stream is not None)  # fixed once it is copied
         if stream is None:
             self._host.copy_(tensor)
@@ -149,9 +149,9 @@ class _OnHost:
 
     def begin_return(self) -> tuple[Tensor, streams.Event | None]:
         """Begins to copy the memory to the device, unless that was begun, and returns the copy and its end."""
-        if self._returned is None:
-            self._returned = self._copy_back()
-        return self._returned
+        if self._device_copy is None:
+            self._device_copy = self._copy_back()
+        return self._device_copy
 
     def _copy_back(self) -> tuple[Tensor, streams.Event | None]:
         self._unread = self.num_readers
@@ -167,7 +167,7 @@ class _OnHost:
         copy, copied = self.begin_return()
         self._unread -= 1
         if not self._unread:
-            self._returned = None
+            self._device_copy = None
         if copied is not None:
             computing = streams.current_stream()
             computing.wait_event(copied)

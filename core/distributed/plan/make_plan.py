@@ -69,15 +69,15 @@ def plan_model(
     if engine is Engine.FLAT_BUFFERS:
         settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
         options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
-        decided = _plan_whole(module, config, settings, groups, unit_classes, disable_bucketing)
+        of_engine = _plan_whole(module, config, settings, groups, unit_classes, disable_bucketing)
     else:
         is_fsdp2 = engine is Engine.FSDP2
         settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
         if mp_policy is not None:
             options = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
-        decided = _plan_gathered(module, config, settings, groups, unit_classes, engine, mp_policy)
+        of_engine = _plan_gathered(module, config, settings, groups, unit_classes, engine, mp_policy)
     common = common_plan(module, config, settings, caller, options)
-    return Plan(**common, engine=engine, groups=groups, finishes_in_backward=finish_in_backward, **decided)
+    return Plan(**common, engine=engine, groups=groups, finishes_in_backward=finish_in_backward, **of_engine)
 
 
 def _plan_whole(
@@ -254,16 +254,16 @@ def _keep_in_slots(
     """
     is_copied = is_cast or settings.cpu_offload
     in_use = 1 + max(settings.forward_prefetch, settings.backward_prefetch)
-    shared: dict[Hashable, list[int]] = {}
+    slots_of_size: dict[Hashable, list[int]] = {}
     slots: list[int] = []
     for unit in units:
         size = tuple((piece.bucket and piece.bucket[0], piece.elements) for piece in unit.pieces)
-        of_size = shared.setdefault(size, []) if unit.is_freed else []
+        of_size = slots_of_size.setdefault(size, []) if unit.is_freed else []
         # Not yet as many: a new one. Else the one that was taken longest ago.
         slot = of_size[-in_use] if len(of_size) >= in_use else max(slots, default=-1) + 1
         of_size.append(slot)
         slots.append(slot)
-    planned = []
+    kept_units = []
     for index, (unit, slot) in enumerate(zip(units, slots, strict=True)):
         has_slot = any(is_copied or piece.num_param_shards > 1 for piece in unit.pieces)
         # The last unit of a slot is there when backward begins, and the first one when the next forward does.
@@ -271,12 +271,12 @@ def _keep_in_slots(
         is_first = not has_slot or slot not in slots[:index]
         again = 0 if is_last or not unit.is_needed_in_backward else unit.kept_among or num_shards
         slot_of_unit = slot if has_slot else None
-        planned.append(
+        kept_units.append(
             replace(
                 unit, slot=slot_of_unit, stays_whole=is_first and is_last, gathered_again_over=again, is_kept=is_first
             )
         )
-    return planned
+    return kept_units
 
 
 def _keep_by_torch(
@@ -288,7 +288,7 @@ def _keep_by_torch(
         keeps = "none"
     ends = [*units_at_the_ends(units[:-1]), units[-1]]
     trained = [param.places[0] for unit in units for p in unit.pieces if p.is_trained for param in p.params]
-    planned = []
+    kept_units = []
     for unit in units:
         is_root, is_needed = unit is units[-1], unit.is_needed_in_backward
         is_kept = keeps == "all" or (keeps == "ends" and unit in ends)
@@ -298,8 +298,8 @@ def _keep_by_torch(
         ranks = unit.kept_among or max((piece.num_param_shards for piece in unit.pieces), default=num_shards)
         again = ranks if unit.is_freed and is_needed and is_reached else 0
         stays = not unit.is_freed or (is_kept and not is_needed)
-        planned.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
-    return planned
+        kept_units.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
+    return kept_units
 
 
 def units_at_the_ends(units: Sequence[UnitPlan]) -> list[UnitPlan]:

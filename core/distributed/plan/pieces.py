@@ -34,12 +34,12 @@ class ParameterNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = list(model.named_parameters(remove_duplicate=False))
+        named_params = list(model.named_parameters(remove_duplicate=False))
         # Filled here, then fixed: the names of each parameter, its first one first.
         self.of: dict[nn.Parameter, tuple[str, ...]] = {}
-        for name, parameter in named:
+        for name, parameter in named_params:
             self.of[parameter] = (*self.of.get(parameter, ()), name)
-        names = [name for name, _ in named]
+        names = [name for name, _ in named_params]
         borrowers = [
             f"{name}.weight"
             for name, module in model.named_modules()
@@ -110,9 +110,9 @@ class Pieces:
                     self._plan_of(of_kind[i], kind, layout.bounds(place, self.num_parts(kind.kind)))
                     for i, place in zip(layout.members, layout.ranges, strict=True)
                 ]
-                moved = replace(layout, start=first + layout.start, end=first + layout.end)
+                in_buffer = replace(layout, start=first + layout.start, end=first + layout.end)
                 bucket = (index, len(buckets))
-                buckets.append(PiecePlan(**vars(kind), params=tuple(members), layout=moved, bucket=bucket))
+                buckets.append(PiecePlan(**vars(kind), params=tuple(members), layout=in_buffer, bucket=bucket))
                 pieces.append(buckets[-1])
         return tuple(pieces)
 
@@ -224,11 +224,11 @@ def lay_out_params(
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
     outside its module too. Weights of tensor-parallel layers are aligned, since their gradients are computed in place.
     """
-    shared = [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]
+    shared_weights = [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]
     return lay_out(
         [param.numel() for param in params],
         dp_size=dp_size,
-        alone=shared if dp_size else (),
+        alone=shared_weights if dp_size else (),
         aligned={index for index, param in enumerate(params) if has_tensor_parallel_attributes(param)},
         **options,  # type: ignore[arg-type]
     )

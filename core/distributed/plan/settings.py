@@ -121,9 +121,9 @@ def _settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig
     """Converts settings to `kind`: unchanged if they are of that kind, else with its defaults for missing fields."""
     if isinstance(ddp_config, kind):
         return ddp_config
-    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
-    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
-    return kind(**shared)
+    names = {f.name for f in fields(DistributedDataParallelConfig)}
+    names -= {"data_parallel_sharding_strategy", "use_distributed_optimizer"}
+    return kind(**{name: getattr(ddp_config, name) for name in names})
 
 
 def common_plan(
@@ -136,7 +136,7 @@ def common_plan(
         options: arguments of the caller in addition to the settings, which have to be equal on all ranks.
     """
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
+    changed_values = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
     compared = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
     broadcast_buffers = settings.broadcast_buffers
     of_model = {name: bool(getattr(config, name, False)) for name in _FIELDS_OF_MODEL_CONFIG}
@@ -161,7 +161,7 @@ def common_plan(
             *((f"the setting {name}", repr(value)) for name, value in compared.items()),
             *((f"the model's setting {name}", repr(value)) for name, value in of_model.items()),
         ),
-        "changed_settings": ", ".join(f"{name}={value}" for name, value in changed.items()),
+        "changed_settings": ", ".join(f"{name}={value}" for name, value in changed_values.items()),
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
     }

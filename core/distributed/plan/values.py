@@ -265,14 +265,14 @@ class Plan:
         shares_update = self.shards_update_over_replicas and trained
         over_replicas: Kind = "reduce-scatter" if shares_update else "all-reduce"
         shard_bytes = unit.kept_bytes if shares_update else 0
-        planned = (
+        entries = (
             Traffic("all-gather", gathers, gathered_bytes, self.num_shards),
             Traffic("all-gather", again, gathered_bytes, unit.gathered_again_over),
             Traffic("reduce-scatter", reductions, reduced_bytes, self.num_shards),
             Traffic(over_replicas, reductions, reduced_bytes // self.num_shards, self.num_replicas),
             Traffic("all-gather", 1, shard_bytes, self.num_replicas),
         )
-        return tuple(entry for entry in planned if entry.calls and entry.nbytes and entry.ranks > 1)
+        return tuple(entry for entry in entries if entry.calls and entry.nbytes and entry.ranks > 1)
 
     def find_forward_methods(self) -> dict[nn.Module, list[str]]:
         """Returns which of `forward_methods` the model and each module of the units have.

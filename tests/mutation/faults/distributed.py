@@ -99,8 +99,8 @@ MUTATIONS = (
     Mutation(
         "the first tensor of replicas is not made equal",
         "core.distributed.model.initial_values.InitialValues.equalize",
-        r"in self\._equalized\.items\(\)",
-        "in list(self._equalized.items())[1:]",
+        r"in self\._common_tensors\.items\(\)",
+        "in list(self._common_tensors.items())[1:]",
         (_STARTS, CONTRACT),
     ),
     # ---- experts
@@ -307,7 +307,7 @@ MUTATIONS = (
     Mutation(
         "a write to a gathered parameter is lost",
         "core.distributed.engine.unit.Unit.hide",
-        r"if written:",
+        r"if indices:",
         "if False:",
         (_SLOTS,),
     ),
