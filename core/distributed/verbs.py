@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,10 @@ class EngineVerbs(nn.Module, ABC):
         """Returns the tensors of this rank's reduced gradients."""
         return [g for _, p in managed_parameters(self.module) if (g := self.local_gradient(p)) is not None]
 
+    @abstractmethod
+    def check_may_step_directly(self, optimizer: str) -> None:
+        """Raises unless an optimizer of torch may read the parameters' gradients."""
+
     # ---- held
 
     @abstractmethod
@@ -138,20 +142,6 @@ class EngineVerbs(nn.Module, ABC):
 # ---- the wrapper of a parameter, and the gradient that an optimizer reads
 
 
-class TrainsParameters(Protocol):
-    """The part of a wrapper that optimizers use."""
-
-    @property
-    def plan(self) -> Plan:
-        """The wrapper's plan, which lists the parameters."""
-
-    def check_may_step_directly(self, optimizer: str) -> None:
-        """Raises unless an optimizer of torch may read the parameters' gradients."""
-
-    def note_step(self) -> None:
-        """Records that an optimizer has written the parameters."""
-
-
 _OF_WRAPPERS = frozenset(
     {
         MARK,  # the `_Owner`: `own_parameters` sets it; never cleared
@@ -172,7 +162,7 @@ plain model, and no wrapper deletes them."""
 class _Owner(StepMark):
     """The mark of every parameter of a wrapper, while the wrapper exists."""
 
-    def __init__(self, wrapper: TrainsParameters) -> None:
+    def __init__(self, wrapper: EngineVerbs) -> None:
         self.wrapper = weakref.ref(wrapper)  # a parameter may outlive its wrapper
 
     def check_gradients(self, optimizer: str) -> None:
@@ -184,7 +174,7 @@ class _Owner(StepMark):
             wrapper.note_step()
 
 
-def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
+def own_parameters(params: Iterable[nn.Parameter], wrapper: EngineVerbs) -> None:
     """Registers `wrapper` as the wrapper of these parameters. Parameters hold only a weak reference to it."""
     owner = _Owner(wrapper)
     for param in params:
@@ -194,7 +184,7 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) ->
         param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[attr-defined]
 
 
-def owner_of(param: Any) -> TrainsParameters | None:
+def owner_of(param: Any) -> EngineVerbs | None:
     """Returns the wrapper that trains the parameter, while it exists."""
     mark = mark_of(param)
     return mark.wrapper() if isinstance(mark, _Owner) else None

@@ -191,20 +191,20 @@ class GradSlot:
         memory = self.show()
         if not self.counts:
             memory.zero_()
-            self.note_zeros()
+        self.counts, self.borrower = True, None
         if self.accumulator is not None:
             self._place().copy_(self.accumulator)
 
     def note_zeros(self) -> None:
         """Exposes zeroed memory as ``main_grad``. The next backward adds to values written there before it."""
         self.show()
-        self.counts, self.borrower = True, None
+        self.counts = True
 
     def prepare_for_layer(self) -> None:
         """Zeros ``main_grad`` for a layer that adds into it itself."""
         if self.is_written_by_layer:
             self.show().zero_()
-            self.note_zeros()
+            self.counts, self.borrower = True, None
 
     def take_reduced(self) -> None:
         """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""

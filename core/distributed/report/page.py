@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-from .table import TEXT_COLUMNS, Held, Line, ModelFacts, UnitFacts, amount, dtype_names, headline, notes, table
+from .table import TEXT_COLUMNS, Line, Memory, ModelFacts, UnitFacts, amount, dtype_names, headline, notes, table
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #667085; --line: #d6dbe3;
@@ -37,7 +37,7 @@ def as_html(facts: ModelFacts) -> str:
     """
     title, grid = escape(headline(facts)), table(facts)
     head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in grid.columns)
-    most = max((held.nbytes for unit in facts.units for held in _held(unit).values()), default=1)
+    most = max((memory.nbytes for unit in facts.units for memory in _memory_of(unit).values()), default=1)
     rows = "\n".join(f"<tr>{_row(grid.columns, line, _bars(line.unit, most))}</tr>" for line in grid.lines[:-1])
     items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
     body = f"""<div class="scroll">
@@ -95,10 +95,10 @@ def _breakable(text: str) -> str:
     return re.sub(r"(?<=\d) (?=\w)", "&nbsp;", escape(text)).replace(".", ".<wbr>")
 
 
-def _held(unit: UnitFacts) -> dict[str, Held]:
+def _memory_of(unit: UnitFacts) -> dict[str, Memory]:
     """Returns what bars show of a unit, by their style: memory that is not empty."""
-    held = {"kept": unit.kept, "gathered": unit.gathered}
-    return {style: memory for style, memory in held.items() if memory is not None and memory.nbytes}
+    columns = {"kept": unit.kept, "gathered": unit.gathered}
+    return {style: memory for style, memory in columns.items() if memory is not None and memory.nbytes}
 
 
 def _bars(unit: UnitFacts, most: int) -> str:
@@ -106,15 +106,16 @@ def _bars(unit: UnitFacts, most: int) -> str:
     return "".join(
         f'<div class="bar {style} {_colour(memory)}" style="width: {100 * memory.nbytes / most:.1f}%" '
         f'title="{style}: {amount(memory)}"></div>'
-        for style, memory in _held(unit).items()
+        for style, memory in _memory_of(unit).items()
     )
 
 
-def _colour(held: Held) -> str:
-    name = dtype_names(held.dtypes)
+def _colour(memory: Memory) -> str:
+    name = dtype_names(memory.dtypes)
     return name if name in ("fp32", "bf16", "fp16", "fp64") else "mixed"
 
 
 def _legend(facts: ModelFacts) -> str:
-    colours = dict.fromkeys((_colour(h), dtype_names(h.dtypes)) for unit in facts.units for h in _held(unit).values())
+    memories = (memory for unit in facts.units for memory in _memory_of(unit).values())
+    colours = dict.fromkeys((_colour(memory), dtype_names(memory.dtypes)) for memory in memories)
     return "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in colours)

@@ -22,7 +22,7 @@ RANGE = " … "
 
 
 @dataclass(frozen=True)
-class Held:
+class Memory:
     """Bytes and dtypes of one kind of memory."""
 
     nbytes: int
@@ -39,11 +39,11 @@ class UnitFacts:
     """Classes of its modules, or what a bucket contains."""
     num_parameters: int
     num_trainable: int
-    kept: Held
+    kept: Memory
     """Parameters that this rank always keeps."""
-    gathered: Held | None
+    gathered: Memory | None
     """Parameters while they are gathered. None if they are always whole."""
-    gradient: Held
+    gradient: Memory
     """This rank's part of the reduced gradient."""
     after_forward: str
     """What happens to gathered parameters between forward and backward."""
@@ -105,14 +105,15 @@ def _unit_facts(plan: Plan, unit: UnitPlan, num_microbatches: int) -> UnitFacts:
         first, last = (pick(unit.params, key=lambda param: param.places[0]).name for pick in (min, max))
         name = "frozen" if unit.modules else first if first == last else f"{first}{RANGE}{last}"
         kind, after_forward = f"{len(unit.params)} parameter{'s' if len(unit.params) != 1 else ''}", "-"
+    gathered = Memory(unit.gathered_bytes, _distinct(p.gathered_dtype for p in pieces))
     return UnitFacts(
         name=name,
         kind=kind,
         num_parameters=sum(piece.numel for piece in pieces),
         num_trainable=sum(piece.numel for piece in pieces if piece.is_trained),
-        kept=Held(unit.kept_bytes, _distinct(p.param_dtype for p in pieces)),
-        gathered=Held(unit.gathered_bytes, _distinct(p.gathered_dtype for p in pieces)) if unit.is_gathered else None,
-        gradient=Held(unit.gradient_bytes, _distinct(dtype for p in pieces for dtype in p.gradient_dtypes)),
+        kept=Memory(unit.kept_bytes, _distinct(p.param_dtype for p in pieces)),
+        gathered=gathered if unit.is_gathered else None,
+        gradient=Memory(unit.gradient_bytes, _distinct(dtype for p in pieces for dtype in p.gradient_dtypes)),
         after_forward=after_forward,
         traffic=plan.traffic(num_microbatches, unit),
         is_offloaded=plan.cpu_offload,
@@ -173,9 +174,9 @@ def table(facts: ModelFacts) -> Table:
         kind="",
         num_parameters=sum(unit.num_parameters for unit in units),
         num_trainable=sum(unit.num_parameters for unit in units),
-        kept=Held(sum(unit.kept.nbytes for unit in units)),
-        gathered=Held(sum(unit.gathered.nbytes for unit in units if unit.gathered is not None)),
-        gradient=Held(sum(unit.gradient.nbytes for unit in units)),
+        kept=Memory(sum(unit.kept.nbytes for unit in units)),
+        gathered=Memory(sum(unit.gathered.nbytes for unit in units if unit.gathered is not None)),
+        gradient=Memory(sum(unit.gradient.nbytes for unit in units)),
         after_forward="",
         traffic=tuple(entry for unit in units for entry in unit.traffic),
     )
@@ -305,11 +306,11 @@ def count(number: int) -> str:
     return f"{number / limit:.1f} {letter}"
 
 
-def amount(held: Held | None) -> str:
+def amount(memory: Memory | None) -> str:
     """Formats bytes and their dtypes."""
-    if held is None or not held.nbytes:
+    if memory is None or not memory.nbytes:
         return "-"
-    return f"{size(held.nbytes)} {dtype_names(held.dtypes)}".rstrip()
+    return f"{size(memory.nbytes)} {dtype_names(memory.dtypes)}".rstrip()
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

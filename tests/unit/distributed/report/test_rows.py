@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from core.distributed.plan.parts import Traffic
-from core.distributed.report.table import Held, ModelFacts, UnitFacts, amount, count, notes, shorten, size, table
+from core.distributed.report.table import Memory, ModelFacts, UnitFacts, amount, count, notes, shorten, size, table
 
 LAYER = UnitFacts(
     name="decoder.layers.0",
     kind="TransformerLayer",
     num_parameters=12_345_678,
     num_trainable=12_345_678,
-    kept=Held(3 * 2**20, (torch.float32,)),
-    gathered=Held(6 * 2**20, (torch.bfloat16,)),
-    gradient=Held(3 * 2**20, (torch.float32,)),
+    kept=Memory(3 * 2**20, (torch.float32,)),
+    gathered=Memory(6 * 2**20, (torch.bfloat16,)),
+    gradient=Memory(3 * 2**20, (torch.float32,)),
     after_forward="freed",
     traffic=(Traffic("all-gather", 8, 6 * 2**20, 4), Traffic("reduce-scatter", 1, 2**20, 4)),
 )
@@ -86,8 +86,8 @@ def test_bytes_are_formatted_with_units(nbytes, expected):
 
 def test_counts_and_amounts():
     assert [count(n) for n in (83, 10_000, 58_700_000, 7_000_000_000)] == ["83", "10.0 k", "58.7 M", "7.0 B"]
-    assert amount(Held(2**20, (torch.bfloat16, torch.float32))) == "1.0 MiB bf16+fp32"
-    assert amount(Held(0, ())) == amount(None) == "-"
+    assert amount(Memory(2**20, (torch.bfloat16, torch.float32))) == "1.0 MiB bf16+fp32"
+    assert amount(Memory(0, ())) == amount(None) == "-"
 
 
 def test_long_names_lose_their_middle():
