@@ -13,13 +13,9 @@ from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
-from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
-from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.module import Float16Module
 from ..transformer.moe.moe_layer import restart_step
-from ..transformer.transformer_layer import TransformerLayer
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
@@ -36,17 +32,9 @@ from .model.unfit_models import (
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
 from .plan.pieces import is_packed
-from .plan.units import UnitChoice
+from .plan.units import DEFAULT_UNIT_CLASSES, UnitChoice
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
-
-DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
-    TransformerLayer,
-    LanguageModelEmbedding,
-    RotaryEmbedding,
-    ColumnParallelLinear,
-)
-"""What Megatron-LM's FSDP2 wrapper wraps. Only outermost matches count, so that a layer's own linears stay in it."""
 
 
 class _BaseDataParallel(EngineVerbs):

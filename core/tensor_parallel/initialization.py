@@ -166,11 +166,6 @@ def draw_init_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def has_tensor_parallel_attributes(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has Megatron-LM's attributes, as every parameter of a `ParameterOwner` does."""
-    return hasattr(tensor, "partition_dim")
-
-
 @contextmanager
 def deferred_initialization() -> Iterator[None]:
     """Makes layers constructed inside leave their parameters empty: their owner initialises all of them together."""

@@ -106,7 +106,7 @@ def allocate_meta_tensors(
     A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would also discard existing values,
     untie shared plain parameters, and drop attributes of parameters. `parameter_device`, if given, is the device of
     parameters, for example the host of offloaded shards. Without `parameters_have_memory` they have a shape, a dtype
-    and a device, and one element of memory (`has_no_memory`), until a wrapper makes them views of its own.
+    and a device, and one element of memory, until a wrapper makes them views of its own.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -141,11 +141,6 @@ def allocate_meta_tensors(
     tensors: list[torch.Tensor | None] = [holders[0][0]._parameters[holders[0][1]] for holders in places.values()]
     tensors += dict.fromkeys(module._buffers[name] for module, name in on_meta)
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def has_no_memory(parameter: torch.Tensor) -> bool:
-    """Returns whether `allocate_meta_tensors` gave a parameter only a shape."""
-    return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.element_size()
 
 
 def materialize(model: Model, device: torch.device | str | None = None, *, seed: int | None = None) -> Model:

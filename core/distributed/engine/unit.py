@@ -19,7 +19,6 @@ from ...base.parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
-from ...transformer.module import has_no_memory
 from ..groups import neighbour_groups
 from ..model.forward_hooks import SavedWeights
 from ..plan import Plan, UnitPlan
@@ -189,7 +188,7 @@ class Unit:
         if with_values:
             self._take_values()
         for bucket in self.buckets:
-            bucket.place_params(bucket.param_data, skip=has_no_memory if with_values else None)
+            bucket.place_params(bucket.param_data, skip=_has_no_memory if with_values else None)
         self._writes = WriteCounts(lambda: [param._version for param in self.name_of])
 
     def move_to(self, slot: Slot) -> None:
@@ -208,7 +207,7 @@ class Unit:
     def _take_values(self) -> None:
         """Copies this rank's part of the values of the parameters into the shards."""
         for param, own, start in self.local_ranges():
-            if not has_no_memory(param):
+            if not _has_no_memory(param):
                 own.copy_(param.detach().flatten()[start : start + own.numel()])
 
     def start_gather(self, lane: CommLane, *, waits: bool) -> None:
@@ -319,6 +318,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.place_params(bucket.param_data)
         self._writes.find()
+
+
+def _has_no_memory(param: Tensor) -> bool:
+    """Returns whether `allocate_meta_tensors` gave a parameter only a shape."""
+    return param.numel() > 1 and param.untyped_storage().nbytes() == param.element_size()
 
 
 def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], allocate: Allocate) -> list[Unit]:

@@ -16,7 +16,6 @@ from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.parameters import can_be_pending, local_part
-from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..groups import DataParallelGroups, ParameterKind, kind_of
@@ -222,14 +221,15 @@ def lay_out_params(
     """Lays out parameters, which come in reverse order of construction. `options` go to `lay_out`.
 
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
-    outside its module too. Weights of tensor-parallel layers are aligned, since their gradients are computed in place.
+    outside its module too. Weights of tensor-parallel layers, which have its attributes, are aligned: their gradients
+    are computed in place.
     """
     shared_weights = [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]
     return lay_out(
         [param.numel() for param in params],
         dp_size=dp_size,
         alone=shared_weights if dp_size else (),
-        aligned={index for index, param in enumerate(params) if has_tensor_parallel_attributes(param)},
+        aligned={index for index, param in enumerate(params) if hasattr(param, "partition_dim")},
         **options,  # type: ignore[arg-type]
     )
 

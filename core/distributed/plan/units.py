@@ -10,7 +10,11 @@ import torch
 from torch import nn
 
 from ...base.errors import ParallelConfigError, WrapError
+from ...models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from ...models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ...tensor_parallel.initialization import ParameterOwner
+from ...tensor_parallel.layers import ColumnParallelLinear
+from ...transformer.transformer_layer import TransformerLayer
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import ParameterKind, kind_of
 from .parts import UnitPlan, UnitTransform
@@ -20,6 +24,14 @@ _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
 UnitChoice = type[nn.Module] | nn.Module
 """A class, whose outermost instances become units, or one module, which becomes one."""
+
+DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
+    TransformerLayer,
+    LanguageModelEmbedding,
+    RotaryEmbedding,
+    ColumnParallelLinear,
+)
+"""What Megatron-LM's FSDP2 wrapper wraps. Only outermost matches count, so that a layer's own linears stay in it."""
 
 
 def find_units(
