@@ -200,8 +200,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
                     "it is wrapped"
                 )
         for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else fn(buffer)
+            for name, tensor in module._buffers.items():
+                module._buffers[name] = None if tensor is None else fn(tensor)
         return self
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
