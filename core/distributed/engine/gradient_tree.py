@@ -43,18 +43,18 @@ class PartialSums(list["Tensor | None"]):
         for _ in range(additions):
             older = self.pop()
             free += [total] if older is not None and total is not None else []
-            total = _added(older, total)
+            total = _add(older, total)
         self.append(total)
         return free
 
     def added_to(self, total: Tensor) -> Tensor:
         """Adds all partial sums to `total`, in place, the newest first. Returns it."""
         while self:
-            _added(total, self.pop())
+            _add(total, self.pop())
         return total
 
 
-def _added(into: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _add(into: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if into is None else into if other is None else into.add_(other)
 
 

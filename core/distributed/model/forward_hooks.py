@@ -55,7 +55,7 @@ def enclose(
     """
 
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = before(None, args, kwargs) or (args, kwargs)
         output = None
         try:
@@ -64,7 +64,7 @@ def enclose(
             new_output = after(None, args, output)
         return output if new_output is None else new_output
 
-    return called
+    return run
 
 
 def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
@@ -117,7 +117,7 @@ class SavedWeights:
             uses = torch._C._storage_Use_Count(storage)
             self._least_uses[storage] = min(uses, self._least_uses.get(storage, uses))
         around: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = (self._pack, _unpack) if around is None else _chained(self._place, *around)
+        pack, unpack = (self._pack, _unpack) if around is None else _chain_hooks(self._place, *around)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._running += 1
 
@@ -210,7 +210,7 @@ def read_kept(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-def _chained(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> _Hooks:
+def _chain_hooks(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> _Hooks:
     """Returns hooks that leave what is no weight to those of others, `pack` and `unpack`."""
 
     def unpack_any(packed: Any) -> Any:

@@ -67,26 +67,26 @@ def transform_units(transforms: Iterable[UnitTransform]) -> None:
     for transform in transforms:
         for module in transform.modules:
             if transform.recomputes != "none":
-                module.forward = _recomputing(module, module.forward, transform.recomputes == "selective")
+                module.forward = _recompute_forward(module, module.forward, transform.recomputes == "selective")
             if transform.is_compiled:
-                module.forward = compiled(module.forward, transform.memory_budget)
+                module.forward = compile_forward(module.forward, transform.memory_budget)
 
 
-def _recomputing(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+def _recompute_forward(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     contexts = _selective_contexts if selective else None
 
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def gather_and_run(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and current_backward() != NO_BACKWARD and isinstance(module, FSDPModule):
             module.unshard()  # backward may come by another path than the unit's output, which gathers it
         return forward(*args, **kwargs)
 
     @functools.wraps(forward)
-    def recomputing(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(functools.partial(gathered, **kwargs), *args, context_fn=contexts)
+        return recompute(functools.partial(gather_and_run, **kwargs), *args, context_fn=contexts)
 
-    return recomputing
+    return run
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -122,7 +122,7 @@ COMPILER = "inductor"
 """Torch's name of the compiler of units."""
 
 
-def compiled(forward: Callable[..., Any], memory_budget: float | None) -> Callable[..., Any]:
+def compile_forward(forward: Callable[..., Any], memory_budget: float | None) -> Callable[..., Any]:
     """Returns a forward that is compiled at its first call.
 
     Args:
@@ -137,14 +137,14 @@ def compiled(forward: Callable[..., Any], memory_budget: float | None) -> Callab
     compiled_forward = torch.compile(forward, backend=backend)
 
     @functools.wraps(forward)
-    def explained(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled_forward(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             _explain(error)
             raise
 
-    return explained
+    return run
 
 
 def _explain(error: Exception) -> None:
@@ -255,8 +255,8 @@ def leave_out(
     """
     names = ParameterNames(model).of
     is_stage = getattr(getattr(model, "config", None), "pipeline_model_parallel_size", 1) > 1
-    replicated = _matching("replicated", settings.replicated, names, is_stage)
-    ignored = _matching("ignored", settings.ignored, names, is_stage)
+    replicated = _match_patterns("replicated", settings.replicated, names, is_stage)
+    ignored = _match_patterns("ignored", settings.ignored, names, is_stage)
     for parameter in (*replicated, *ignored):
         problem = ""
         if parameter in replicated and parameter in ignored:
@@ -275,7 +275,7 @@ def leave_out(
     return groups.with_replicated() if replicated and shards else groups
 
 
-def _matching(
+def _match_patterns(
     setting: str, patterns: Sequence[str], names: Mapping[nn.Parameter, tuple[str, ...]], is_stage: bool
 ) -> dict[nn.Parameter, None]:
     for pattern in patterns:

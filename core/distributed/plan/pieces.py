@@ -101,7 +101,7 @@ class Pieces:
         pieces = []
         for param in reversed(params):
             self._reject_unfit(param)
-        for kind, of_kind in _grouped(reversed(params), self._kind_of).items():
+        for kind, of_kind in _group_by_kind(reversed(params), self._kind_of).items():
             buckets = self._buffers.setdefault(kind, [])
             index, first = list(self._buffers).index(kind), buckets[-1].layout.end if buckets else 0
             for layout in lay_out_kind(of_kind):
@@ -127,7 +127,7 @@ class Pieces:
                     for param in of_kind
                 ),
             )
-            for kind, of_kind in _grouped(params, self._kind_of).items()
+            for kind, of_kind in _group_by_kind(params, self._kind_of).items()
         )
 
     def _plan_of(self, param: nn.Parameter, kind: PieceKind, bounds: tuple[int, ...]) -> ParamPlan:
@@ -245,7 +245,7 @@ def full_param_layout(
         dp_size: ranks that share a bucket.
     """
     num_buckets, pads = ddp_config.num_buckets, ddp_config.pad_buckets_for_high_nccl_busbw
-    kinds = _grouped(reversed(params), lambda param: kind_of_parameter(param, Engine.FLAT_BUFFERS, ddp_config))
+    kinds = _group_by_kind(reversed(params), lambda param: kind_of_parameter(param, Engine.FLAT_BUFFERS, ddp_config))
     return tuple(
         tuple(
             lay_out_params(of, dp_size=dp_size, bucket_size=bucket_size, num_buckets=num_buckets, for_high_busbw=pads)
@@ -259,7 +259,7 @@ def _local_shape(param: nn.Parameter) -> tuple[int, ...]:
     return tuple(local_part(param.detach()).shape)
 
 
-def _grouped(
+def _group_by_kind(
     params: Iterable[nn.Parameter], kind_of: Callable[[nn.Parameter], PieceKind]
 ) -> dict[PieceKind, list[nn.Parameter]]:
     groups: dict[PieceKind, list[nn.Parameter]] = {}

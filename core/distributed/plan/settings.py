@@ -258,12 +258,12 @@ def check_contradictions(
         raise ParallelConfigError(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
         )
-    problems = _reordered(config, settings, pieces), _unfit_ranks(config, settings, groups)
+    problems = _reorderings(config, settings, pieces), _unfit_ranks(config, settings, groups)
     for problem in itertools.chain(*problems) if settings.reproducible_across_ranks else ():
         raise ParallelConfigError(f"reproducible_across_ranks adds up gradients in one tree, and {problem}")
 
 
-def _reordered(config: Any, settings: DistributedDataParallelConfig, pieces: Iterable[PiecePlan]) -> Iterator[str]:
+def _reorderings(config: Any, settings: DistributedDataParallelConfig, pieces: Iterable[PiecePlan]) -> Iterator[str]:
     """Yields the settings that add gradients in another order, or round in between."""
     if settings.average_in_collective:
         yield "average_in_collective leaves the order of additions to the backend; drop average_in_collective"

@@ -61,7 +61,7 @@ def find_units(
     singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
     others = (choice for choice in choices if not isinstance(choice, nn.Module) or choice not in singled_out)
     outermost = _as_classes(others, "sub_modules_to_wrap")
-    chosen = list(_matching_modules(root, outermost, _declared_by_modules(root), singled_out))
+    chosen = list(_match_modules(root, outermost, _declared_by_modules(root), singled_out))
     owners = _owners_of_parameters(root, chosen)
     while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again
         chosen = [module for module in chosen if not _is_read_outside(module, owners)]
@@ -120,7 +120,7 @@ def _minority_units(
         if len(kinds) > 1:
             raise WrapError(
                 f"module {names[module] or 'root'!r} holds trainable parameters of {len(kinds)} dtypes, "
-                f"{_listed(kinds)}, and FSDP2 reduces one dtype at a time, over one set of ranks; give them one "
+                f"{_list_kinds(kinds)}, and FSDP2 reduces one dtype at a time, over one set of ranks; give them one "
                 "dtype, or put them into modules of their own"
             )
         for kind in kinds:
@@ -131,7 +131,7 @@ def _minority_units(
     outer = [kind for kind in holders if _has_others_inside(kind, holders)]
     if len(outer) > 1:
         raise WrapError(
-            f"trainable parameters of {_listed(outer)} are inside modules of each other in "
+            f"trainable parameters of {_list_kinds(outer)} are inside modules of each other in "
             f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time, over one set of ranks; give "
             "them one dtype, or name the inner modules in sub_modules_to_wrap"
         )
@@ -143,7 +143,7 @@ def _minority_units(
             yield unit_of(tuple(m for m in modules if m not in inside), names, is_minority=True)
 
 
-def _listed(kinds: Iterable[_Kind]) -> str:
+def _list_kinds(kinds: Iterable[_Kind]) -> str:
     return ", ".join(sorted(str(dtype) if kind == "dense" else f"{dtype} ({kind})" for dtype, kind in kinds))
 
 
@@ -165,7 +165,7 @@ def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple(dict.fromkeys(_as_classes(declared, "_fsdp_modules")))
 
 
-def _matching_modules(
+def _match_modules(
     root: nn.Module,
     outermost: tuple[type[nn.Module], ...],
     always: tuple[type[nn.Module], ...],

@@ -110,7 +110,7 @@ class Plan:
         return self.units[-1]
 
     @property
-    def trained(self) -> dict[str, ParamPlan]:
+    def trained_params(self) -> dict[str, ParamPlan]:
         """The parameters with gradients, by name."""
         return {param.name: param for piece in self._pieces() if piece.is_trained for param in piece.params}
 

@@ -170,7 +170,7 @@ MUTATIONS = (
     ),
     Mutation(
         "left out: a pattern splits a tie",
-        "core.distributed.model.unit_transforms._matching",
+        "core.distributed.model.unit_transforms._match_patterns",
         r"len\(matched\) < len\(own\)",
         "False",
         (_LEFT_OUT,),

@@ -224,7 +224,7 @@ def _ranges_of_the_plan(strategy: str, instances: int) -> None:
     held = 0
     for p in optimizer._params:
         assert isinstance(p, MainRange)
-        begin, end = plan.trained[p.name].bounds[plan.shard_index : plan.shard_index + 2]
+        begin, end = plan.trained_params[p.name].bounds[plan.shard_index : plan.shard_index + 2]
         assert (p.start, p.end) == (begin, end) and p.main.numel() == end - begin
         in_place = any(p.main.data_ptr() in place for place in places)
         assert p.main.numel() == 0 or in_place == (dtype == torch.float32)  # else a master of its own

@@ -107,7 +107,7 @@ def test_categories_are_those_of_the_plan():
     (plan,) = planned.plans
     assert held["parameters"] == sum(unit.kept_bytes for unit in plan.units)
     assert held["gradients"] == sum(unit.gradient_bytes for unit in plan.units)
-    trained = sum(param.numel for param in plan.trained.values())
+    trained = sum(param.numel for param in plan.trained_params.values())
     assert 2 * trained <= held["optimizer state"] <= 2.1 * trained  # two fp32 moments of a quarter
 
 

@@ -194,7 +194,7 @@ def test_a_missing_compiler_is_one_line_with_what_to_do() -> None:
 
         with mock.patch.object(unit_transforms, "COMPILER", compile_nothing):
             torch._dynamo.reset()
-            forward = unit_transforms.compiled(torch.nn.Linear(2, 2), budget)
+            forward = unit_transforms.compile_forward(torch.nn.Linear(2, 2), budget)
             with (
                 mock.patch.object(torch._dynamo, "lookup_backend", lambda backend: backend),
                 pytest.raises(ParallelConfigError, match=r"(?s)^compile_units cannot compile here \(" + said),

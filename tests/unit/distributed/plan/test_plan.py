@@ -81,7 +81,7 @@ def _agrees_with_torch(name: str) -> None:
             assert param.shard_numel == of_torch.padded_sharded_param_size.numel()
             assert param.shape == tuple(of_torch._orig_size) and param.numel == of_torch._orig_size.numel()
             sharded = parameters[param.name]
-            assert isinstance(sharded, DTensor) and sharded.requires_grad == (param.name in plan.trained)
+            assert isinstance(sharded, DTensor) and sharded.requires_grad == (param.name in plan.trained_params)
             assert local_tensor(sharded).numel() == param.bounds[rank + 1] - param.bounds[rank]
             whole = sharded.full_tensor().flatten()
             assert torch.equal(local_tensor(sharded).flatten(), whole[param.bounds[rank] : param.bounds[rank + 1]])
@@ -187,7 +187,7 @@ def test_a_plan_ends_with_the_model_and_has_each_parameter_once():
             assert plan.root is plan.units[-1] and plan.root.modules == (module,) and plan.root.names == ("",)
             names = [param.name for unit in plan.units for param in unit.params]
             assert sorted(names) == sorted(name for name, _ in module.named_parameters())
-            assert plan.trained.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
+            assert plan.trained_params.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
             for index, buckets in enumerate(plan.buffers):
                 assert [bucket.bucket for bucket in buckets] == [(index, number) for number in range(len(buckets))]
                 assert (
