@@ -20,7 +20,6 @@ from ..dist_checkpointing.global_view import whole_view
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from .engine.bucket import Bucket
 from .engine.gathering import ParameterGathering, install_call_hooks
 from .engine.unit import Unit, UnitPhase
 from .flat_data_parallel import _FlatDataParallel
@@ -126,7 +125,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
     def _note_skipped(self, unit: Unit) -> None:
         """Sends the gradients of a unit that a backward does not reach on this rank."""
         for bucket in unit.buckets:
-            if isinstance(bucket, Bucket) and (params := [p for p in bucket.params if p.requires_grad]):
+            if params := [p for p in bucket.params if p.requires_grad]:
                 self._schedule.note_gradients(bucket, params, self._syncs_gradients)
 
     def settle_parameters(self) -> None:

@@ -223,14 +223,9 @@ UNREADABLE = (
 )
 
 
-def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
-    """Returns a tensor without memory that can be assigned to ``param.grad`` and that raises whenever it is used."""
-    return _UnreadableGradient(param)
-
-
 def is_unreadable(gradient: Any) -> bool:
-    """Returns whether `make_unreadable_gradient` made it."""
-    return type(gradient) is _UnreadableGradient
+    """Returns whether a gradient is an `UnreadableGradient`."""
+    return type(gradient) is UnreadableGradient
 
 
 def take_added(gradient: Tensor) -> Tensor:
@@ -239,13 +234,15 @@ def take_added(gradient: Tensor) -> Tensor:
     return added
 
 
-class _UnreadableGradient(Tensor):
+class UnreadableGradient(Tensor):
+    """A tensor without memory, to be ``param.grad`` of `param`, that raises whenever it is used."""
+
     added: Tensor
     """The gradient of a backward. Autograd's accumulation sets it, on its thread. The wrapper's hook, which autograd
     calls next, takes it away (`take_added`). It exists only between the two."""
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter) -> _UnreadableGradient:
+    def __new__(cls, param: nn.Parameter) -> UnreadableGradient:
         return Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )

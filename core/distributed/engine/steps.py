@@ -18,7 +18,7 @@ from ...base.errors import ShardstackError, WrapError
 from ...base.parameters import without_waiting
 from ..model.unfit_models import reject_changed
 from ..plan import Plan
-from ..verbs import is_unreadable, make_unreadable_gradient
+from ..verbs import UnreadableGradient, is_unreadable
 from .bucket import Bucket
 from .gradient_tree import GradientTree
 
@@ -213,7 +213,7 @@ class ShownGradients:
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
         self._stepped_params: set[nn.Parameter] | None = None
         # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
-        self._unreadable_gradients = {param: make_unreadable_gradient(param) for param in bucket_of}
+        self._unreadable_gradients = {param: UnreadableGradient(param) for param in bucket_of}
 
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``.

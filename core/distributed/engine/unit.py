@@ -22,7 +22,7 @@ from ...comm.lane import CommLane, Handle
 from ..groups import neighbour_groups
 from ..model.forward_hooks import SavedWeights
 from ..plan import Plan, UnitPlan
-from .buffer import PlacedParams
+from .bucket import Bucket
 from .gathered_units import KeptPart, WriteCounts, lost_write
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
@@ -117,11 +117,7 @@ class Unit:
     the slot and does not count."""
 
     def __init__(
-        self,
-        plan: UnitPlan,
-        slot: Slot | None,
-        buckets: Sequence[PlacedParams],
-        neighbours: ProcessGroup | None = None,
+        self, plan: UnitPlan, slot: Slot | None, buckets: Sequence[Bucket], neighbours: ProcessGroup | None = None
     ) -> None:
         # Fixed, but for the slot: units get another one when weights of its unit outlive a forward.
         self.plan, self.slot, self.buckets = plan, slot, buckets
@@ -163,11 +159,6 @@ class Unit:
     def is_ready(self) -> bool:
         """Whether its parameters have the values of the shards, in memory."""
         return self.is_gathered and self._handle is None
-
-    @property
-    def can_be_hidden(self) -> bool:
-        """Whether all its parameters can make their reader wait."""
-        return len(self._params_to_hide) == len(self.name_of)
 
     def memory(self) -> Sequence[Tensor]:
         """Returns the memory that it is gathered into."""
@@ -214,7 +205,7 @@ class Unit:
         """Gathers the shards into the slot, in place of another unit, or without a slot in place.
 
         Args:
-            waits: return when the parameters may be read. Always so where `can_be_hidden` is False.
+            waits: return when the parameters may be read. Always so where one of them cannot make its reader wait.
         """
         if self.slot is not None:
             before, self.slot.owner = self.slot.owner, self
@@ -223,7 +214,7 @@ class Unit:
                 before._keep_parts()
                 before.hide()
         gather = partial(self._gather, [part.take() for part in self._parts])
-        if waits or not self.can_be_hidden:
+        if waits or len(self._params_to_hide) < len(self.name_of):
             lane.run(gather)
             return
         self._handle = lane.submit(gather)
@@ -325,7 +316,7 @@ def _has_no_memory(param: Tensor) -> bool:
     return param.numel() > 1 and param.untyped_storage().nbytes() == param.element_size()
 
 
-def build_units(plan: Plan, buckets: Mapping[tuple[int, int], PlacedParams], allocate: Allocate) -> list[Unit]:
+def build_units(plan: Plan, buckets: Mapping[tuple[int, int], Bucket], allocate: Allocate) -> list[Unit]:
     """Builds the units of a plan, in its order, and the slots that they share. Every rank calls it.
 
     Args:

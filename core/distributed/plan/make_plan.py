@@ -28,7 +28,7 @@ from .settings import (
     sharded_settings,
     whole_settings,
 )
-from .units import UnitChoice, find_units, own_parameters, plan_transforms, unit_of
+from .units import UnitChoice, find_units, params_of_units, plan_transforms, unit_of
 from .values import Plan
 
 
@@ -177,7 +177,7 @@ def _plan_gathered(
             # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
             kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
         )
-        for unit, params, reshard in zip(bare_units, own_parameters(bare_units), reshards, strict=True)
+        for unit, params, reshard in zip(bare_units, params_of_units(bare_units), reshards, strict=True)
     ]
     if kinds:
         units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]

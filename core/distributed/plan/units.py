@@ -76,7 +76,7 @@ def find_units(
     ]
 
 
-def own_parameters(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:
+def params_of_units(units: Iterable[UnitPlan]) -> Iterator[list[nn.Parameter]]:
     """Yields for each unit the parameters that no unit before it has."""
     earlier: set[nn.Parameter] = set()
     for unit in units:
