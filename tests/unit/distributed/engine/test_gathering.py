@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import ParallelConfigError, UnitError, WrapError, warn_once
+from core.base.parameters import kept_range
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
 from core.distributed.engine.unit import POISONS
@@ -84,6 +85,29 @@ def _orders(settings: dict[str, Any], micro_batches: int) -> list[list[str]]:
 def test_units_are_gathered_where_another_has_had_their_slot(settings, micro_batches, expected):
     for rank in run_distributed(_orders, 2, settings, micro_batches):
         assert rank == [expected, expected]
+
+
+def _writes_while_whole(param_dtype: str | None) -> None:
+    model = build("zero3", Stack(layers=2), unit_classes=(nn.Linear,), param_dtype=param_dtype)
+    with model.whole_parameters():
+        with model.whole_parameters(), torch.no_grad():
+            for parameter in model.module.parameters():
+                parameter.fill_(1.0)
+        assert all(kept_range(parameter) is None for parameter in model.module.parameters())
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                parameter.add_(1.0)  # whole still, after an inner context has ended
+    assert all(kept_range(parameter) is not None for parameter in model.module.parameters())
+    for parameter in model.module.parameters():
+        assert model.shard(parameter).eq(2.0).all()
+    with model.whole_parameters():
+        assert all(parameter.eq(2.0).all() for parameter in model.module.parameters())
+
+
+# One rank without a cast has its parameters in place, without a slot.
+@pytest.mark.parametrize(("world_size", "param_dtype"), [(1, None), (1, "bf16"), (2, None)])
+def test_an_inner_context_leaves_parameters_whole(world_size: int, param_dtype: str | None):
+    run_distributed(_writes_while_whole, world_size, param_dtype)
 
 
 def _described(settings: dict[str, Any], micro_batches: int) -> list[int]:
