@@ -225,14 +225,14 @@ class BucketReduction:
         self.shard_group = None if plan.is_replicated else plan.groups.shard
         self.replica_group = None if plan.is_replicated else plan.groups.replicate
 
-    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
-        """Reduces `whole` `[n]` into `kept`, this rank's shard. Without shards both are the same tensor.
+    def reduce(self, whole: Tensor, shard: Tensor, accumulate: bool, what: str = "gradients") -> None:
+        """Reduces `whole` `[n]` into `shard`, this rank's shard. Without shards both are the same tensor.
 
-        The collective runs in the dtype of `whole`. `kept` may have a wider dtype, so that additions to it are not
+        The collective runs in the dtype of `whole`. `shard` may have a wider dtype, so that additions to it are not
         rounded, and may be in host memory, into which the copy then runs in the lane.
 
         Args:
-            accumulate: add to the values of `kept`, which must then not be a part of `whole`.
+            accumulate: add to the values of `shard`, which must then not be a part of `whole`.
             what: name of the gradients, for messages.
         """
         averages = self.plan.reduction is GradientReduction.MEAN and self.order is None
@@ -248,12 +248,12 @@ class BucketReduction:
         scatter, reduce = partial(collectives.reduce_scatter, what=what), partial(collectives.all_reduce, what=what)
         if self.shard_group is None:
             reduce(whole, self.group, how)
-        elif self.replica_group is None and (kept.dtype, kept.device) == (whole.dtype, whole.device):
-            scatter(kept, whole, self.shard_group, replace(how, accumulate=accumulate))
+        elif self.replica_group is None and (shard.dtype, shard.device) == (whole.dtype, whole.device):
+            scatter(shard, whole, self.shard_group, replace(how, accumulate=accumulate))
         else:
             length = len(whole) // self.shard_group.size()
-            is_final = (kept.dtype, kept.device, len(kept)) == (whole.dtype, whole.device, length) and not accumulate
-            part = kept if is_final else whole.new_empty(length)
+            is_alike = (shard.dtype, shard.device, len(shard)) == (whole.dtype, whole.device, length)
+            part = shard if is_alike and not accumulate else whole.new_empty(length)
             scatter(part, whole, self.shard_group, how if self.replica_group is None else replace(how, scale=1.0))
             if self.replica_group is not None:
                 how = replace(how, order=None if self.order is None else (range(self.replica_group.size()),))
@@ -264,6 +264,6 @@ class BucketReduction:
                 else:
                     reduce(part, self.replica_group, how)
             if accumulate:  # on the device, where the lane does not wait for a copy
-                part = kept.to(part.device, non_blocking=True).add_(part)
-            if part is not kept:
-                kept.copy_(part, non_blocking=True)
+                part = shard.to(part.device, non_blocking=True).add_(part)
+            if part is not shard:
+                shard.copy_(part, non_blocking=True)

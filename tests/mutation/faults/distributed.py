@@ -386,8 +386,8 @@ MUTATIONS = (
     Mutation(
         "streams: offloaded gradients block the host",
         "core.distributed.engine.buffer.BucketReduction.reduce",
-        r"kept\.copy_\(part, non_blocking=True\)",
-        "kept.copy_(part)",
+        r"shard\.copy_\(part, non_blocking=True\)",
+        "shard.copy_(part)",
         (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
     ),
     Mutation(
