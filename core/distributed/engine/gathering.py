@@ -64,9 +64,9 @@ class ParameterGathering:
     def before_call(self, unit: Unit, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Gathers a unit before a module of it runs its forward or another method. Returns inputs that are cast."""
         # A forward of the model begins an order, also one in a method such as `generate`, and so does the method.
-        if unit is self._root and (module is not None or not unit.running) and current_backward() == NO_BACKWARD:
+        if unit is self._root and (module is not None or not unit.num_running) and current_backward() == NO_BACKWARD:
             self._order.begin()
-        unit.running += 1
+        unit.num_running += 1
         self.ensure_gathered(unit)
         if unit.saved_weights is not None:
             unit.saved_weights.begin()
@@ -79,10 +79,10 @@ class ParameterGathering:
 
         Returns outputs that are cast.
         """
-        if unit is self._root and (module is not None or unit.running == 1) and output is not None:
+        if unit is self._root and (module is not None or unit.num_running == 1) and output is not None:
             self._gather_skipped()
-        unit.running = max(unit.running - 1, 0)
-        has_ended = not unit.running and current_backward() == NO_BACKWARD
+        unit.num_running = max(unit.num_running - 1, 0)
+        has_ended = not unit.num_running and current_backward() == NO_BACKWARD
         if unit is not self._root:
             self._order.leave(unit, output, unit.name_of)
         if unit.saved_weights is not None:
@@ -95,14 +95,14 @@ class ParameterGathering:
         if torch.is_grad_enabled():
             if unit.plan.is_needed_in_backward:
                 watch_outputs(output, partial(self.ensure_gathered, unit))
-        elif has_ended and not self._root.running:
+        elif has_ended and not self._root.num_running:
             self.settle()  # nothing else would free it before the next forward
         dtype = unit.plan.precision.output_dtype
         return None if dtype is None else _cast(output, dtype)
 
     def before_state_dict(self, *unused: Any) -> None:
         """Hides gathered parameters, so that a state dict has this rank's shards."""
-        if not self._root.running:
+        if not self._root.num_running:
             self.settle()
 
     # ---- the whole model
@@ -110,7 +110,7 @@ class ParameterGathering:
     def end_running(self) -> None:
         """Resets the counts of running forwards, which a forward that was interrupted leaves above zero."""
         for unit in self._units:
-            unit.running = 0
+            unit.num_running = 0
             if unit.saved_weights is not None:
                 unit.saved_weights.end_all()
 
@@ -161,7 +161,7 @@ class ParameterGathering:
             unit.drop_part()
         for ahead in self._order.enter(unit) if unit is not self._root else ():
             owner = None if ahead.slot is None else ahead.slot.owner
-            if not ahead.is_gathered and owner is not unit and (owner is None or not owner.running):
+            if not ahead.is_gathered and owner is not unit and (owner is None or not owner.num_running):
                 ahead.start_gather(self._lane, waits=False)
 
     def _gather_skipped(self, unit: Unit | None = None) -> None:
@@ -181,7 +181,7 @@ class ParameterGathering:
 
     def _reject_running(self, unit: Unit) -> None:
         owner = None if unit.slot is None else unit.slot.owner
-        if owner is not None and owner.running:
+        if owner is not None and owner.num_running:
             raise UnitError(
                 f"unit {unit.name} is needed while unit {owner.name} runs, and both are gathered into one memory; "
                 f"keep one of them apart, with reshard_overrides=({owner.name + '=False'!r},)"
@@ -189,7 +189,7 @@ class ParameterGathering:
 
     def _on_use(self, unit: Unit) -> None:
         """Gathers a hidden unit when one of its parameters is used, or raises."""
-        if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
+        if current_backward() == NO_BACKWARD and not any(other.num_running for other in self._units):
             first = next(iter(unit.name_of.values()))
             raise UnitError(
                 f"a parameter of unit {unit.name} (it begins with {first}) was used outside of a forward, where each "
@@ -197,7 +197,7 @@ class ParameterGathering:
                 "with core.dist_checkpointing"
             )
         self.ensure_gathered(unit)
-        if current_backward() == NO_BACKWARD and not unit.running and unit.takes_turns:
+        if current_backward() == NO_BACKWARD and not unit.num_running and unit.takes_turns:
             self._keep(unit)
 
     def _keep(self, unit: Unit) -> None:

@@ -106,7 +106,7 @@ class Unit:
         name_of: its parameters, each with its name in the model; fixed.
         on_use: what a use of a hidden parameter calls.
         saved_weights: what autograd saves in its forwards, if it is freed after them.
-        running: calls of its modules that have begun and not ended.
+        num_running: calls of its modules that have begun and not ended.
         used_in: the backward that needed it last, or `NO_BACKWARD` for a forward.
     """
 
@@ -127,7 +127,7 @@ class Unit:
         # The payload of its gathers as messages name it; fixed.
         self._what = f"the parameters of {f'unit {self.name}' if plan.modules else buckets[0].name}"
         # `ParameterGathering` counts them, on the thread of the forward, and resets it when gradients are zeroed.
-        self.running = 0
+        self.num_running = 0
         # `ParameterGathering.ensure_gathered` sets it, on the thread that needs the unit.
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.

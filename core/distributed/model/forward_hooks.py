@@ -103,7 +103,7 @@ class SavedWeights:
         # Both fixed: the engine's, called on the thread that runs a forward or a backward.
         self._memory, self._gather = memory, gather
         # Forwards of the unit that are running, on the thread that runs them. `begin` and `end` count.
-        self._running = 0
+        self._num_running = 0
         # Index in the memory, by storage; the unit may move. `begin` sets it, on the thread that runs the forward.
         self._index_of: dict[int, int] = {}
         # The least number of tensors in each storage at the beginning of a forward: the parameters, and what the
@@ -119,17 +119,17 @@ class SavedWeights:
         around: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack, unpack = (self._pack, _unpack) if around is None else _chain_hooks(self._place, *around)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        self._running += 1
+        self._num_running += 1
 
     def end(self) -> None:
         """Ends the last forward that has begun, if any. It may have raised."""
-        if self._running:
-            self._running -= 1
+        if self._num_running:
+            self._num_running -= 1
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def end_all(self) -> None:
         """Ends forwards that something other than an `Exception` has interrupted, such as a signal."""
-        while self._running:
+        while self._num_running:
             self.end()
 
     def are_in_use(self) -> bool:

@@ -55,7 +55,7 @@ class _Offload:
     def __init__(self, module: nn.Module, order: _Order) -> None:
         self._module, self._order = module, order  # fixed
         # Forwards that are running, the innermost last; None for one without gradients. `_begin` adds, `_end` removes.
-        self._running: list[_Forward | None] = []
+        self._running_forwards: list[_Forward | None] = []
 
     def install(self) -> None:
         self._module.register_forward_pre_hook(WrapperHook(self._begin), prepend=True)
@@ -63,12 +63,12 @@ class _Offload:
 
     def _begin(self, *unused: Any) -> None:
         forward = _Forward(self._module, self._order) if torch.is_grad_enabled() else None
-        self._running.append(forward)
+        self._running_forwards.append(forward)
         if forward is not None:
             torch._C._autograd._push_saved_tensors_default_hooks(forward.pack, _unpack)
 
     def _end(self, *unused: Any) -> None:
-        if self._running and self._running.pop() is not None:
+        if self._running_forwards and self._running_forwards.pop() is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 

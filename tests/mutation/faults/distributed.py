@@ -300,7 +300,7 @@ MUTATIONS = (
     Mutation(
         "two units that run at once share a slot",
         "core.distributed.engine.gathering.ParameterGathering._reject_running",
-        r"if owner is not None and owner\.running:",
+        r"if owner is not None and owner\.num_running:",
         "if False:",
         (_SLOTS,),
     ),
