@@ -28,7 +28,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from ...base.errors import ConfigError
-from .entry import RUN_STARTED, USER_ERROR_STATUS
+from .entry import RUN_STARTED, STARTED_FORMAT, USER_ERROR_STATUS
 from .generations import COPIES_FOLDER
 from .nodes import POLICIES, Joining, LostRankPolicy, follow
 from .processes import Process, SignalCount, how_it_ended, kill, say
@@ -143,7 +143,7 @@ def run_ranks(
         ConfigError: the machines do not find each other, or are one.
     """
     policy, status, reason = policy or LostRankPolicy(), 1, ""
-    started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    started = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
     with (
         SignalCount() as signals,
         _memory_for_copies(needed=policy.kind != "restart") as copies,
@@ -151,7 +151,8 @@ def run_ranks(
     ):
         if node > 0:
             return follow(node, num_ranks, command, address, copies, signals, policy)
-        supervisor = Supervisor(policy, num_ranks, command, Joining(listener, num_nodes, policy.kind), signals)
+        joining = Joining(listener, num_nodes, policy)
+        supervisor = Supervisor(policy, num_ranks, command, joining, signals)
         try:
             supervisor.join()
             for restarts in range(max_restarts + 1):
@@ -162,7 +163,7 @@ def run_ranks(
                     "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
                     "TORCHELASTIC_RESTART_COUNT": str(restarts),
                     "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-                    RUN_STARTED: started,
+                    RUN_STARTED: joining.started or started,
                     **copies,
                 }
                 status, reason = _run_once(supervisor, environment, signals)
@@ -268,13 +269,14 @@ def _memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
     Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
 
     Returns:
-        the environment variable that names it to ranks; empty if it is not needed.
+        the environment variable that names it to ranks. It is empty if no folder is needed, in the place of that of
+        a launcher that this one runs under.
 
     Raises:
         ConfigError: there is no file system in memory.
     """
     if not needed:
-        yield {}
+        yield {COPIES_FOLDER: ""}
         return
     if not _MEMORY.is_dir():
         raise ConfigError(f"--on-lost-rank keeps copies in {_MEMORY}, which this machine does not have; use restart")

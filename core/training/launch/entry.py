@@ -27,7 +27,9 @@ RUN_ERROR_STATUS = 3
 INTERRUPTED_STATUS = 130
 
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
-"""Environment variable: when the launcher started. It does not change when it restarts the ranks."""
+"""Environment variable: when the launcher started, in `STARTED_FORMAT`. It does not change when ranks start again, by
+this launcher or by one of other machines' that takes the place of the first."""
+STARTED_FORMAT = "%Y%m%d-%H%M%S"
 
 
 def environment_rank() -> int:

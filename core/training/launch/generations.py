@@ -41,8 +41,8 @@ from ...comm.record import call_counts
 from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
 
 LAUNCHER_FD, COPIES_FOLDER = "SHARDSTACK_LAUNCHER_FD", "SHARDSTACK_COPIES_FOLDER"
-"""Environment variables: the open file of the socket to the launcher, and the folder for copies in memory, which only
-a launcher that keeps survivors gives."""
+"""Environment variables: the open file of the socket to the launcher, and the folder for copies in memory, which is
+empty or absent under a launcher that keeps no survivors."""
 
 LOST_STATUS = 75
 """Exit status of a rank that could not leave its generation in time."""
@@ -84,7 +84,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
     Args:
         can_run: raises ConfigError for a number of ranks that the program cannot run on. None: it takes any number.
     """
-    if COPIES_FOLDER not in os.environ:
+    if not os.environ.get(COPIES_FOLDER):
         yield nullcontext(Generation())
         return
     if not _launcher:

@@ -3,8 +3,9 @@
 Each process of a rank has a socket to the launcher of its machine, and each other launcher one to the first. Both ends
 write JSON, an object a line. Between launchers:
 
-    other -> first   {"node": 1, "machine": "...", "num_ranks": 8, "policy": "shrink", "generation": -1}
-                     joins; again after either was lost, with the number of the last generation
+    other -> first   {"node": 1, "machine": "...", "launcher": "...", "num_ranks": 8, "policy": "shrink",
+                      "generation": -1, "started": ""}
+                     joins; again after either was lost, with the last generation and `RUN_STARTED`
                      {"worker": 3, "message": {...}}                   what a rank says
                      {"worker": 3, "ended": -9}
     first -> other   {"refused": "..."}
@@ -23,13 +24,16 @@ import selectors
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
+from .entry import RUN_STARTED, STARTED_FORMAT
 from .generations import LAUNCHER_FD
 from .processes import LocalProcess, Process, SignalCount, kill, say, start_rank
 
@@ -150,8 +154,9 @@ class ThisNode:
 class OtherNode:
     """A machine of another launcher, which starts ranks there."""
 
-    def __init__(self, number: int, num_ranks: int, lines: Lines, events: Events, take: Take) -> None:
-        self.number, self.num_ranks, self.lines, self._take = number, num_ranks, lines, take
+    def __init__(self, number: int, num_ranks: int, launcher: str, lines: Lines, events: Events, take: Take) -> None:
+        self.number, self.num_ranks, self.launcher = number, num_ranks, launcher
+        self.lines, self._take = lines, take
         self._processes: dict[int, _OtherProcess] = {}
         lines.take = self._take_line
         events.add(lines)
@@ -170,6 +175,12 @@ class OtherNode:
 
     def close(self, status: int) -> None:
         self.lines.send({"over": status})
+
+    def give_up(self) -> None:
+        """Takes the machine for lost: its launcher has ended this connection, though this end does not see it."""
+        self.lines.is_over = True
+        with suppress(OSError):
+            self.lines.connection.shutdown(socket.SHUT_RDWR)  # so that `Events` closes it
 
     def _take_line(self, line: dict[str, Any]) -> None:
         if "ended" in line:
@@ -211,16 +222,18 @@ class Joining:
     Args:
         listener: where they connect; None if there is one machine.
         num_nodes: how many machines there are, this one, number 0, included.
-        policy: ``replace`` or ``shrink``, the same on all.
+        policy: of ``replace`` or ``shrink``, the same on all.
     """
 
-    def __init__(self, listener: socket.socket | None, num_nodes: int, policy: str) -> None:
+    def __init__(self, listener: socket.socket | None, num_nodes: int, policy: LostRankPolicy) -> None:
         self._listener, self._num_nodes, self._policy = listener, num_nodes, policy
         # Machines by number, and their names; a lost one stays until it joins again.
         self._nodes: dict[int, OtherNode] = {}
         self._machines = {0: machine_name()}
         self.generation = -1
         """The last generation that one of them knows, under a first launcher that was lost. `read` sets it."""
+        self.started = ""
+        """`RUN_STARTED` of that launcher. `read` sets it."""
 
     def read(self, events: Events, take: Take) -> Iterator[OtherNode]:
         """Takes in those who wait to join."""
@@ -230,31 +243,47 @@ class Joining:
             lines = Lines(connection, heard.append)
             try:
                 lines.read(_HELLO_S)
-                number, machine, num_ranks = int(heard[0]["node"]), heard[0]["machine"], int(heard[0]["num_ranks"])
-                refused = self._refusal(number, machine, num_ranks, heard[0]["policy"])
-                self.generation = max(self.generation, int(heard[0]["generation"]))
+                hello = heard[0]
+                number, machine, num_ranks = int(hello["node"]), hello["machine"], int(hello["num_ranks"])
+                launcher, policy = hello["launcher"], hello["policy"]
+                generation, started = int(hello["generation"]), hello["started"]
+                if started:  # which becomes the name of a folder
+                    datetime.strptime(started, STARTED_FORMAT)
             except (LookupError, TypeError, ValueError, OverflowError, RecursionError):  # no launcher of ours
                 connection.close()
                 continue
-            if refused:
+            before = self._nodes.get(number)
+            if before is not None and before.launcher == launcher:
+                before.give_up()
+            if refused := self._refusal(number, machine, num_ranks, policy):
                 lines.send({"refused": refused})
                 connection.close()
                 continue
+            self.generation, self.started = max(self.generation, generation), self.started or started
             _keep_alive(connection)
             self._machines[number] = machine
-            self._nodes[number] = OtherNode(number, num_ranks, lines, events, take)
+            self._nodes[number] = OtherNode(number, num_ranks, launcher, lines, events, take)
             yield self._nodes[number]
 
     def wait_for_all(self, events: Events, take: Take, signals: SignalCount) -> list[OtherNode]:
         """Waits until every machine has joined, and returns those that did.
 
+        If the first launcher was lost, the others look for this one: under ``shrink`` those that join within
+        `LostRankPolicy.limit_s` go on without the rest.
+
         Raises:
             ConfigError: one did not come.
         """
-        deadline = time.monotonic() + _JOIN_S
+        begun = time.monotonic()
         while (missing := sorted(set(range(1, self._num_nodes)) - self._nodes.keys())) and not signals.count:
-            if time.monotonic() > deadline:
-                raise ConfigError(f"the launchers of nodes {missing} did not join in {_JOIN_S:g} s; start one a node")
+            goes_on = self._policy.kind == "shrink" and self.generation >= 0
+            limit_s = min(_JOIN_S, self._policy.limit_s) if goes_on else _JOIN_S
+            if time.monotonic() > begun + limit_s:
+                lacking = f"the launchers of nodes {missing} did not join in {limit_s:g} s"
+                if not goes_on:
+                    raise ConfigError(f"{lacking}; start one a node")
+                say(f"{lacking}; the ranks start without them")
+                break
             if not list(self.read(events, take)):
                 time.sleep(_POLL_S)
         return list(self._nodes.values())
@@ -266,10 +295,9 @@ class Joining:
             return f"--node-rank {number} runs already; give each launcher a number of its own"
         if not 0 < num_ranks <= _MOST_RANKS:
             return f"--nproc-per-node is {num_ranks}; a machine runs 1 to {_MOST_RANKS} ranks"
-        if policy != self._policy:
-            return (
-                f"--on-lost-rank is {policy}, and the first launcher has {self._policy}; give all launchers the same"
-            )
+        if policy != self._policy.kind:
+            kind = self._policy.kind
+            return f"--on-lost-rank is {policy}, and the first launcher has {kind}; give all launchers the same"
         same = [other for other, name in self._machines.items() if name == machine and other != number]
         if same:
             return (
@@ -311,14 +339,15 @@ def follow(
         ConfigError: there is no first launcher, or it refuses this one.
     """
     hello = {"node": number, "machine": machine_name(), "num_ranks": num_ranks, "policy": policy.kind}
-    generation, limit_s = -1, _JOIN_S
+    hello |= {"launcher": uuid.uuid4().hex, "generation": -1, "started": ""}
+    limit_s = _JOIN_S
     while True:
-        first = _connect(address, signals, limit_s)
-        follower = _Follower(first, {**hello, "generation": generation}, command, copies, signals)
+        follower = _Follower(_connect(address, signals, limit_s), hello, command, copies, signals)
         status = follower.run()
         if status is not None or signals.count:
             return 128 + signals.number if status is None else status
-        generation, limit_s = follower.generation, policy.limit_s
+        hello |= {"generation": follower.generation, "started": follower.started}
+        limit_s = policy.limit_s
         say(
             f"the launcher of node 0 at {address[0]}:{address[1]} was lost, and all ranks with it; waiting "
             f"{limit_s:g} s for it to start again, to continue from the copies in memory (else from the checkpoint)"
@@ -350,6 +379,8 @@ class _Follower:
         self._passed_on, self._from_first = 0, dict[int, int]()
         self.generation = hello["generation"]
         """The last generation that was announced to a rank here. `_take` sets it."""
+        self.started = hello["started"]
+        """`RUN_STARTED` of the last rank that started here. `_take` sets it."""
 
     def run(self) -> int | None:
         """Returns the exit status, or None if the first launcher was lost, or at a third signal."""
@@ -380,6 +411,7 @@ class _Follower:
         elif "start" in line:
             self._from_first[worker] = self._passed_on
             environment = {**line["environment"], **self._copies}
+            self.started = environment.get(RUN_STARTED, self.started)
             self._processes[worker] = self._node.start(worker, line["start"], environment)
         elif "tell" in line:
             self.generation = line["tell"].get("number", self.generation)

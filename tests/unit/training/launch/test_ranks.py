@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from core.training.launch.__main__ import main
+from core.training.launch.generations import COPIES_FOLDER, LAUNCHER_FD, Generation, copies_root, generations
 from core.training.launch.processes import ECHO_S
 from tests._forked import FORKED
 
@@ -41,6 +43,18 @@ def test_ranks_get_what_torchrun_gives_and_their_arguments(program, tmp_path: Pa
     threads = os.environ["OMP_NUM_THREADS"]
     for rank in range(3):
         assert (tmp_path / f"out{rank}").read_text() == f"{rank} {rank} 3 3 127.0.0.1 {threads}--flag -x"
+
+
+def test_a_launcher_in_a_rank_keeps_out_of_its_copies(program, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(COPIES_FOLDER, str(tmp_path))
+    monkeypatch.setenv(LAUNCHER_FD, "0")
+    text = f"open(sys.argv[1], 'w').write(os.environ[{COPIES_FOLDER!r}])"
+    assert main([program(text), f"{tmp_path}/out"]) == 0
+    folder = (tmp_path / "out").read_text()
+    monkeypatch.setenv(COPIES_FOLDER, folder)
+    with contextlib.ExitStack() as stack:  # of one generation, which is no launcher's
+        assert [stack.enter_context(generation) for generation in generations()] == [Generation()]
+    assert folder == "" and copies_root() is None
 
 
 def test_the_first_failing_rank_decides_status_and_ends_others(program, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from core.base.errors import ConfigError
 from core.training.launch.__main__ import main, run_ranks
+from core.training.launch.entry import RUN_STARTED
 from core.training.launch.generations import Generation, _sizes
 from core.training.launch.nodes import LostRankPolicy
 from core.training.launch.processes import SignalCount
@@ -48,7 +49,7 @@ class _Machine:
 class _Script:
     """Machines that join at the start, and what happens later, each time that the launcher looks who joins."""
 
-    generation = -1
+    generation, started = -1, ""
 
     def __init__(self, machines, happens) -> None:
         self.machines, self.happens = machines, happens(self)
@@ -141,6 +142,15 @@ def test_a_run_without_a_machine_for_ranks_has_failed(monkeypatch, capsys):
     policy = LostRankPolicy("replace", limit_s=1.0)
     assert run_ranks(0, ["-c", ""], max_restarts=1, policy=policy, num_nodes=2) == 1
     assert capsys.readouterr().err == "no machine is left to run ranks\n"
+
+
+def test_ranks_have_the_start_of_a_launcher_that_was_lost(monkeypatch, tmp_path):
+    joining = _Script([], lambda _: iter([]))
+    joining.started = "20260131-235959"
+    monkeypatch.setattr("core.training.launch.__main__.Joining", lambda *_: joining)
+    program = f"import os, pathlib; pathlib.Path({str(tmp_path / 'start')!r}).write_text(os.environ[{RUN_STARTED!r}])"
+    assert run_ranks(1, ["-c", program], policy=LostRankPolicy("replace"), num_nodes=2) == 0
+    assert (tmp_path / "start").read_text() == "20260131-235959"
 
 
 @pytest.mark.parametrize(
