@@ -169,10 +169,11 @@ def takes_megatron_fields(kind: type[Config]) -> type[Config]:
     * ``positional``: our fields that may be given by position, the first ones in Megatron-LM's order.
 
     Raises:
-        ConfigError: by the constructor, for a refused field, or too many fields by position, whose order changes
-            between Megatron-LM's versions.
+        ConfigError: by the constructor, for a refused field, a number that is None, or too many fields by position,
+            whose order changes between Megatron-LM's versions.
     """
-    own = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    own = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
+    numbers = {name for name, entry in own.items() if entry.type in ("int", "float") and entry.default is not None}
     refused: dict[str, tuple[Any, str]] = {}
     ignored: dict[str, Any] = {}
     accepted: dict[str, Any] = {}
@@ -197,6 +198,8 @@ def takes_megatron_fields(kind: type[Config]) -> type[Config]:
                 "give fields by name, as their order changes between Megatron-LM's versions"
             )
         given = dict(zip(positional, args, strict=False)) | given
+        for name in numbers & {name for name, value in given.items() if value is None}:
+            raise ConfigError(f"{kind.__name__}: {name} is None; give a number, or leave it out")
         absent = [name for name in given if name in defaults or (name.startswith(prefixes) and name not in own)]
         foreign = {name: given.pop(name) for name in absent}
         refuse(kind.__name__, ConfigError, **{n: (v, *refused[n]) for n, v in foreign.items() if n in refused})

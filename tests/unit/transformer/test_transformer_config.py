@@ -34,6 +34,13 @@ def test_dropout_and_norm_defaults_are_megatrons():
     assert (plain.hidden_dropout, plain.attention_dropout, plain.layernorm_epsilon) == (0.1, 0.1, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["context_parallel_size", "num_layers", "hidden_dropout"])
+def test_a_number_that_is_none_is_refused(name):
+    with pytest.raises(ConfigError, match=f"TransformerConfig: {name} is None; give a number"):
+        config(**{name: None})
+    assert config(kv_channels=None, expert_tensor_parallel_size=None).kv_channels
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
