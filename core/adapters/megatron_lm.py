@@ -18,7 +18,7 @@ import functools
 import importlib
 import runpy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -160,18 +160,29 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
 
 
 def translated(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
-    """Returns the settings of a wrapper: what a config of Megatron-LM changes, and what was registered.
+    """Returns the settings of a wrapper: what a config of Megatron-LM changes, attributes that were set on it besides,
+    and what was registered.
 
     Raises:
-        ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one.
+        ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one, or does not know it.
     """
     changed = changed_fields(ddp_config)
+    if not isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
+        _check_known(
+            changed.keys() - {field.name for field in fields(ddp_config)}, "Megatron-LM's settings were given"
+        )
     for name, value in registered_settings.items():
         if changed.get(name, value) != value:
             raise ParallelConfigError(
                 f"{name} is {changed[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
             )
     return TorchFullyShardedDataParallelConfig(**(changed | registered_settings))
+
+
+def _check_known(names: Set[str], given: str) -> None:
+    known = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
+    for name in names - known:
+        raise ParallelConfigError(f"{given} {name}, which is no setting of FSDP2; {choices(name, known)}")
 
 
 def _reject_unsupported(config: Any) -> None:
@@ -211,9 +222,7 @@ def register(**settings: Any) -> None:
         ParallelConfigError: an unknown setting, or one that contradicts another.
         ShardstackError: a module outside of Megatron-LM, as a training script, imported Megatron-LM's class before.
     """
-    known = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
-    for name in settings.keys() - known:
-        raise ParallelConfigError(f"register was given {name}, which is no setting of FSDP2; {choices(name, known)}")
+    _check_known(settings.keys(), "register was given")
     TorchFullyShardedDataParallelConfig(**settings)
     modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     holders = [

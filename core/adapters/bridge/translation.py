@@ -102,12 +102,17 @@ def translate(settings: Any, rows: Sequence[Row], *, where: str = "") -> dict[st
 
 
 def changed_fields(settings: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass that differ from their defaults, by name."""
+    """Returns the fields of a dataclass that differ from their defaults, and attributes set on it besides, by name."""
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(settings)
     }
-    return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default}
+    added = {
+        name: value
+        for name, value in getattr(settings, "__dict__", {}).items()
+        if name not in defaults and name[0] != "_"
+    }
+    return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default} | added
 
 
 def config_class(strategy: str, setting: str = "sharding") -> type[DistributedDataParallelConfig]:

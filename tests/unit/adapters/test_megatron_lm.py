@@ -208,6 +208,11 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
         translated,
         DistributedDataParallelConfig(use_distributed_optimizer=True),
     )
+    added = TorchFullyShardedDataParallelConfig()
+    added.forward_prefetch = 2  # which is no field of Megatron-LM's class
+    assert translated(added).forward_prefetch == 2
+    added.forward_prefetc = 3
+    _raises_one_line(ParallelConfigError, "given forward_prefetc, which is no setting of FSDP2", translated, added)
     try:
         megatron_lm.register(grad_reduce_in_fp32=True, reshard_after_forward=False)
         assert translated(TorchFullyShardedDataParallelConfig()).grad_reduce_in_fp32

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from core.adapters.bridge import translation
-from core.adapters.bridge.translation import config_of, honoured, ignored, refused, translate
+from core.adapters.bridge.translation import changed_fields, config_of, honoured, ignored, refused, translate
 from core.base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
@@ -96,6 +96,14 @@ def test_each_row_becomes_a_field_an_error_or_a_warning():
     assert _warned(_Settings(kind=_Kind.LARGE, static=False))[1] == changed
     with pytest.raises(ParallelConfigError, match=r"^graphs is 2 with a flag: drop it$"):
         translate(_Settings(graphs=2), _ROWS, where=" with a flag")
+
+
+def test_a_setting_that_is_set_as_an_attribute_counts():
+    settings = _Settings()
+    settings.mask = 1
+    assert changed_fields(settings) == {"mask": 1}
+    with pytest.raises(ParallelConfigError, match="mask is 1: drop it"):
+        translate(settings, (refused("mask", "drop it"),))
 
 
 def test_values_of_settings_in_no_row_are_not_looked_at():
