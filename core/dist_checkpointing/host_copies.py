@@ -285,6 +285,10 @@ def fetch_newest(
     asked = ranks.all_gather(PieceReader(folder, index).files_of(targets()))
     missing = {(file, at) for files, at in zip(asked, nodes, strict=True) for file in files}
     missing -= {(file, nodes[rank]) for file in index.file_bytes for rank in holders[version, file, step]}
+    if ranks.rank == local[0]:
+        write_durably(folder / INDEX_FILE, encode_index(index))
+        if node in {at for _, at in missing}:  # what is fetched takes the place of the other version
+            _remove_all_but_loaded(root)
     group = dist.new_group(backend="gloo") if missing else None
     for file, at in sorted(missing):
         source, target = holders[version, file, step][0], nodes.index(at)
@@ -299,7 +303,6 @@ def fetch_newest(
         for file, size in index.file_bytes.items():
             with (folder / file).open("ab") as unread:  # that no rank here reads: it takes no memory
                 unread.truncate(size)
-        write_durably(folder / INDEX_FILE, encode_index(index))
     ranks.all_gather(None)
     return folder, damaged
 

@@ -112,6 +112,33 @@ def _counts_versions(folder: str) -> int:
     return max(counts)
 
 
+def _counts_versions_while_fetching(folder: str) -> int:
+    rank, counts, mapped = dist.get_rank(), [], host_copies._mapped
+    root = Path(folder, f"node{rank}")
+    expected = {f"rank{other}": torch.full((3,), 20.0 + other) for other in range(3)} | {"all": torch.full((5,), 2.0)}
+    copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, rank)
+    copies.start(_state(2), {"step": 2}, 2)
+    copies.close()
+    copies.wait()
+    dist.barrier()
+
+    def count(path, num_bytes, *, new=True):
+        if new:
+            counts.append(len({path.parent for path in root.rglob("*.bin")}))
+        return mapped(path, num_bytes, new=new)
+
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    with mock.patch.object(host_copies, "_mapped", count):
+        newest, _ = fetch_newest(root, lambda: loaded, rank)
+    assert load(loaded, newest)["step"] == 2
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
+    return max(counts)
+
+
+def test_what_is_fetched_takes_the_place_of_a_version(tmp_path):
+    assert run_distributed(_counts_versions_while_fetching, 3, str(tmp_path)) == [1, 1, 1]
+
+
 def test_a_recovery_keeps_two_versions_at_most(tmp_path):
     assert run_distributed(_counts_versions, 2, str(tmp_path)) == [2, 2]
 
