@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replicas tensor_parallel/test_weight_gradients \
           $(addprefix distributed/, model/test_unit_cases test_torch_fully_sharded_data_parallel plan/test_resharding \
           test_data_parallel_base test_saved_weights $(addprefix fsdp2/, test_prefetch test_settings test_collectives \
-          test_micro_batches test_precision test_sharded_model test_torch_private)))) \
+          test_precision test_sharded_model test_torch_private)))) \
           tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code
 
 # What the tests need: the trainers that core/adapters knows are among it.

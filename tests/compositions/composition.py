@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from tests.functional._parallel_runs import Layout
 
@@ -26,77 +27,6 @@ LAYOUTS = {
 }
 """``hybrid`` layouts shard within two ranks and replicate across two."""
 
-AXES: Mapping[str, tuple[str, ...]] = {
-    # ---- layout and wrapper
-    "layout": tuple(LAYOUTS),
-    "pipeline": ("none", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"),
-    "wrapper": ("ddp", "zero1", "zero2", "fsdp2", "zero3"),
-    "buckets": ("one", "small", "three", "padded"),
-    "overlap": ("none", "gradients", "both"),
-    "reduces": ("each step", "each micro-batch"),
-    "average": ("by ranks", "in the collective"),
-    "reshard": ("yes", "no", "two ranks"),
-    "overrides": ("none", "first kept", "all but first kept", "root freed"),
-    "forward_prefetch": ("1", "0", "3"),
-    "backward_prefetch": ("1", "0", "3"),
-    "kept": ("ends", "none", "all"),
-    "collectives": ("auto", "torch"),
-    "cut": ("auto", "flat", "rows", "tensor", "blocks"),
-    "outer": ("replicated", "optim"),
-    "offload": ("no", "yes"),
-    "replicated": ("nothing", "an mlp", "norms"),
-    "idle_slots": ("kept", "poisoned"),
-    "compiled": ("no", "units"),
-    # ---- precision
-    "precision": ("fp32", "bf16", "fp16"),
-    "policy": ("default", "reduce in fp32", "by dtypes", "fp32 accumulation", "a layer in fp32"),
-    # ---- model
-    "depth": ("two", "four"),
-    "embeddings": ("tied", "untied"),
-    "widths": ("even", "odd"),
-    "heads": ("all", "grouped", "one group"),
-    "experts": ("none", "balanced by losses", "balanced by a bias", "over ranks"),
-    "base": ("floating", "packed"),
-    "recompute": ("none", "full", "selective", "units", "products of units"),
-    "activations": ("on the device", "on the host"),
-    "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
-    "unused": ("nothing", "on some ranks", "in some steps", "ever"),
-    "layers": ("once", "twice", "share a weight"),
-    "tables": ("none", "views", "objects", "attributes", "read by the model"),
-    "dropout": ("no", "yes"),
-    "start": ("drawn", "meta", "ranks differ"),
-    # ---- batch
-    "micro_batches": ("1", "2", "3", "5"),
-    "lengths": ("equal", "ragged"),
-    "loss": ("mean", "per token"),
-    "documents": ("one", "packed"),
-    # ---- optimizer
-    "optimizer": ("sgd", "adam", "sgd without momentum", "torch's sgd"),
-    "rates": ("one", "two"),
-    "clip": ("no", "yes"),
-    "decay": ("none", "matrices", "all"),
-    "schedule": ("constant", "warm-up and decay"),
-    "averaged": ("no", "exponentially", "equally"),
-    # ---- loop, and what happens in between
-    "loop": ("written out", "train_step", "train_step on a loader"),
-    "evaluates": (
-        *("never", "between micro-batches", "between steps", "before the update", "after the update"),
-        "in inference mode",
-    ),
-    "fails": ("never", "forward", "backward", "overflow"),
-    "mistake": (
-        *("none", "steps before finalizing", "finalizes twice", "finalizes after a failed backward"),
-        *("writes what is gathered", "runs two units at once"),
-    ),
-    "writes": ("nothing", "clamps", "loads", "averages", "clamps data"),
-    "gradients": ("kept", "one set to None", "halved"),
-    "hooks": ("none", "halve a gradient"),
-    "zeroes": ("wrapper", "optimizer", "module"),
-    "continues": ("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2"),
-}
-"""The values of each axis; the first is the simplest, to which failures shrink."""
-
-
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
     *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "replicated", "idle_slots", "compiled"),
@@ -105,64 +35,81 @@ WRAPPER_AXES = (
 """What no number depends on."""
 
 
+def _one_of(*values: str) -> Any:
+    """Returns an axis with these values; the first is the simplest, to which failures shrink."""
+    return field(default=values[0], metadata={"values": values})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """One value for each of `AXES`; it is shown with what differs from the first values."""
+    """One value for each axis; it is shown with what differs from the first values."""
 
-    layout: str = "dp1"
-    pipeline: str = "none"
-    wrapper: str = "ddp"
-    buckets: str = "one"
-    overlap: str = "none"
-    reduces: str = "each step"
-    average: str = "by ranks"
-    reshard: str = "yes"
-    overrides: str = "none"
-    forward_prefetch: str = "1"
-    backward_prefetch: str = "1"
-    kept: str = "ends"
-    collectives: str = "auto"
-    cut: str = "auto"
-    outer: str = "replicated"
-    offload: str = "no"
-    replicated: str = "nothing"
-    idle_slots: str = "kept"
-    compiled: str = "no"
-    precision: str = "fp32"
-    policy: str = "default"
-    depth: str = "two"
-    embeddings: str = "tied"
-    widths: str = "even"
-    heads: str = "all"
-    experts: str = "none"
-    base: str = "floating"
-    recompute: str = "none"
-    activations: str = "on the device"
-    trained: str = "all"
-    unused: str = "nothing"
-    layers: str = "once"
-    tables: str = "none"
-    dropout: str = "no"
-    start: str = "drawn"
-    micro_batches: str = "1"
-    lengths: str = "equal"
-    loss: str = "mean"
-    documents: str = "one"
-    optimizer: str = "sgd"
-    rates: str = "one"
-    clip: str = "no"
-    decay: str = "none"
-    schedule: str = "constant"
-    averaged: str = "no"
-    loop: str = "written out"
-    evaluates: str = "never"
-    fails: str = "never"
-    mistake: str = "none"
-    writes: str = "nothing"
-    gradients: str = "kept"
-    hooks: str = "none"
-    zeroes: str = "wrapper"
-    continues: str = "no"
+    # ---- layout and wrapper
+    layout: str = _one_of(*LAYOUTS)
+    pipeline: str = _one_of("none", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
+    wrapper: str = _one_of("ddp", "zero1", "zero2", "fsdp2", "zero3")
+    buckets: str = _one_of("one", "small", "three", "padded")
+    overlap: str = _one_of("none", "gradients", "both")
+    reduces: str = _one_of("each step", "each micro-batch")
+    average: str = _one_of("by ranks", "in the collective")
+    reshard: str = _one_of("yes", "no", "two ranks")
+    overrides: str = _one_of("none", "first kept", "all but first kept", "root freed")
+    forward_prefetch: str = _one_of("1", "0", "3")
+    backward_prefetch: str = _one_of("1", "0", "3")
+    kept: str = _one_of("ends", "none", "all")
+    collectives: str = _one_of("auto", "torch")
+    cut: str = _one_of("auto", "flat", "rows", "tensor", "blocks")
+    outer: str = _one_of("replicated", "optim")
+    offload: str = _one_of("no", "yes")
+    replicated: str = _one_of("nothing", "an mlp", "norms")
+    idle_slots: str = _one_of("kept", "poisoned")
+    compiled: str = _one_of("no", "units")
+    # ---- precision
+    precision: str = _one_of("fp32", "bf16", "fp16")
+    policy: str = _one_of("default", "reduce in fp32", "by dtypes", "fp32 accumulation", "a layer in fp32")
+    # ---- model
+    depth: str = _one_of("two", "four")
+    embeddings: str = _one_of("tied", "untied")
+    widths: str = _one_of("even", "odd")
+    heads: str = _one_of("all", "grouped", "one group")
+    experts: str = _one_of("none", "balanced by losses", "balanced by a bias", "over ranks")
+    base: str = _one_of("floating", "packed")
+    recompute: str = _one_of("none", "full", "selective", "units", "products of units")
+    activations: str = _one_of("on the device", "on the host")
+    trained: str = _one_of("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times")
+    unused: str = _one_of("nothing", "on some ranks", "in some steps", "ever")
+    layers: str = _one_of("once", "twice", "share a weight")
+    tables: str = _one_of("none", "views", "objects", "attributes", "read by the model")
+    dropout: str = _one_of("no", "yes")
+    start: str = _one_of("drawn", "meta", "ranks differ")
+    # ---- batch
+    micro_batches: str = _one_of("1", "2", "3", "5")
+    lengths: str = _one_of("equal", "ragged")
+    loss: str = _one_of("mean", "per token")
+    documents: str = _one_of("one", "packed")
+    # ---- optimizer
+    optimizer: str = _one_of("sgd", "adam", "sgd without momentum", "torch's sgd")
+    rates: str = _one_of("one", "two")
+    clip: str = _one_of("no", "yes")
+    decay: str = _one_of("none", "matrices", "all")
+    schedule: str = _one_of("constant", "warm-up and decay")
+    averaged: str = _one_of("no", "exponentially", "equally")
+    # ---- loop, and what happens in between
+    loop: str = _one_of("written out", "train_step", "train_step on a loader")
+    evaluates: str = _one_of(
+        *("never", "between micro-batches", "between steps", "before the update", "after the update"),
+        "in inference mode",
+    )
+    fails: str = _one_of("never", "forward", "backward", "overflow")
+    mistake: str = _one_of(
+        *("none", "steps before finalizing", "finalizes twice", "finalizes after a failed backward"),
+        *("writes what is gathered", "runs two units at once"),
+    )
+    writes: str = _one_of("nothing", "clamps", "loads", "averages", "clamps data")
+    gradients: str = _one_of("kept", "one set to None", "halved")
+    hooks: str = _one_of("none", "halve a gradient")
+    zeroes: str = _one_of("wrapper", "optimizer", "module")
+    continues: str = _one_of("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2")
 
     def __post_init__(self) -> None:
         _check(vars(self))
@@ -175,7 +122,6 @@ class Composition:
 
     @property
     def shape(self) -> Layout:
-        """The layout of the first part."""
         return _shape(self.layout, self.pipeline != "none")
 
     @property
@@ -201,7 +147,6 @@ class Composition:
 
     @property
     def plain_parts(self) -> tuple[Composition, ...]:
-        """`plain` of each part."""
         return tuple(part.plain for part in self.parts)
 
     @property
@@ -211,22 +156,18 @@ class Composition:
         return alone.replaced(layout=f"dp{self.shape.dp}", pipeline="none", continues="no").settled()
 
     def _with_whole_experts(self) -> Composition:
-        """Returns the composition with all experts on each rank."""
         return self.replaced(experts="balanced by losses") if self.experts == "over ranks" else self
 
     @property
     def ranks(self) -> int:
-        """The most ranks that a part needs."""
         return max(part.shape.ranks for part in self.parts)
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether FSDP2 is underneath."""
         return self.wrapper == "fsdp2"
 
     @property
     def steps_by_torch(self) -> bool:
-        """Whether an optimizer of torch updates the parameters."""
         return self.optimizer == "torch's sgd"
 
     @property
@@ -236,7 +177,6 @@ class Composition:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether shards are replicated."""
         return self.layout.startswith("hybrid")
 
     @property
@@ -246,11 +186,9 @@ class Composition:
 
     @property
     def number(self) -> int:
-        """Micro-batches of a rank in a step."""
         return int(self.micro_batches)
 
     def replaced(self, **values: str) -> Composition:
-        """Returns the composition with other values on some axes."""
         _check(values)
         found = object.__new__(Composition)  # without a look at the other axes: a sample is chosen from a million
         vars(found).update(vars(self), **values)
@@ -272,6 +210,10 @@ class Composition:
             if given[axis] in (values or AXES[axis][1:]) and not means_something(self):
                 return False
         return True
+
+
+AXES: Mapping[str, tuple[str, ...]] = {axis.name: axis.metadata["values"] for axis in fields(Composition)}
+"""The values of each axis."""
 
 
 def _check(values: Mapping[str, str]) -> None:
@@ -329,7 +271,6 @@ def _may_share_experts(c: Composition) -> bool:
 
 
 def _shapes(c: Composition) -> list[Layout]:
-    """Returns the layouts of all parts."""
     return [c.shape] if c.continues == "no" else [c.shape, LAYOUTS[c.continues.split(" on ")[1]]]
 
 

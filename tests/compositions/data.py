@@ -41,7 +41,6 @@ class MicroBatch:
 
     @property
     def tokens_with_loss(self) -> int:
-        """Number of labels that count."""
         return int((self.labels != -100).sum())
 
     def own(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -43,7 +43,6 @@ def fail_in_backward(training: Training, step: int, index: int) -> None:
 
 @contextmanager
 def overflowing(model: nn.Module) -> Iterator[None]:
-    """Makes gradients infinite."""
     handle = model.register_forward_hook(_overflow)
     try:
         yield

@@ -57,7 +57,6 @@ class PlainOptimizer:
         self.averages = {} if composition.averaged == "no" else {n: m.clone() for n, m in self.masters.items()}
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns the loss for backward."""
         return loss * self.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -65,7 +64,6 @@ class PlainOptimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, None]:
-        """Updates as `MegatronOptimizer.step`."""
         self._take_written()
         for name, p in self._params.items():
             gradient = getattr(p, "main_grad", None)

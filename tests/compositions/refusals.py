@@ -53,6 +53,5 @@ REFUSALS = (
 
 
 def refusal_of(composition: Composition) -> Refusal | None:
-    """Returns the first refusal that applies."""
     parts = (composition,) if composition.continues == "no" else composition.parts
     return next((r for r in REFUSALS for part in parts if r.applies(part)), None)

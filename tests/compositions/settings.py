@@ -45,7 +45,6 @@ _POLICIES: dict[str, dict[str, Any]] = {
 
 
 def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
-    """Returns the config of a composition's wrapper."""
     fields: dict[str, Any] = {"reduce_every_micro_batch": composition.reduces == "each micro-batch"}
     fields["offload_activations"] = composition.activations == "on the host"
     fields["replicated"] = _REPLICATED[composition.replicated]
@@ -83,7 +82,6 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(composition: Composition) -> OptimizerConfig:
-    """Returns the config of a composition's optimizer."""
     fields: dict[str, Any] = {
         "clip_grad": 0.5 if composition.clip == "yes" else 0.0,
         "weight_decay": 0.0 if composition.decay == "none" else 0.1,

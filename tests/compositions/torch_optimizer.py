@@ -28,23 +28,18 @@ class TorchOptimizer:
         self._rule = torch.optim.SGD(groups, lr=config.lr or 0.0, momentum=config.sgd_momentum)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns the loss for backward."""
         return loss
 
     def get_loss_scale(self) -> Tensor:
-        """Returns one."""
         return torch.ones(())
 
     def state_tensors(self) -> Mapping[str, Tensor]:
-        """Returns nothing: there are no masters."""
         return {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes as torch does."""
         self._rule.zero_grad(set_to_none)
 
     def step(self) -> tuple[bool, float, None]:
-        """Clips and updates."""
         whole = [g.full_tensor() if isinstance(g, DTensor) else g for p in self._params if (g := p.grad) is not None]
         norm = math.sqrt(sum(g.double().pow(2).sum().item() for g in whole))
         if self._config.clip_grad > 0.0:

@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 
 from core.comm import collectives
-from core.comm.call import Collective, CollectiveRecord
 from tests.compositions.composition import Composition
 from tests.compositions.wrapped import Wrapped
+from tests.unit.distributed._toys import recorded_collectives
 
 Calls = Counter[tuple[str, int, int]]
 """Times by kind, bytes and ranks."""
@@ -43,16 +43,11 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
     Raises:
         AssertionError: they are not those of the plan.
     """
-    counted: Calls = Counter()
-    collective = CollectiveRecord.collective
-
-    def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int, **options: Any) -> Collective:
-        if what.startswith("the gradients of") and record.num_ranks > 1:
-            counted[kind, num_bytes, record.num_ranks] += 1
-        return collective(record, kind, what, num_bytes, **options)
-
-    with mock.patch.object(CollectiveRecord, "collective", note):
+    with recorded_collectives() as recorded:
         yield
+    counted = Counter(
+        (kind, size, ranks) for kind, what, size, ranks in recorded if what.startswith("the gradients of")
+    )
     planned = _planned(training)
     if planned is not None:
         assert counted == planned, f"reductions in a step are {dict(counted)}, and {dict(planned)} in the plan"

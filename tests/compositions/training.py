@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,6 @@ from tests.compositions.model import Gated
 from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.functional._runs import Curve
-
-
-class Between(Protocol):
-    """Calls inside a step."""
-
-    def before_micro_batch(self, step: int, index: int) -> None: ...
-
-    def before_update(self, step: int) -> None: ...
 
 
 def load(model: nn.Module, module: nn.Module, values: dict[str, Tensor]) -> None:
@@ -74,7 +66,6 @@ class Training(ABC):
         return self._shares(losses, labels, batch)
 
     def inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Returns tokens, labels, and arguments of the forward."""
         return batch.own()
 
     def prepare(self, step: int, number: int) -> None:
@@ -104,12 +95,10 @@ class Training(ABC):
         )
 
     def begin_step(self) -> None:
-        """Forgets the gradients of the step before."""
         self.of_step = torch.zeros(2, dtype=torch.float64)
         self.zero()
 
-    def make_step(self, step: int, between: Between) -> None:
-        """Runs all micro-batches of a step, and updates."""
+    def make_step(self, step: int, between: Any) -> None:
         for index in range(self.number):
             between.before_micro_batch(step, index)
             self.backward(step, index)
@@ -118,7 +107,6 @@ class Training(ABC):
         self.update(step)
 
     def update(self, step: int) -> None:
-        """Updates the weights, and notes what that did."""
         self.reported.append(self.of_step)
         succeeded, norm, _ = self.optimizer.step()
         self.note(step, norm if succeeded else None)

@@ -139,13 +139,11 @@ class Simulation:
 
     @property
     def current(self) -> Stream:
-        """The current stream of the thread that asks."""
         entered: list[Stream] = self._of_thread.__dict__.setdefault("streams", [self.main])
         return entered[-1]
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Makes a stream the current one of this thread."""
         before = self.current
         self._of_thread.streams.append(stream or before)
         try:
@@ -164,19 +162,16 @@ class Simulation:
         return self._clocks.setdefault(line, {})
 
     def join(self, line: str, other: Clock) -> None:
-        """Makes a line wait for all that a clock has."""
         with self._lock:
             clock = self.clock(line)
             for name, number in other.items():
                 clock[name] = max(number, clock.get(name, 0))
 
     def host_waits(self, clock: Clock) -> None:
-        """Makes this thread wait for a device."""
         self.waits.append(_frames())
         self.join(self.host, clock)
 
     def synchronize(self, device: object = None) -> None:
-        """Makes this thread wait for all streams."""
         for line in list(self._clocks):
             if not line.startswith("host"):
                 self.host_waits(self.clock(line))
@@ -193,7 +188,6 @@ class Simulation:
         return self._memory.get(tensor.untyped_storage()._cdata) or Memory(MAIN)
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
-        """`Tensor.record_stream`."""
         self.memory(tensor).used_on.add(stream.name)
 
     def _memory_of(

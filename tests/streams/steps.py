@@ -28,8 +28,6 @@ WIDTH, STEPS = 8, 3
 
 
 class Block(nn.Module):
-    """Two products and a path around them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -78,7 +76,6 @@ class Case:
 
 @contextmanager
 def groups_of(case: Case) -> Iterator[None]:
-    """Makes the process groups of a case."""
     parallel_state.initialize_model_parallel(
         num_distributed_optimizer_instances=case.settings.get("num_distributed_optimizer_instances", 1)
     )
@@ -89,7 +86,6 @@ def groups_of(case: Case) -> Iterator[None]:
 
 
 def wrapped(case: Case) -> tuple[Any, MegatronOptimizer]:
-    """Returns a wrapped model and its optimizer."""
     low = case.dtype if case.dtype != "fp32" else None
     config = ModelParallelConfig(**({low: True} if low else {}))
     if case.wrapper in STRATEGIES:

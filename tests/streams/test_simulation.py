@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def _order(program: Callable[[], None]) -> Callable[[], None]:
     return program
 
 
+@contextmanager
+def _forked() -> Iterator[streams.Stream]:
+    """Makes a new stream the current one, which waits for the one before."""
+    side = streams.Stream()
+    side.wait_stream(streams.current_stream())
+    with streams.stream(side):
+        yield side
+
+
 @_race
 def _writes_what_another_stream_reads() -> None:
     x, side = torch.ones(4), streams.Stream()
@@ -40,18 +50,16 @@ def _writes_what_another_stream_reads() -> None:
 
 @_race
 def _reads_what_another_stream_writes() -> None:
-    x, side = torch.ones(4), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(4)
+    with _forked():
         x.zero_()
     x.sum()
 
 
 @_race
 def _waits_for_an_event_before_the_write() -> None:
-    x, side = torch.ones(4), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(4)
+    with _forked():
         event = streams.record_event()
         x.zero_()
     streams.current_stream().wait_event(event)
@@ -60,9 +68,8 @@ def _waits_for_an_event_before_the_write() -> None:
 
 @_race
 def _another_stream_waits_for_the_event() -> None:
-    x, side, third = torch.ones(4), streams.Stream(), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x, third = torch.ones(4), streams.Stream()
+    with _forked():
         x.zero_()
         event = streams.record_event()
     third.wait_event(event)
@@ -71,36 +78,32 @@ def _another_stream_waits_for_the_event() -> None:
 
 @_race
 def _parts_that_overlap() -> None:
-    x, side = torch.ones(8), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(8)
+    with _forked():
         x[:5].zero_()
     x[4:].sum()
 
 
 @_order
 def _parts_that_do_not_overlap() -> None:
-    x, side = torch.ones(8), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(8)
+    with _forked():
         x[:4].zero_()
     x[4:].zero_()
 
 
 @_order
 def _both_only_read() -> None:
-    x, side = torch.ones(4), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(4)
+    with _forked():
         x.sum()
     x.mean()
 
 
 @_order
 def _waits_reach_over_a_third_stream() -> None:
-    x, side, third = torch.ones(4), streams.Stream(), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x, third = torch.ones(4), streams.Stream()
+    with _forked() as side:
         x.zero_()
     third.wait_stream(side)
     streams.current_stream().wait_stream(third)
@@ -109,9 +112,8 @@ def _waits_reach_over_a_third_stream() -> None:
 
 @_race
 def _memory_is_freed_while_another_stream_reads_it() -> None:
-    x, side = torch.ones(4), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(4)
+    with _forked():
         x.sum()
     del x
     torch.empty(2)
@@ -119,9 +121,8 @@ def _memory_is_freed_while_another_stream_reads_it() -> None:
 
 @_order
 def _memory_is_freed_after_the_home_stream_has_waited() -> None:
-    x, side = torch.ones(4), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(4)
+    with _forked() as side:
         x.sum()
     del x
     streams.current_stream().wait_stream(side)
@@ -130,9 +131,8 @@ def _memory_is_freed_after_the_home_stream_has_waited() -> None:
 
 @_order
 def _memory_is_freed_with_its_use_recorded() -> None:
-    x, side = torch.ones(4), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x = torch.ones(4)
+    with _forked() as side:
         x.sum()
     streams.used_on(x, side)
     del x
@@ -152,18 +152,16 @@ def _memory_belongs_to_the_stream_that_allocates_it() -> None:
 
 @_race
 def _a_collective_writes_its_output() -> None:
-    whole, part, side = torch.zeros(4), torch.ones(2), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    whole, part = torch.zeros(4), torch.ones(2)
+    with _forked():
         dist.all_gather_into_tensor(whole, part)
     whole.sum()
 
 
 @_order
 def _a_collective_only_reads_its_input() -> None:
-    whole, part, side = torch.zeros(4), torch.ones(2), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    whole, part = torch.zeros(4), torch.ones(2)
+    with _forked():
         dist.all_gather_into_tensor(whole, part)
     part.sum()
 
@@ -232,24 +230,24 @@ def _the_host_reads_numbers_as_a_step_does() -> None:
 
 @_order
 def _what_the_host_has_waited_for_is_over_on_every_stream() -> None:
-    x, side, third = torch.ones(4), streams.Stream(), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    x, third = torch.ones(4), streams.Stream()
+    with _forked():
         x.zero_()
         x.sum().item()
     with streams.stream(third):
         x.sum()
 
 
+def _fill(numbers: torch.Tensor) -> int:
+    numbers.copy_(torch.ones(4), non_blocking=True)
+    streams.record_event().synchronize()
+    return 1
+
+
 @_race
 def _a_thread_is_not_waited_for() -> None:
     numbers = streams.pinned([4], torch.float32)
-
-    def fill() -> None:
-        numbers.copy_(torch.ones(4), non_blocking=True)
-        streams.record_event().synchronize()
-
-    thread = threading.Thread(target=fill)
+    thread = threading.Thread(target=_fill, args=(numbers,))
     thread.start()
     while thread.is_alive():
         pass  # no order: the host has been lucky
@@ -259,39 +257,31 @@ def _a_thread_is_not_waited_for() -> None:
 @_order
 def _threads_are_waited_for() -> None:
     numbers = streams.pinned([4], torch.float32)
-
-    def fill() -> int:
-        numbers.copy_(torch.ones(4), non_blocking=True)
-        streams.record_event().synchronize()
-        return 1
-
-    thread = threading.Thread(target=fill)
+    thread = threading.Thread(target=_fill, args=(numbers,))
     thread.start()
     thread.join()
     numbers.tolist()
     with ThreadPoolExecutor(1) as executor:
-        assert executor.submit(fill).result() == 1
+        assert executor.submit(_fill, numbers).result() == 1
         numbers.tolist()
     done = threading.Event()
-    threading.Thread(target=lambda: (fill(), done.set())).start()
+    threading.Thread(target=lambda: (_fill(numbers), done.set())).start()
     done.wait()
     numbers.tolist()
 
 
 @_race
 def _a_graph_is_recorded_on_a_side_stream() -> None:
-    weight, side = torch.ones(4, requires_grad=True), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
+    weight = torch.ones(4, requires_grad=True)
+    with _forked() as side:
         (weight * 2).sum()
     streams.current_stream().wait_stream(side)
 
 
 @_order
 def _a_side_stream_reads_without_a_graph() -> None:
-    weight, side = torch.ones(4, requires_grad=True), streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side), torch.no_grad():
+    weight = torch.ones(4, requires_grad=True)
+    with _forked() as side, torch.no_grad():
         weight * 2
     with streams.stream(side):
         weight.detach() * 2

@@ -8,6 +8,10 @@
     def test_all_reduce():
         assert run_distributed(_sums_ranks, 2, 10) == [21.0, 21.0]
 
+    @on_ranks(2)                                              # a test whose whole body runs on each rank
+    def test_a_broadcast():
+        ...
+
 Ranks are forked from a process that has imported everything (`tests/_forked.py`), and those of a world size are reused
 by every test of the session. They meet through a file store, never a port. Each job has a time limit; after a failure
 or a time-out the processes are ended, and the next test gets new ones, so that no test inherits a broken group.
@@ -17,7 +21,9 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import gc
+import inspect
 import itertools
 import os
 import pickle
@@ -73,6 +79,20 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, limit_s
     while len(_POOLS) > IDLE_POOLS_KEPT:
         _POOLS.pop(next(iter(_POOLS))).close()
     return results
+
+
+def on_ranks(world_size: int, limit_s: float = JOB_LIMIT_S) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Makes a test of a function that runs on each of several ranks, with the arguments that pytest passes."""
+
+    def decorate(body: Callable[..., object]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            run_distributed(test, world_size, *inspect.signature(body).bind(**arguments).args, limit_s=limit_s)
+
+        test.body = body  # type: ignore[attr-defined]  # what `_serve` calls: the test itself travels by its name
+        return test
+
+    return decorate
 
 
 class _RankPool:
@@ -185,7 +205,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
             try:
                 _restart_group_names()
                 _seed_everything()
-                answer = (True, fn(*args))
+                answer = (True, getattr(fn, "body", fn)(*args))
                 _check_left_nothing_behind()
             except BaseException:
                 answer = (False, traceback.format_exc())

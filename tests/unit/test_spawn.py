@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit import _spawn
-from tests.unit._spawn import RankFailure, give_up_soon, run_distributed
+from tests.unit._spawn import RankFailure, give_up_soon, on_ranks, run_distributed
 
 
 def _sums_ranks(offset: int) -> float:
@@ -24,6 +24,7 @@ def _sums_ranks(offset: int) -> float:
     return value.item()
 
 
+@on_ranks(2)
 def _fails_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise ValueError("a planted failure")
@@ -36,6 +37,15 @@ def _dies() -> None:
 
 def _process_id() -> int:
     return os.getpid()
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@on_ranks(2)
+def test_a_test_on_ranks_runs_there_with_its_arguments(offset: int, tmp_path: Path) -> None:
+    value = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(value)
+    assert value == 2 * offset + 1
+    assert tmp_path.is_dir()
 
 
 def test_ranks_talk_and_answer_in_rank_order():
@@ -57,7 +67,7 @@ def test_processes_are_reused():
 def test_a_failing_rank_shows_its_traceback_and_is_replaced():
     before = run_distributed(_process_id, 2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1.*_fails_on_rank_1.*a planted failure"):
-        run_distributed(_fails_on_rank_1, 2)
+        _fails_on_rank_1()
     assert set(before).isdisjoint(run_distributed(_process_id, 2))
 
 

@@ -25,7 +25,7 @@ from core.base.errors import ConfigError, ParallelConfigError, warn_once
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch
-from tests.unit.distributed._toys import GradientTraffic
+from tests.unit.distributed._toys import CountedTraffic
 
 CPU = torch.device("cpu")
 
@@ -61,18 +61,18 @@ def test_a_models_own_hook_decides_its_units():
 def _accumulates(sync_always: bool) -> None:
     config = FullyShardTransformConfig(sync_grad_accum=sync_always)
     model = FullyShardTransform(config, MeshCollective(), CPU).apply(Net())
-    with GradientTraffic() as traffic, model.accumulation_context(False):
+    with CountedTraffic() as traffic, model.accumulation_context(False):
         model(batch(0, 0, dist.get_rank())).backward()
-    assert bool(traffic.calls) == sync_always
+    assert bool(traffic.reductions) == sync_always
     with pytest.raises(ZeroDivisionError), model.accumulation_context(False):
         raise ZeroDivisionError
-    with GradientTraffic() as traffic:  # sync is as it was
+    with CountedTraffic() as traffic:  # sync is as it was
         model(batch(0, 1, dist.get_rank())).backward()
-    assert traffic.calls
+    assert traffic.reductions
     replicas = DDPTransform(DDPTransformConfig(), MeshCollective(), CPU).apply(Net())
-    with GradientTraffic() as traffic, replicas.accumulation_context(False):
+    with CountedTraffic() as traffic, replicas.accumulation_context(False):
         replicas(batch(0, 0, dist.get_rank())).backward()
-    assert not traffic.calls
+    assert not traffic.reductions
     with pytest.raises(ZeroDivisionError), replicas.accumulation_context(False):
         raise ZeroDivisionError
     with replicas.accumulation_context(True):
@@ -114,9 +114,9 @@ def _flips() -> None:
             shown += tuple(
                 (g.mp_policy, str(type(g.offload_policy)), g.post_forward_mesh_info is None) for g in groups
             )
-            with GradientTraffic() as traffic, model.accumulation_context(False):
+            with CountedTraffic() as traffic, model.accumulation_context(False):
                 model(batch(0, 0, dist.get_rank())).backward()
-            shown += (bool(traffic.calls),)
+            shown += (bool(traffic.reductions),)
         return shown, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
     plain, warned = observed(DDPTransform, DDPTransformConfig())

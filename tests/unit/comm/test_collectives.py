@@ -15,7 +15,7 @@ from core.comm import collectives, gloo
 from core.comm.gloo import Sum
 from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import GradientTraffic, batches, build, gradients, loss_of, toy
+from tests.unit.distributed._toys import CountedTraffic, batches, build, gradients, loss_of, toy
 
 SHARD = 37  # elements a rank
 WHAT = "numbers"
@@ -167,7 +167,7 @@ def _sent_bytes() -> list[int]:
         lambda: collectives.all_gather(whole, own, dist.group.WORLD, what=WHAT),
         lambda: collectives.all_reduce(whole, dist.group.WORLD, what=WHAT),
     ):
-        with GradientTraffic() as traffic:
+        with CountedTraffic() as traffic:
             run()
         counts.append(traffic.sent_bytes)
     return counts

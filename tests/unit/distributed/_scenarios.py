@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core.distributed import finalize_model_grads
-from tests.unit.distributed._toys import Toy, batches, build, gradients, loss_of, toy
+from tests.unit.distributed._toys import Toy, batches, build, gradients, loss_of, synced_last, toy
 
 STEPS = 2
 
@@ -132,10 +131,8 @@ def wrapped_gradients(kind: str, scenario: Scenario) -> list[dict[str, torch.Ten
     found = []
     for step in range(STEPS):
         model.zero_grad_buffer()
-        steps = batches(dist.get_rank())
-        for index, tokens in enumerate(steps):
-            with nullcontext() if index == len(steps) - 1 else model.no_sync():
-                scenario.loss(model, tokens, step, index, dist.get_rank()).backward()
+        for index, tokens in synced_last(model, enumerate(batches(dist.get_rank()))):
+            scenario.loss(model, tokens, step, index, dist.get_rank()).backward()
         finalize_model_grads([model])
         found.append(gradients(model))
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.base.parameters import kept_range
 from core.comm import gloo
+from core.comm.call import Collective, CollectiveRecord
 from core.dist_checkpointing.global_view import FlatRange, whole_view
 from core.distributed import (
     DistributedDataParallel,
@@ -28,6 +30,7 @@ from core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
+    finalize_model_grads,
 )
 from core.distributed.engine.unit import POISONS
 from core.distributed.flat_data_parallel import _FlatDataParallel
@@ -168,13 +171,27 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1))
 
 
-def accumulate(model: nn.Module, *, sync_last: bool = True) -> None:
-    """Runs this rank's micro-batches, all but the last inside `no_sync`, or all of them."""
-    steps = batches(dist.get_rank())
-    for index, tokens in enumerate(steps):
-        synchronises = sync_last and index == len(steps) - 1
-        with nullcontext() if synchronises else model.no_sync():
-            loss_of(model, tokens).backward()
+def synced_last(model: Any, items: Iterable[Any]) -> Iterator[Any]:
+    """Yields items, all but the last inside `no_sync`."""
+    *first, last = items
+    with model.no_sync():
+        yield from first
+    yield last
+
+
+def accumulate(model: nn.Module, count: int = 3) -> None:
+    """Runs this rank's micro-batches, all but the last inside `no_sync`."""
+    for tokens in synced_last(model, batches(dist.get_rank(), count)):
+        loss_of(model, tokens).backward()
+
+
+def reduced(model: nn.Module, count: int = 3) -> dict[str, torch.Tensor]:
+    """Returns the gradients of the second of two steps."""
+    for _ in range(2):
+        model.zero_grad_buffer()
+        accumulate(model, count)
+        finalize_model_grads([model])
+    return gradients(model)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,67 +259,58 @@ def oracle(world_size: int = 2, reduce: str = "mean", **kwargs: Any) -> dict[str
     return {name: total / world_size if reduce == "mean" else total for name, total in totals.items()}
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts collectives by name (`allreduce_`, `_reduce_scatter_base_`, ...) dispatched on this thread."""
+class CountedTraffic(TorchDispatchMode):
+    """Counts all-gathers and reductions: those of torch on this thread, and our messages between gloo's ranks on all
+    threads.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._schema.name.removeprefix("c10d::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class GradientTraffic:
-    """Counts, on all threads, what carries gradients: messages of a direct reduction, and collectives named "reduce".
-
-    ``sent_bytes`` are those of all direct messages that this rank sends, of gathers too.
+    ``sent_bytes`` are those of all messages, of gathers too; ``counts`` has torch's collectives by name.
     """
 
     def __init__(self) -> None:
-        self.calls = self.sent_bytes = 0
+        super().__init__()
+        self.gathers = self.reductions = self.sent_bytes = 0
+        self.counts: Counter[str] = Counter()
 
-    def __enter__(self) -> GradientTraffic:
-        self._counter = CollectiveCounter()
-        self._counter.__enter__()
-        self._patch = mock.patch.object(dist, "isend", self._isend)
-        self._patch.start()
-        return self
+    def __enter__(self) -> CountedTraffic:
+        self._patches = ExitStack()
+        self._patches.enter_context(mock.patch.object(dist, "isend", self._isend))
+        self._patches.enter_context(mock.patch.object(gloo, "start_all_gather", self._start_all_gather))
+        return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
-        self._patch.stop()
-        self._counter.__exit__(*error)
-        self.calls += sum(n for name, n in self._counter.counts.items() if "reduce" in name)
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name] += 1
+            self.gathers += "allgather" in func._schema.name
+            self.reductions += "reduce" in func._schema.name
+        return func(*args, **(kwargs or {}))
 
     def _isend(self, tensor: torch.Tensor, **options: Any) -> Any:
-        self.calls += options["tag"] & 0xFFFF != gloo.GATHER_TAG
+        self.reductions += options["tag"] & 0xFFFF != gloo.GATHER_TAG
         self.sent_bytes += tensor.numel() * tensor.element_size()
         return _isend(tensor, **options)
 
-
-class GatherCounter:
-    """Counts all-gathers of parameters, by whichever way they go."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __enter__(self) -> GatherCounter:
-        self._counter = CollectiveCounter()
-        self._counter.__enter__()
-        self._patch = mock.patch.object(gloo, "start_all_gather", self._start_all_gather)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._patch.stop()
-        self._counter.__exit__(*error)
-        self.calls += sum(n for name, n in self._counter.counts.items() if "allgather" in name)
-
     def _start_all_gather(self, *args: Any) -> Any:
-        self.calls += 1
+        self.gathers += 1
         return _start_all_gather(*args)
 
 
 _isend, _start_all_gather = dist.isend, gloo.start_all_gather
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[tuple[str, str, int, int]]]:
+    """Notes kind, subject, bytes and ranks of each collective over several ranks, on all threads."""
+    noted: list[tuple[str, str, int, int]] = []
+    collective = CollectiveRecord.collective
+
+    def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int, **options: Any) -> Collective:
+        if record.num_ranks > 1:
+            noted.append((kind, what, num_bytes, record.num_ranks))
+        return collective(record, kind, what, num_bytes, **options)
+
+    with mock.patch.object(CollectiveRecord, "collective", note):
+        yield noted

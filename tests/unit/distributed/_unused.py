@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit.distributed._toys import synced_last
 
 Numbers = tuple[list[float], dict[str, Tensor]]
 """Gradient norms of the steps, and weights after them."""
@@ -65,12 +66,10 @@ def train_on_ranks(
     optimizer, norms, rank = optimizer_of(model), [], dist.get_rank()
     for step in range(steps):
         model.zero_grad_buffer()
-        first, last = batches(step, rank)
-        with model.no_sync():
-            model(first, use_of(step, rank)).backward()
-        model(last, use_of(step, rank)).backward()
+        for batch in synced_last(model, batches(step, rank)):
+            model(batch, use_of(step, rank)).backward()
         finalize_model_grads([model], num_tokens)
         norms.append(float(optimizer.step()[1]))
         with torch.no_grad():
-            model(first, use_of(step, rank))
+            model(batch, use_of(step, rank))
     return optimizer, norms

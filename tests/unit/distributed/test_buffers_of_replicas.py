@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import WRAPPERS, build
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import build, synced_last
 
 
 class _Model(nn.Module):
@@ -41,9 +40,8 @@ def _batch(rank: int, index: int) -> Tensor:
 def _train(model: Any, step: int) -> None:
     model.train()
     model.zero_grad_buffer()
-    for index in range(2):
-        with nullcontext() if index else model.no_sync():
-            model(_batch(dist.get_rank(), 2 * step + index)).square().mean().backward()
+    for index in synced_last(model, (2 * step, 2 * step + 1)):
+        model(_batch(dist.get_rank(), index)).square().mean().backward()
     finalize_model_grads([model])
 
 
@@ -63,7 +61,9 @@ def _are_equal_on_ranks(tensor: Tensor) -> bool:
     return all(torch.equal(ranks[0], other) for other in ranks)
 
 
-def _trains_with_statistics(kind: str, folder: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp_overlap", "zero1", "zero2_overlap", "zero3", "fsdp2"])
+@on_ranks(2)
+def test_statistics_are_rank_0s_everywhere(kind: str, tmp_path: Path) -> None:
     model, alone = _build(kind), _build(kind, broadcast_buffers=False)
     model.module.own.fill_(dist.get_rank())
     for step in range(2):
@@ -77,9 +77,9 @@ def _trains_with_statistics(kind: str, folder: str) -> None:
     assert model.module.own.eq(dist.get_rank()).all()
 
     for name, source in (("equal", model), ("different", alone)):
-        save(model_state_dict(source.module), Path(folder) / name, metadata={})
+        save(model_state_dict(source.module), tmp_path / name, metadata={})
         resumed = _build(kind)
-        load(model_state_dict(resumed.module), Path(folder) / name)
+        load(model_state_dict(resumed.module), tmp_path / name)
         assert all(torch.equal(found[name], tensor) for name, tensor in _statistics(resumed).items()), name
         assert torch.equal(_evaluate(resumed), _evaluate(model))
     _train(resumed, 2)
@@ -88,12 +88,8 @@ def _trains_with_statistics(kind: str, folder: str) -> None:
     assert torch.equal(_evaluate(resumed), _evaluate(model))
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_statistics_are_rank_0s_everywhere(kind: str, tmp_path: Path):
-    run_distributed(_trains_with_statistics, 2, kind, str(tmp_path))
-
-
-def _sends_other_buffers_where_asked() -> None:
+@on_ranks(2)
+def test_other_buffers_are_sent_where_asked() -> None:
     for asked, expected in ((None, False), (True, True), (False, False)):
         module = nn.Linear(6, 6)
         module.register_buffer("seen", torch.full((3,), float(dist.get_rank())))
@@ -102,7 +98,3 @@ def _sends_other_buffers_where_asked() -> None:
         model(_batch(0, 0)).sum().backward()
         finalize_model_grads([model])
         assert _are_equal_on_ranks(module.seen) is expected
-
-
-def test_other_buffers_are_sent_where_asked():
-    run_distributed(_sends_other_buffers_where_asked, 2)

@@ -12,15 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from core import parallel_state
-from core.base.errors import ShardstackError
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.base.errors import ParallelConfigError, ShardstackError, WrapError
+from core.distributed import DistributedDataParallel, finalize_model_grads, wrap_model
 from core.distributed.engine.bucket import Bucket
 from tests.unit._rounding import assert_same, assert_same_sums
-from tests.unit._spawn import RankFailure, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients
-from tests.unit.distributed._toys import BUFFERED, accumulate, batches, build, full, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import (
+    BUFFERED,
+    accumulate,
+    batches,
+    build,
+    full,
+    gradients,
+    loss_of,
+    oracle,
+    settings,
+    toy,
+)
 
 OVERLAPPING = [kind for kind in BUFFERED if kind.endswith("overlap")]
 
@@ -28,30 +40,34 @@ OVERLAPPING = [kind for kind in BUFFERED if kind.endswith("overlap")]
 # ---- however gradients arrive
 
 
-def _equals_the_serial_run(kind: str, name: str) -> None:
-    for step, found in enumerate(wrapped_gradients(kind, SCENARIOS[name])):
-        assert_same(found, serial_gradients(SCENARIOS[name], step))
+@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2", "zero2_overlap"])
+@on_ranks(2)
+def test_however_gradients_arrive_they_are_the_serial_ones(kind: str) -> None:
+    for scenario in SCENARIOS.values():
+        for step, found in enumerate(wrapped_gradients(kind, scenario)):
+            assert_same(found, serial_gradients(scenario, step))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("kind", BUFFERED)
-def test_however_gradients_arrive_they_are_the_serial_ones(kind, scenario):
-    run_distributed(_equals_the_serial_run, 2, kind, scenario)
-
-
-def _sends_incomplete_buckets() -> None:
-    with mock.patch.object(Bucket, "is_complete", True):
-        model = build("ddp_overlap", toy())
+@on_ranks(2)
+def test_a_bucket_sent_before_its_gradients_would_be_noticed() -> None:
+    model = build("ddp_overlap", toy())
+    with (
+        mock.patch.object(Bucket, "is_complete", True),
+        pytest.raises(ShardstackError, match="a backward added gradients after"),
+    ):
         accumulate(model)
         model.finish_grad_sync()
 
 
-def test_a_bucket_sent_before_its_gradients_would_be_noticed():
-    with pytest.raises(RankFailure, match="a backward added gradients after"):
-        run_distributed(_sends_incomplete_buckets, 2)
+def _add_here(weight: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    weight.main_grad.add_(gradient)
+    weight.grad_added_to_main_grad = True
+    return torch.full_like(gradient, float("nan"))  # what the wrapper must not add
 
 
-def _layers_add_themselves(kind: str) -> None:
+@pytest.mark.parametrize("kind", BUFFERED)
+@on_ranks(2)
+def test_a_gradient_that_a_layer_has_added_itself_is_respected(kind: str) -> None:
     config = SimpleNamespace(gradient_accumulation_fusion=True)
     model = build(kind, toy(tied=False), config=config)
     weight = model.module.head.weight
@@ -66,40 +82,27 @@ def _layers_add_themselves(kind: str) -> None:
         assert not weight.grad_added_to_main_grad
 
 
-def _add_here(weight: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    weight.main_grad.add_(gradient)
-    weight.grad_added_to_main_grad = True
-    return torch.full_like(gradient, float("nan"))  # what the wrapper must not add
-
-
-@pytest.mark.parametrize("kind", BUFFERED)
-def test_a_gradient_that_a_layer_has_added_itself_is_respected(kind):
-    run_distributed(_layers_add_themselves, 2, kind)
-
-
-def _takes_a_late_gradient(kind: str) -> str:
+@pytest.mark.parametrize("kind", OVERLAPPING)
+@on_ranks(2)
+def test_a_gradient_after_its_bucket_is_an_error_naming_no_sync(kind: str) -> None:
     model = build(kind, toy())
     accumulate(model)
     loss_of(model, batches(0)[0]).backward()
-    with pytest.raises(ShardstackError) as error:
+    with pytest.raises(ShardstackError, match=r"a backward added gradients after.*, the first of parameter .*no_sync"):
         model.finish_grad_sync()
     model.zero_grad_buffer()
     accumulate(model)
     model.finish_grad_sync()
     assert_same(gradients(model), oracle())
-    return str(error.value)
-
-
-@pytest.mark.parametrize("kind", OVERLAPPING)
-def test_a_gradient_after_its_bucket_is_an_error_naming_no_sync(kind):
-    for message in run_distributed(_takes_a_late_gradient, 2, kind):
-        assert "a backward added gradients after" in message and "no_sync" in message and "parameter " in message
 
 
 # ---- ZeRO-2
 
 
-def _releases(kind: str, every: bool) -> None:
+@pytest.mark.parametrize("every", [False, True], ids=["last", "every"])
+@pytest.mark.parametrize("kind", ["zero2", "zero2_overlap"])
+@on_ranks(2)
+def test_whole_gradients_live_until_they_are_reduced(kind: str, every: bool) -> None:
     model = build(kind, toy(tied=False), reduce_every_micro_batch=every)
     most = 0
 
@@ -131,34 +134,28 @@ def _releases(kind: str, every: bool) -> None:
         assert most <= 2 < len(model.bucket_groups)
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["last", "every"])
-@pytest.mark.parametrize("kind", ["zero2", "zero2_overlap"])
-def test_whole_gradients_live_until_they_are_reduced(kind, every):
-    run_distributed(_releases, 2, kind, every)
-
-
-def _force_all_reduces(kind: str) -> dict[str, torch.Tensor]:
-    model = build(kind, toy())
-    accumulate(model)
-    model.finish_grad_sync(force_all_reduce=True)
-    return {name: p.main_grad.clone() for name, p in model.module.named_parameters() if p.requires_grad}
-
-
-def test_force_all_reduce_leaves_whole_gradients():
-    for kind in ("ddp", "zero1", "zero1_overlap"):
-        for found in run_distributed(_force_all_reduces, 2, kind):
-            assert_same(found, {name: g for name, g in oracle().items() if name != "head.weight"})
-    with pytest.raises(RankFailure, match="force_all_reduce asks for whole gradients"):
-        run_distributed(_force_all_reduces, 2, "zero2")
+@on_ranks(2)
+def test_force_all_reduce_leaves_whole_gradients() -> None:
+    for kind in ("ddp", "zero1", "zero1_overlap", "zero2"):
+        model = build(kind, toy())
+        accumulate(model)
+        if kind == "zero2":
+            with pytest.raises(ShardstackError, match="force_all_reduce asks for whole gradients"):
+                model.finish_grad_sync(force_all_reduce=True)
+            continue
+        model.finish_grad_sync(force_all_reduce=True)
+        found = {name: p.main_grad for name, p in model.module.named_parameters() if p.requires_grad}
+        assert_same(found, {name: g for name, g in oracle().items() if name != "head.weight"})
 
 
 # ---- hybrid
 
 
-def _shards_within_instances(kind: str, num_instances: int, every: bool) -> list[int]:
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=num_instances)
-    fields = {**BUFFERED[kind], "num_distributed_optimizer_instances": num_instances}
-    ddp_config = DistributedDataParallelConfig(**fields, reduce_every_micro_batch=every)
+@pytest.mark.parametrize(("kind", "every"), [("zero1", False), ("zero2_overlap", False), ("zero2_overlap", True)])
+@on_ranks(4)
+def test_hybrid_shards_in_an_instance_and_replicates_across(kind: str, every: bool) -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    ddp_config = settings(kind, num_distributed_optimizer_instances=2, reduce_every_micro_batch=every)
     model = DistributedDataParallel(SimpleNamespace(), ddp_config, toy())
     for _ in range(2):
         model.zero_grad_buffer()
@@ -171,66 +168,85 @@ def _shards_within_instances(kind: str, num_instances: int, every: bool) -> list
         for group in model.bucket_groups:
             group.local_param_shard.fill_(dist.get_rank())
     model.start_param_sync(force_sync=True)
-    return sorted({int(value) for p in model.parameters() if p.requires_grad for value in full(p).unique()})
-
-
-@pytest.mark.parametrize(("kind", "every"), [("zero1", False), ("zero2_overlap", False), ("zero2_overlap", True)])
-def test_hybrid_shards_in_an_instance_and_replicates_across(kind, every):
-    assert run_distributed(_shards_within_instances, 4, kind, 2, every) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert run_distributed(_shards_within_instances, 4, kind, 1, every) == [[0, 1, 2, 3]] * 4
-    assert run_distributed(_shards_within_instances, 4, kind, 4, every) == [[0], [1], [2], [3]]
+    held = {int(value) for p in model.parameters() if p.requires_grad for value in full(p).unique()}
+    assert held == ({0, 1} if dist.get_rank() < 2 else {2, 3})
 
 
 # ---- precision
 
 
-def _averages_in_fp16(average_in_collective: bool) -> list[float]:
-    model = build("ddp", nn.Linear(1, 1, bias=False).half(), average_in_collective=average_in_collective)
-    (model.module.weight * 40_000.0).sum().backward()  # twice that is more than fp16 holds
-    model.finish_grad_sync()
-    return model.module.weight.main_grad.flatten().tolist()
+@on_ranks(2)
+def test_fp16_is_scaled_before_adding_unless_averaged() -> None:
+    for average, expected in ((False, 40_000.0), (True, float("inf"))):
+        model = build("ddp", nn.Linear(1, 1, bias=False).half(), average_in_collective=average)
+        (model.module.weight * 40_000.0).sum().backward()  # twice that is more than fp16 holds
+        model.finish_grad_sync()
+        assert model.module.weight.main_grad.item() == expected
 
 
-def test_fp16_is_scaled_before_adding_unless_averaged():
-    assert run_distributed(_averages_in_fp16, 2, False) == [[40_000.0]] * 2
-    assert run_distributed(_averages_in_fp16, 2, True) == [[float("inf")]] * 2
-
-
-def _adds_bf16_in_fp32(in_fp32: bool) -> float:
-    model = build("zero1", nn.Linear(1, 1, bias=False).bfloat16(), reduce_scatter_with_fp32_accumulation=in_fp32)
-    (model.module.weight * [256.0, 1.0, 1.0, -256.0][dist.get_rank()]).sum().backward()
-    model.finish_grad_sync()
-    return gradients(model)["weight"].item()
-
-
-def test_reduce_scatter_with_fp32_accumulation_rounds_once():
-    assert run_distributed(_adds_bf16_in_fp32, 4, False) == [0.25] * 4  # 256 + 1 is 256 in bf16, and 1 - 256 is -255
-    assert run_distributed(_adds_bf16_in_fp32, 4, True) == [0.5] * 4
-
-
-def _equalises_replicas() -> None:
-    model = build("ddp", toy(seed=1 + dist.get_rank()))
-    for name, parameter in model.module.named_parameters():
-        assert torch.equal(parameter, dict(toy(seed=1).named_parameters())[name]), name
-
-
-def test_replicas_that_start_different_are_made_equal():
-    run_distributed(_equalises_replicas, 2)
+@on_ranks(4)
+def test_reduce_scatter_with_fp32_accumulation_rounds_once() -> None:
+    for in_fp32, expected in ((False, 0.25), (True, 0.5)):  # 256 + 1 is 256 in bf16, and 1 - 256 is -255
+        model = build("zero1", nn.Linear(1, 1, bias=False).bfloat16(), reduce_scatter_with_fp32_accumulation=in_fp32)
+        (model.module.weight * [256.0, 1.0, 1.0, -256.0][dist.get_rank()]).sum().backward()
+        model.finish_grad_sync()
+        assert gradients(model)["weight"].item() == expected
 
 
 # ---- what is left behind
 
 
-def _leaves_nothing(kind: str) -> None:
-    model = build(kind, toy())
-    accumulate(model)
-    model.finish_grad_sync()
-    left = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
-    del model
+@on_ranks(1)
+def test_an_unreferenced_wrapper_is_freed_with_its_model() -> None:
+    for kind in BUFFERED:
+        model = build(kind, toy())
+        accumulate(model)
+        model.finish_grad_sync()
+        left = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
+        del model
+        gc.collect()
+        assert not any(reference() is not None for reference in left), kind
+
+
+@on_ranks(1)
+def test_a_backward_after_the_wrapper_has_gone_is_an_error() -> None:
+    inner = build("ddp", toy(), config=SimpleNamespace(gradient_accumulation_fusion=False)).module
     gc.collect()
-    assert not any(reference() is not None for reference in left)
+    with pytest.raises(WrapError, match="no longer exists"):
+        loss_of(inner, batches(0)[0]).backward()
 
 
-@pytest.mark.parametrize("kind", BUFFERED)
-def test_an_unreferenced_wrapper_is_freed_with_its_model(kind):
-    run_distributed(_leaves_nothing, 1, kind)
+# ---- what it cannot honour
+
+
+@on_ranks(2)
+def test_what_buffers_cannot_honour_is_refused_by_name() -> None:
+    world = {"process_group": dist.group.WORLD}
+    three = settings("ddp", data_parallel_sharding_strategy="optim_grads_params")
+    with pytest.raises(ParallelConfigError, match="'optim_grads_params'; use wrap_model"):
+        DistributedDataParallel(object(), three, toy(), **world)
+    with pytest.raises(ParallelConfigError, match=r"config\.bf16 is set, but every parameter is fp32"):
+        build("ddp", toy(), config=SimpleNamespace(bf16=True))
+    per_token = SimpleNamespace(calculate_per_token_loss=True)
+    with pytest.raises(ParallelConfigError, match=r"calculate_per_token_loss .* average_in_collective"):
+        build("ddp", toy(), config=per_token, average_in_collective=True)
+    parallel_state.initialize_model_parallel()
+    module = toy()
+    module.blocks[0].gain = nn.Parameter(distribute_tensor(torch.ones(2), parallel_state.get_data_parallel_mesh()))
+    with pytest.raises(WrapError, match=r"parameter blocks\.0\.gain is a DTensor"):
+        DistributedDataParallel(object(), settings("ddp"), module)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "fsdp2"])
+@on_ranks(2)
+def test_instances_must_be_those_of_the_process_groups(kind: str) -> None:
+    with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
+        build(kind, toy(), num_distributed_optimizer_instances=2)
+    parallel_state.initialize_model_parallel()
+    for instances, message in (
+        (3, "3 does not divide the data-parallel size 2"),
+        (2, "is 2, but .* initialised with 1"),
+    ):
+        ddp_config = settings(kind, num_distributed_optimizer_instances=instances)
+        with pytest.raises(ParallelConfigError, match=f"num_distributed_optimizer_instances {message}"):
+            wrap_model(toy(), SimpleNamespace(), ddp_config)

@@ -24,7 +24,7 @@ from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import DistributedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from core.process_groups_config import ProcessGroupCollection
 from core.tensor_parallel import RowParallelLinear
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 CONFIG = SimpleNamespace()
 SETTINGS = {
@@ -51,30 +51,27 @@ class _Normed(nn.Module):
         return self.gain.sum() * factor
 
 
-def _sums(setting: str, way: str) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+@on_ranks(2)
+def test_sequence_parallel_gradients_need_a_group_to_be_summed(setting: str) -> None:
     """Sums over two tensor-parallel ranks, each alone among its replicas, without `parallel_state`."""
     assert not parallel_state.is_initialized()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
-    model = wrap_model(_Normed(tp if way == "layers" else None), CONFIG, SETTINGS[setting], process_group=dp)
     ways = {"tp_group": {"tp_group": tp}, "pg_collection": {"pg_collection": ProcessGroupCollection(tp=tp)}}
-    model(torch.tensor(dist.get_rank() + 1.0)).backward()
-    if way == "nothing":
-        with pytest.raises(ParallelConfigError, match=r"the gradient of gain is a partial sum .* give .*tp_group"):
-            finalize_model_grads([model])
-        return
-    finalize_model_grads([model], **ways.get(way, {}))
-    gradient = model.local_gradient(model.module.gain)
-    assert torch.equal(gradient, torch.full((4,), 3.0))
+    for way in ("tp_group", "pg_collection", "layers", "nothing"):
+        model = wrap_model(_Normed(tp if way == "layers" else None), CONFIG, SETTINGS[setting], process_group=dp)
+        model(torch.tensor(dist.get_rank() + 1.0)).backward()
+        if way == "nothing":
+            with pytest.raises(ParallelConfigError, match=r"the gradient of gain is a partial sum .* give .*tp_group"):
+                finalize_model_grads([model])
+        else:
+            finalize_model_grads([model], **ways.get(way, {}))
+            assert torch.equal(model.local_gradient(model.module.gain), torch.full((4,), 3.0)), way
 
 
-@pytest.mark.parametrize("setting", ["ddp", "zero1", "zero2", "fsdp2"])
-@pytest.mark.parametrize("way", ["tp_group", "pg_collection", "layers", "nothing"])
-def test_sequence_parallel_gradients_need_a_group_to_be_summed(setting, way):
-    run_distributed(_sums, 2, setting, way)
-
-
-def _collections() -> None:
+@on_ranks(2)
+def test_wrappers_take_a_collection_of_groups() -> None:
     parallel_state.initialize_model_parallel()
     whole = dist.group.WORLD
     for setting, kind in (("ddp", DistributedDataParallel), ("fsdp2", TorchFullyShardedDataParallel)):
@@ -90,11 +87,8 @@ def _collections() -> None:
             kind(CONFIG, config, nn.Linear(2, 2), pg_collection=ProcessGroupCollection(dp=whole), process_group=whole)
 
 
-def test_wrappers_take_a_collection_of_groups():
-    run_distributed(_collections, 2)
-
-
-def _layouts() -> None:
+@on_ranks(2)
+def test_layouts_are_known_before_there_are_buffers() -> None:
     parallel_state.initialize_model_parallel()
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=100, overlap_grad_reduce=True)
     model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
@@ -117,20 +111,13 @@ def _layouts() -> None:
     assert not wrapped.expert_parallel_buffers and not wrapped.expert_parallel_bucket_groups
 
 
-def test_layouts_are_known_before_there_are_buffers():
-    run_distributed(_layouts, 2)
-
-
-def _whole_gradients() -> None:
+@on_ranks(2)
+def test_whole_gradients_where_asked() -> None:
     parallel_state.initialize_model_parallel()
     model = wrap_model(nn.Linear(4, 4, bias=False), CONFIG, SETTINGS["zero1"])
     (model.module.weight.sum() * (dist.get_rank() + 1.0)).backward()
     finalize_model_grads([model], None, None, True)
     assert torch.equal(model.module.weight.main_grad, torch.full((4, 4), 1.5))  # both halves, on either rank
-
-
-def test_whole_gradients_where_asked():
-    run_distributed(_whole_gradients, 2)
 
 
 @pytest.mark.parametrize(

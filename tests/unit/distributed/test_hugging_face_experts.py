@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +30,14 @@ from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.moe import cut_experts
 from core.weights import WeightStream, load_pretrained, save_pretrained
-from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._quick import needs, quick
+from tests.unit._rounding import assert_same
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit._whole import whole
 from tests.unit.distributed._hugging_face import assert_close, hugging_face_model, loss_of, token_batches
-from tests.unit.distributed._toys import full
 from tests.unit.distributed._unused import give_unused_zero_gradients
+
+pytestmark = needs("transformers")
 
 STEPS, RANKS = 3, 2
 _QWEN3 = {"num_experts": 5, "moe_intermediate_size": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -44,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3_moe", _QWEN3),
     "qwen3, balanced": ("qwen3_moe", _QWEN3 | {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
 }
+MEETS = {"mixtral, grouped": ("zero3",), "qwen3": ("zero1",), "qwen3, balanced": ("zero3", "fsdp2")}
+"""What runs each time, in addition to the first case under every wrapper."""
 WRAPPERS: dict[str, Any] = {
     "ddp": DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500),
     "zero1": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim"),
@@ -52,38 +57,22 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-def _trained(case: str, wrapper: str | None) -> dict[str, torch.Tensor]:
-    """Returns the weights after some steps of this rank, or of one process on the batches of both."""
-    kind, fields = CASES[case]
-    module = hugging_face_model(kind, initializer_range=0.3, **{"experts_implementation": "eager", **fields})
-    model = module
-    if wrapper is not None:
-        model = wrap_model(module, SimpleNamespace(), WRAPPERS[wrapper], process_group=dist.group.WORLD)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.02, clip_grad=0.0), [model])
-    batches = token_batches(STEPS * RANKS)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        both = batches[step * RANKS : (step + 1) * RANKS]
-        if wrapper is None:
-            for tokens in both:
-                (loss_of(model, tokens) / RANKS).backward()
-        else:
-            loss_of(model, both[dist.get_rank()]).backward()
-            finalize_model_grads([model])
-        optimizer.step()
-    return {name: full(tensor).clone() for name, tensor in module.state_dict().items()}
+def _model(case: str) -> nn.Module:
+    kind, fields = (CASES | EVEN)[case]
+    return hugging_face_model(kind, initializer_range=0.3, **{"experts_implementation": "eager", **fields})
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_one_process(case: str, wrapper: str):
-    pytest.importorskip("transformers")
-    expected = _trained(case, None)
+@pytest.mark.parametrize(
+    ("case", "wrapper"),
+    quick(product(CASES, WRAPPERS), lambda case: case[0] == "mixtral" or case[1] in MEETS.get(case[0], ())),
+)
+@on_ranks(RANKS)
+def test_training_equals_one_process(case: str, wrapper: str) -> None:
+    adam = {"optimizer": "adam", "lr": 0.02, "clip_grad": 0.0}
+    expected = _alone(case, **adam)
     assert any(tensor.dim() == 3 for tensor in expected.values())
-    for weights in run_distributed(_trained, RANKS, case, wrapper):
-        assert weights.keys() == expected.keys()
-        for name, tensor in weights.items():
-            assert torch.equal(tensor, expected[name]), name
+    model = wrap_model(_model(case), SimpleNamespace(), WRAPPERS[wrapper], process_group=dist.group.WORLD)
+    assert_same(_steps(model, **adam), expected)
 
 
 # Experts cut over ranks. One process computes an expert's tokens of a micro-batch in one product, ranks those of all
@@ -91,7 +80,7 @@ def test_training_equals_one_process(case: str, wrapper: str):
 
 _SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 0.5}
 EVEN = {
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "even mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3, balanced, grouped": (
         "qwen3_moe",
         {**_QWEN3, "num_experts": 4, "num_experts_per_tok": 3, "output_router_logits": True}
@@ -99,6 +88,8 @@ EVEN = {
     ),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+MEET_OVER_RANKS = {"ddp": ["even mixtral"], "zero1": ["qwen3, balanced, grouped"], "zero2": ["gpt-oss"]}
+"""Where not all of `EVEN` are trained."""
 CUT_WRAPPERS = WRAPPERS | {
     "zero2": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads", bucket_size=500)
 }
@@ -109,15 +100,10 @@ BOUND = STEPS * LONGEST_SUMS**0.5 * torch.finfo(torch.float32).eps
 2019), in each of the steps."""
 
 
-def _model(case: str) -> nn.Module:
-    kind, fields = EVEN[case]
-    return hugging_face_model(kind, initializer_range=0.3, **{"experts_implementation": "eager", **fields})
-
-
-def _steps(model: nn.Module, replicas: int = RANKS) -> dict[str, Any]:
+def _steps(model: nn.Module, replicas: int = RANKS, **config: Any) -> dict[str, Any]:
     """Trains a wrapped model on this rank's batches, or a plain one on those of all replicas."""
     module = unwrap_model(model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD), [model])
+    optimizer = get_megatron_optimizer(OptimizerConfig(**config or _SGD), [model])
     batches, norms = token_batches(STEPS * replicas), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -141,36 +127,30 @@ def _whole_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(whole_view(parameter)).clone() for name, parameter in module.named_parameters()}
 
 
-def _over_ranks(wrapper: str) -> dict[str, dict[str, Any]]:
+@pytest.mark.parametrize("wrapper", CUT_WRAPPERS)
+@on_ranks(RANKS)
+def test_experts_over_ranks_equal_one_process(wrapper: str) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-    found = {}
-    for case in EVEN:
+    for case in MEET_OVER_RANKS.get(wrapper, EVEN):
         module = cut_experts(_model(case))
         experts = [p for p in module.parameters() if getattr(p, "expert_model_parallel", False)]
         assert len(experts) in (4, 8) and {len(p) for p in experts} == {2}
-        found[case] = _steps(wrap_model(module, SimpleNamespace(), CUT_WRAPPERS[wrapper]))
-    return found
-
-
-@pytest.mark.parametrize("wrapper", CUT_WRAPPERS)
-def test_experts_over_ranks_equal_one_process(wrapper: str):
-    pytest.importorskip("transformers")
-    for found in run_distributed(_over_ranks, RANKS, wrapper):
-        for case, values in found.items():
-            assert_close(values, _alone(case), BOUND)
+        found = _steps(wrap_model(module, SimpleNamespace(), CUT_WRAPPERS[wrapper]))
+        assert_close(found, _alone(case), BOUND)
 
 
 @functools.cache
-def _alone(case: str) -> dict[str, Any]:
-    return _steps(_model(case))
+def _alone(case: str, **config: Any) -> dict[str, Any]:
+    return _steps(_model(case), **config)
 
 
-def _one_expert(wrapper: str) -> list[float]:
-    """All tokens go to the experts of the first rank: the other has none in any micro-batch."""
+@pytest.mark.parametrize("wrapper", ["zero2", "fsdp2"])
+@on_ranks(RANKS, limit_s=120)
+def test_a_rank_without_tokens_waits_for_nothing(wrapper: str) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-    module = _model("mixtral")
+    module = _model("even mixtral")
     for layer in module.model.layers:
-        layer.mlp.gate.weight.data[2:] = 0.0
+        layer.mlp.gate.weight.data[2:] = 0.0  # all tokens go to the experts of the first rank
         layer.mlp.gate.weight.data[:2] = layer.mlp.gate.weight.data[:1].abs() + 1
         layer.post_attention_layernorm.weight.data.zero_()
     model = _wrapped(module, wrapper)
@@ -178,13 +158,9 @@ def _one_expert(wrapper: str) -> list[float]:
     loss_of(model, token_batches(RANKS)[dist.get_rank()]).backward()
     finalize_model_grads([model])
     experts = [p for p in module.parameters() if getattr(p, "expert_model_parallel", False)]
-    return [model.local_gradient(p).abs().sum().item() for p in experts]
-
-
-@pytest.mark.parametrize("wrapper", ["zero2", "fsdp2"])
-def test_a_rank_without_tokens_waits_for_nothing(wrapper: str):
-    pytest.importorskip("transformers")
-    assert run_distributed(_one_expert, RANKS, wrapper, limit_s=120)[1] == [0.0] * 4
+    assert len(experts) == 4
+    if dist.get_rank() == 1:
+        assert not any(model.local_gradient(p).any() for p in experts)
 
 
 # Models that are never whole: from the meta device, filled from files.
@@ -220,9 +196,13 @@ class _Shapes(TorchDispatchMode):
         return result
 
 
-def _from_files(folder: Path, wrapper: str) -> dict[str, Any]:
+_WIDE = {"num_local_experts": 8, "intermediate_size": 48, "experts_implementation": "eager"}
+
+
+def _check_from_files(folder: Path, wrapper: str, expected: dict[str, Any]) -> None:
     """Trains a model that each rank has filled from its files, never with all experts of a layer, and writes it."""
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
     instances = 2 if "hybrid" in wrapper else 1
     sizes = {"expert_model_parallel_size": 2, "num_distributed_optimizer_instances": instances}
@@ -230,12 +210,13 @@ def _from_files(folder: Path, wrapper: str) -> dict[str, Any]:
     with _Shapes() as shapes:
         model = _wrapped(_on_meta(folder), wrapper)
         load_pretrained(model, folder)
+    assert not [shape for shape in shapes.found if len(shape) == 3 and shape[0] == _WIDE["num_local_experts"]]
     stored = load_file(folder / "model.safetensors")
     assert "model.layers.1.block_sparse_moe.experts.7.w2.weight" in stored  # as on the hub
     sent = dict(WeightStream(model))
-    wrong = [name for name, tensor in stored.items() if not torch.equal(sent[name], tensor)]
-    wrong += [str(shape) for shape in shapes.found if len(shape) == 3 and shape[0] == _WIDE["num_local_experts"]]
-    values = {"wrong": wrong, **_steps(model, dist.get_world_size())}
+    assert_same({name: sent[name] for name in stored}, stored)
+    values = _steps(model, dist.get_world_size())
+    assert_close(values, expected, 2 * BOUND)  # sums of up to twice as many tokens
     save_pretrained(model, folder / wrapper)
     save(model_state_dict(unwrap_model(model)), folder / f"{wrapper} checkpoint")
     parallel_state.destroy_model_parallel()
@@ -243,39 +224,30 @@ def _from_files(folder: Path, wrapper: str) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=4 if dist.get_world_size() == 4 else 1)
     again = unwrap_model(_wrapped(_on_meta(folder), "zero2"))
     load(model_state_dict(again), folder / f"{wrapper} checkpoint")
-    values["again"] = _whole_weights(again)
+    written = AutoModelForCausalLM.from_pretrained(folder / wrapper)
+    assert written.config.architectures == ["MixtralForCausalLM"]
+    del values["norms"]
+    assert_same(_whole_weights(again), values)
+    assert_same(dict(written.named_parameters()), values)
     parallel_state.destroy_model_parallel()
-    return values
 
 
-def _all_from_files(folder: str, wrappers: str) -> dict[str, dict[str, Any]]:
-    return {wrapper: _from_files(Path(folder), wrapper) for wrapper in wrappers.split(", ")}
+_FILLED = [
+    (2, "zero3"),
+    (2, "fsdp2"),
+    (4, "zero3"),
+    (4, "hybrid fsdp2"),
+    (4, "zero2"),
+    (4, "fsdp2"),
+    (4, "hybrid zero3"),
+]
 
 
-_WIDE = {"num_local_experts": 8, "intermediate_size": 48}
-
-
-_FILLED = [(2, "zero3, fsdp2"), (4, "zero3, hybrid fsdp2"), (4, "zero2, fsdp2, hybrid zero3")]
-
-
-@pytest.mark.parametrize(("ranks", "wrappers"), quick(_FILLED, lambda case: case[0] == 2))
-def test_models_filled_from_files_equal_one_process(ranks: int, wrappers: str, tmp_path: Path):
-    transformers = pytest.importorskip("transformers")
-    module = hugging_face_model("mixtral", initializer_range=0.3, **_WIDE, experts_implementation="eager")
+@pytest.mark.parametrize(("ranks", "wrapper"), quick(_FILLED, lambda case: case[0] == 2))
+def test_models_filled_from_files_equal_one_process(ranks: int, wrapper: str, tmp_path: Path):
+    module = hugging_face_model("mixtral", initializer_range=0.3, **_WIDE)
     module.save_pretrained(tmp_path)
-    expected = _steps(module, ranks)
-    by_rank = run_distributed(_all_from_files, ranks, str(tmp_path), wrappers)
-    for wrapper in by_rank[0]:
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / wrapper)
-        assert again.config.architectures == ["MixtralForCausalLM"]
-        written = dict(again.named_parameters())
-        for found in by_rank:
-            values = found[wrapper]
-            assert values.pop("wrong") == []
-            reloaded = values.pop("again")
-            assert_close(values, expected, 2 * BOUND)  # sums of up to twice as many tokens
-            for name, tensor in reloaded.items():
-                assert torch.equal(tensor, values[name]) and torch.equal(written[name], tensor), name
+    run_distributed(_check_from_files, ranks, tmp_path, wrapper, _steps(module, ranks))
 
 
 def _with_adapters(module: nn.Module) -> Any:
@@ -293,10 +265,10 @@ def _tuned(folder: str, wrapper: str) -> tuple[dict[str, torch.Tensor], dict[str
     return start, _steps(model)
 
 
+@needs("peft")
 @pytest.mark.parametrize("wrapper", quick(["zero3", "fsdp2"], lambda wrapper: wrapper == "fsdp2"))
 def test_adapters_train_next_to_experts_over_ranks(wrapper: str, tmp_path: Path):
-    pytest.importorskip("peft")
-    module = _model("mixtral")
+    module = _model("even mixtral")
     module.save_pretrained(tmp_path)
     alone = _with_adapters(module)
     start, _ = by_rank = run_distributed(_tuned, RANKS, str(tmp_path), wrapper)[0]
@@ -307,13 +279,12 @@ def test_adapters_train_next_to_experts_over_ranks(wrapper: str, tmp_path: Path)
 
 
 def test_each_rank_has_its_experts_of_a_whole_model(tmp_path: Path):
-    pytest.importorskip("transformers")
-    _model("mixtral").save_pretrained(tmp_path)
-    assert run_distributed(_cut_from_whole, RANKS, str(tmp_path)) == [[]] * RANKS
+    _model("even mixtral").save_pretrained(tmp_path)
+    run_distributed(_load_and_cut, RANKS, tmp_path)
 
 
-def _cut_from_whole(folder: str) -> list[str]:
-    """Loads a whole model on each rank and cuts it; returns names of 3-D tensors that are not this rank's."""
+def _load_and_cut(folder: Path) -> None:
+    """Loads a whole model on each rank and cuts it: each 3-D tensor is this rank's part."""
     from transformers import AutoModelForCausalLM
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
@@ -323,26 +294,25 @@ def _cut_from_whole(folder: str) -> list[str]:
     assert len(stacked) == 4
     with model.whole_parameters():
         own = dict(module.named_parameters())
-        return [n for n, tensor in stacked.items() if not torch.equal(own[n], tensor.chunk(RANKS)[rank])]
+        assert_same({name: own[name] for name in stacked}, {n: t.chunk(RANKS)[rank] for n, t in stacked.items()})
 
 
-def _refused() -> list[str]:
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-    messages = []
-    for module in (hugging_face_model("llama"), hugging_face_model("mixtral", num_local_experts=5)):
-        with pytest.raises(ShardstackError) as raised:
+@on_ranks(RANKS)
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    for sizes, module, message in (
+        (
+            {"expert_model_parallel_size": RANKS},
+            hugging_face_model("llama"),
+            "^LlamaForCausalLM has no module with num_e",
+        ),
+        (
+            {"expert_model_parallel_size": RANKS},
+            hugging_face_model("mixtral", num_local_experts=5),
+            "has 5 experts, which expert_model_parallel_size 2 does not divide",
+        ),
+        ({"expert_tensor_parallel_size": 2}, _model("even mixtral"), "leave out expert_tensor_parallel_size$"),
+    ):
+        parallel_state.initialize_model_parallel(**sizes)
+        with pytest.raises(ShardstackError, match=message):
             cut_experts(module)
-        messages.append(str(raised.value))
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=2)
-    with pytest.raises(ShardstackError) as raised:
-        cut_experts(_model("mixtral"))
-    return [*messages, str(raised.value)]
-
-
-def test_models_that_cannot_be_cut_are_refused():
-    pytest.importorskip("transformers")
-    for no_experts, does_not_divide, tensor_parallel in run_distributed(_refused, RANKS):
-        assert no_experts.startswith("LlamaForCausalLM has no module with num_experts and 3-D parameters of experts")
-        assert "has 5 experts, which expert_model_parallel_size 2 does not divide" in does_not_divide
-        assert tensor_parallel.endswith("leave out expert_tensor_parallel_size")
+        parallel_state.destroy_model_parallel()

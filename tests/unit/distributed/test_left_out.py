@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +15,11 @@ from torch import Tensor, nn
 
 from core.base.errors import ParallelConfigError, WrapError
 from core.base.parameters import local_part
-from core.comm.call import Collective, CollectiveRecord
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Block, build, full
+from tests.unit._rounding import assert_same
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import Block, build, full, recorded_collectives, synced_last
 from tests.unit.distributed._unused import Numbers, batches, optimizer_of, train_in_one_process, train_on_ranks
 
 KINDS = ("ddp", "zero1", "zero2_overlap", "zero3", "fsdp2")
@@ -62,66 +59,48 @@ def _use_of(skips: bool, step: int, rank: int) -> bool:
     return not skips or step == 0 or rank == 0
 
 
+@functools.cache
 def _serial(per_token: bool, skips: bool) -> Numbers:
-    return train_in_one_process(Seeing(), partial(_use_of, skips), scale=1 / 8 if per_token else 1 / 2)
+    return train_in_one_process(Seeing(), functools.partial(_use_of, skips), scale=1 / 8 if per_token else 1 / 2)
 
 
 def _trained(kind: str, per_token: bool, skips: bool, fields: dict[str, Any]) -> tuple[Any, Any, list[float]]:
     config = SimpleNamespace(calculate_per_token_loss=per_token)
     model = build(kind, Seeing(), config=config, unit_classes=(Block, nn.Linear), **fields)
-    return model, *train_on_ranks(model, partial(_use_of, skips), num_tokens=4 if per_token else None)
+    return model, *train_on_ranks(model, functools.partial(_use_of, skips), num_tokens=4 if per_token else None)
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
     return {name: full(tensor) for name, tensor in model.state_dict().items()}
 
 
-def _train_cases(kind: str, skips: bool) -> list[Any]:
-    found = []
-    for per_token in (False, True):
-        model, _, norms = _trained(kind, per_token, skips, {"replicated": ("vision.*",) if skips else VISION})
-        found.append((norms, _weights(model)))
-    return found
-
-
-def _assert_equal(found: Numbers, expected: Numbers) -> None:
-    assert found[0] == expected[0]
-    assert [name for name, weight in expected[1].items() if not torch.equal(found[1][name], weight)] == []
-
-
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_replicated_parts_train_as_in_one_process(kind, skips):
-    for found in run_distributed(_train_cases, 2, kind, skips):
-        for per_token, case in zip((False, True), found, strict=True):
-            _assert_equal(case, _serial(per_token, skips))
+@on_ranks(2)
+def test_replicated_parts_train_as_in_one_process(kind: str, skips: bool) -> None:
+    replicated = ("vision.*",) if skips else VISION
+    model, _, norms = _trained(kind, not skips, skips, {"replicated": replicated})
+    expected_norms, expected = _serial(not skips, skips)
+    assert norms == expected_norms
+    assert_same(_weights(model), expected)
 
 
-@contextmanager
-def _counted() -> Iterator[Counter[tuple[str, int, int]]]:
-    """Counts collectives of parameters and gradients over several ranks, by kind, bytes and ranks."""
-    counted: Counter[tuple[str, int, int]] = Counter()
-    collective = CollectiveRecord.collective
-
-    def note(record: CollectiveRecord, kind: str, what: str, nbytes: int, **options: Any) -> Collective:
-        if record.num_ranks > 1 and what.startswith(("the parameters of", "the gradients of", "updated parameters")):
-            counted[kind, nbytes, record.num_ranks] += 1
-        return collective(record, kind, what, nbytes, **options)
-
-    with mock.patch.object(CollectiveRecord, "collective", note):
-        yield counted
+COUNTED = ("the parameters of", "the gradients of", "updated parameters")
 
 
-def _counts_traffic(kind: str) -> None:
+@pytest.mark.parametrize("kind", SHARDING)
+@on_ranks(2)
+def test_replicated_parameters_are_reduced_once(kind: str) -> None:
     for patterns in (("*",), ("vision.*",)):
         model = build(kind, Seeing(), unit_classes=(Block,), replicated=patterns)
         optimizer = optimizer_of(model)
         batch, shapes = torch.ones(4, 7), {n: p.shape for n, p in Seeing().named_parameters()}
-        with _counted() as counted:
-            with model.no_sync():
-                model(batch).backward()
-            model(batch).backward()
+        with recorded_collectives() as recorded:
+            for x in synced_last(model, [batch] * 2):
+                model(x).backward()
             finalize_model_grads([model])
+            optimizer.step()
+        counted = Counter((kind, nbytes, ranks) for kind, what, nbytes, ranks in recorded if what.startswith(COUNTED))
         reduced = {key: count for key, count in counted.items() if key[0] != "all-gather"}
         planned = Counter()
         for entry in model.plan.traffic(2):
@@ -131,15 +110,9 @@ def _counts_traffic(kind: str) -> None:
             of_unit = {entry.kind for entry in model.plan.traffic(2, unit)}
             assert not of_unit or (of_unit == {"all-reduce"}) == all(p.kind == "replicated" for p in unit.pieces)
         if patterns == ("*",):
-            optimizer.step()
             assert not [key for key in counted if key[0] == "all-gather"]
             parameters = dict(model.module.named_parameters())
             assert {name: local_part(p.detach()).shape for name, p in parameters.items()} == shapes
-
-
-@pytest.mark.parametrize("kind", SHARDING)
-def test_replicated_parameters_are_reduced_once(kind):
-    run_distributed(_counts_traffic, 2, kind)
 
 
 def _state(model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -147,30 +120,26 @@ def _state(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return {**model_state_dict(model.module), **moments}
 
 
-def _continues(kind: str, other: str, folder: str) -> tuple[Any, Any]:
+@pytest.mark.parametrize(("kind", "other"), [("zero1", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "zero2_overlap")])
+@on_ranks(2)
+def test_checkpoints_of_replicated_parts_continue_elsewhere(kind: str, other: str, tmp_path: Path) -> None:
     model, optimizer, _ = _trained(kind, False, False, {"replicated": ("vision.*",)})
-    save(_state(model, optimizer), folder)
+    save(_state(model, optimizer), tmp_path)
     loaded = build(other, Seeing(), unit_classes=(Block,), replicated=("head.*",))
     continued = optimizer_of(loaded)
-    load(_state(loaded, continued), folder)
+    load(_state(loaded, continued), tmp_path)
     continued.load_state_scalars(optimizer.state_scalars())
-    found = []
     for each, by in ((model, optimizer), (loaded, continued)):
         each.zero_grad_buffer()
         each(batches(5, dist.get_rank())[0]).backward()
         finalize_model_grads([each])
         by.step()
-        found.append(_weights(each))
-    return found[0], found[1]
+    assert_same(_weights(loaded), _weights(model))
 
 
-@pytest.mark.parametrize(("kind", "other"), [("zero1", "fsdp2"), ("fsdp2", "zero3"), ("zero3", "zero2_overlap")])
-def test_checkpoints_of_replicated_parts_continue_elsewhere(kind, other, tmp_path: Path):
-    for first, second in run_distributed(_continues, 2, kind, other, str(tmp_path)):
-        assert [name for name, weight in first.items() if not torch.equal(second[name], weight)] == []
-
-
-def _leaves_alone(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_ignored_parameters_are_left_to_the_caller(kind: str) -> None:
     plain, module = Seeing(), Seeing()
     rank = dist.get_rank()
     with torch.no_grad():
@@ -199,11 +168,8 @@ def _leaves_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ignored_parameters_are_left_to_the_caller(kind):
-    run_distributed(_leaves_alone, 2, kind)
-
-
-def _refuses(kind: str) -> None:
+@on_ranks(1)
+def test_unfit_patterns_are_refused(kind: str) -> None:
     def message(module: nn.Module, **fields: Any) -> str:
         with pytest.raises((ParallelConfigError, WrapError)) as caught:
             build(kind, module, unit_classes=(Block,), **fields)
@@ -230,8 +196,3 @@ def _refuses(kind: str) -> None:
         assert message(Seeing(), **config).endswith("replicated parameters are reduced by themselves; drop replicated")
     if kind == "fsdp2":
         assert "module 'head' holds" in message(Seeing(), replicated=("head.bias",))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_unfit_patterns_are_refused(kind):
-    run_distributed(_refuses, 1, kind)

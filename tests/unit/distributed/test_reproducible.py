@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.base.errors import ConfigError, ParallelConfigError, ShardstackError
+from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, UnitError
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -25,9 +24,9 @@ from core.distributed import (
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
 from core.pipeline_parallel.schedules import forward_backward_no_pipelining
-from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Twice, build, gradients, loss_of, toy
+from tests.unit._rounding import assert_same
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import Twice, build, gradients, loss_of, synced_last, toy
 
 WRAPPERS = ("ddp", "zero2", "zero3", "fsdp2")
 
@@ -41,17 +40,15 @@ def _tokens(index: int) -> torch.Tensor:
 
 
 def _step(model: _BaseDataParallel, count: int, scale: float = 1.0) -> None:
-    for number in range(count):
-        with nullcontext() if number == count - 1 else model.no_sync():
-            (loss_of(model, _tokens(model.micro_batch_index(number))) * scale).backward()
+    for number in synced_last(model, range(count)):
+        (loss_of(model, _tokens(model.micro_batch_index(number))) * scale).backward()
 
 
-def _gradients_of_a_loop(name: str, divides: bool, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _gradients_of_a_loop(name: str, fields: dict[str, Any], divides: bool = True) -> dict[str, torch.Tensor]:
     """Returns gradients of 12 micro-batches, with losses that are means over a rank's micro-batches, or over all."""
     model = _wrap(name, **fields)
     ranks, count = dist.get_world_size(), 12 // dist.get_world_size()
     model.expect_micro_batches(count, divides_by_ranks=divides)
-    model.zero_grad_buffer()
     for _ in range(2):  # nothing is left of a step
         model.zero_grad_buffer()
         _step(model, count, 1.0 / (count if divides else count * ranks))
@@ -61,10 +58,9 @@ def _gradients_of_a_loop(name: str, divides: bool, fields: dict[str, Any]) -> di
 
 @functools.cache
 def _on_one_rank() -> dict[str, torch.Tensor]:
-    return run_distributed(_gradients_of_a_loop, 1, "ddp", True, {})[0]
+    return run_distributed(_gradients_of_a_loop, 1, "ddp", {})[0]
 
 
-@pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -76,19 +72,17 @@ def _on_one_rank() -> dict[str, torch.Tensor]:
         ("fsdp2", {"reduce_every_micro_batch": True}),
     ],
 )
-def test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks(name, fields, divides):
+def test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks(name, fields):
     expected = _on_one_rank()
     assert len(expected) > 5 and all(gradient.abs().sum() > 0 for gradient in expected.values())
-    for ranks in (2, 4):
-        for found in run_distributed(_gradients_of_a_loop, ranks, name, divides, fields):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
+    for ranks, divides in ((2, False), (4, True)):
+        for found in run_distributed(_gradients_of_a_loop, ranks, name, fields, divides):
+            assert_same(found, expected)
 
 
 def test_megatrons_schedule_gives_the_micro_batches_of_a_step():
-    expected = run_distributed(_gradients_of_a_loop, 1, "ddp", True, {})[0]
     for found in run_distributed(_gradients_of_a_schedule, 2):
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert_same(found, _on_one_rank())
 
 
 def _gradients_of_a_schedule() -> dict[str, torch.Tensor]:
@@ -110,43 +104,35 @@ def _gradients_of_a_schedule() -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "fields", "said"),
-    [
-        ("ddp", {}, {"average_in_collective": True}, "drop average_in_collective"),
-        ("fsdp2", {}, {"average_in_collective": True}, "drop average_in_collective"),
-        ("fsdp2", {}, {"collectives": "torch"}, "set collectives='auto'"),
-        ("ddp", {"gradient_accumulation_fusion": True}, {}, "set gradient_accumulation_fusion=False"),
-        ("zero3", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
-        ("fsdp2", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
-        ("zero2", {}, {"reduce_scatter_with_fp32_accumulation": True}, "set grad_reduce_in_fp32 in its place"),
-        (
-            "ddp",
-            {},
-            {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
-            "set grad_reduce_in_fp32 in its place",
-        ),
-    ],
-)
-def test_a_setting_that_adds_in_another_order_is_refused(name, config, fields, said):
-    run_distributed(_refuses, 2, name, config, fields, said)
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("ddp", {}, {"average_in_collective": True}, "drop average_in_collective"),
+    ("fsdp2", {}, {"average_in_collective": True}, "drop average_in_collective"),
+    ("fsdp2", {}, {"collectives": "torch"}, "set collectives='auto'"),
+    ("ddp", {"gradient_accumulation_fusion": True}, {}, "set gradient_accumulation_fusion=False"),
+    ("zero3", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
+    ("fsdp2", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
+    ("zero2", {}, {"reduce_scatter_with_fp32_accumulation": True}, "set grad_reduce_in_fp32 in its place"),
+    ("ddp", {}, {"param_name_patterns_for_fp32_local_accumulation": ("all",)}, "set grad_reduce_in_fp32 in its place"),
+]
+"""Wrapper, fields of the model's config and of the wrapper's, and the end of the message."""
 
 
-def _refuses(name: str, config: dict[str, Any], fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ParallelConfigError, match=said) as caught:
-        _wrap(name, config=SimpleNamespace(**config), **fields)
-    assert "\n" not in str(caught.value)
+@on_ranks(2)
+def test_a_setting_that_adds_in_another_order_is_refused() -> None:
+    for name, config, fields, said in REFUSED:
+        with pytest.raises(ParallelConfigError, match=said) as caught:
+            _wrap(name, config=SimpleNamespace(**config), **fields)
+        assert "\n" not in str(caught.value)
 
 
-def test_ranks_without_a_tree_are_refused():
-    run_distributed(_refuses, 3, "ddp", {}, {}, "3 data-parallel ranks share no tree.*1, 2, 4, 8")
+@on_ranks(3)
+def test_ranks_without_a_tree_are_refused() -> None:
+    with pytest.raises(ParallelConfigError, match=r"3 data-parallel ranks share no tree.*1, 2, 4, 8"):
+        _wrap("ddp")
 
 
-def test_sequence_parts_between_ranks_and_replicas_are_refused():
-    run_distributed(_refuse_parts, 4)
-
-
-def _refuse_parts() -> None:
+@on_ranks(4)
+def test_sequence_parts_between_ranks_and_replicas_are_refused() -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=2, num_distributed_optimizer_instances=2)
     fields = {"num_distributed_optimizer_instances": 2, "reproducible_across_ranks": True}
     with pytest.raises(ParallelConfigError, match="set num_distributed_optimizer_instances=1, or reduce_every"):
@@ -154,11 +140,8 @@ def _refuse_parts() -> None:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_step_with_another_number_of_backwards_raises(name):
-    run_distributed(_miscounts, 2, name)
-
-
-def _miscounts(name: str) -> None:
+@on_ranks(2)
+def test_a_step_with_another_number_of_backwards_raises(name: str) -> None:
     model = _wrap(name)
     with model.no_sync():
         loss_of(model, _tokens(0)).backward()
@@ -180,11 +163,8 @@ def _miscounts(name: str) -> None:
     finalize_model_grads([model])
 
 
-def test_what_would_replace_or_bypass_a_part_of_the_tree_raises():
-    run_distributed(_bypasses, 2)
-
-
-def _bypasses() -> None:
+@on_ranks(2)
+def test_what_would_replace_or_bypass_a_part_of_the_tree_raises() -> None:
     model = _wrap("ddp")
     loss_of(model, _tokens(0)).backward()
     first = model.module.embedding.weight
@@ -219,7 +199,7 @@ def _bypasses() -> None:
 def test_a_unit_that_runs_twice_is_one_leaf_on_buffers(name):
     expected = run_distributed(_twice, 1, "ddp")[0]
     for found in run_distributed(_twice, 2, name):
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert_same(found, expected)
 
 
 def _twice(name: str) -> dict[str, torch.Tensor]:
@@ -232,27 +212,22 @@ def _twice(name: str) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize(("name", "fields"), [("ddp", {}), ("zero2", {}), ("fsdp2", {})])
-@pytest.mark.parametrize(
-    ("count", "waiting"), quick([(1, 0), (2, 0), (3, 0), (4, 1), (12, 2), (16, 3)], lambda case: case[0] in (1, 4, 12))
-)
-def test_as_many_sums_wait_as_the_formula_says(name, fields, count, waiting):
-    run_distributed(_count_waiting, 2, name, fields, count, waiting)
-
-
-def _count_waiting(name: str, fields: dict[str, Any], count: int, waiting: int) -> None:
-    model = _wrap(name, **fields)
-    assert model.plan.tree is not None and model.plan.tree.num_set_aside(count) == waiting
-    model.expect_micro_batches(count)
+@pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp2"])
+@on_ranks(2)
+def test_as_many_sums_wait_as_the_formula_says(name: str) -> None:
+    model = _wrap(name)
     whole = sum(parameter.numel() for parameter in toy().parameters() if parameter.requires_grad)
-    most = 0
-    for number in range(count):
-        with model.no_sync():
-            loss_of(model, _tokens(number)).backward()
-        held = sum(tensor.numel() for tensor in model.held_tensors()["gradients"])
-        most = max(most, held)
-    # Next to the sum that is added to: flat buffers are padded by a few hundred elements, FSDP2's parameters are not.
-    assert waiting * whole <= most <= (waiting + 1) * (whole + 1000)
+    for count, waiting in ((1, 0), (2, 0), (3, 0), (4, 1), (12, 2), (16, 3)):
+        assert model.plan.tree is not None and model.plan.tree.num_set_aside(count) == waiting
+        model.zero_grad_buffer()
+        model.expect_micro_batches(count)
+        most = 0
+        for number in range(count):
+            with model.no_sync():
+                loss_of(model, _tokens(number)).backward()
+            most = max(most, sum(tensor.numel() for tensor in model.held_tensors()["gradients"]))
+        # And the sum that is added to: flat buffers are padded by a few hundred elements, FSDP2's are not.
+        assert waiting * whole <= most <= (waiting + 1) * (whole + 1000), count
 
 
 def _train_steps(name: str, counts: Sequence[int], fields: dict[str, Any]) -> tuple[int, int]:
@@ -269,9 +244,8 @@ def _train_steps(name: str, counts: Sequence[int], fields: dict[str, Any]) -> tu
         model.zero_grad_buffer()
         model.expect_micro_batches(count)
         calls.clear()
-        for number in range(count):
-            with nullcontext() if number == count - 1 else model.no_sync():
-                loss_of(model, _tokens(number)).backward()
+        for number in synced_last(model, range(count)):
+            loss_of(model, _tokens(number)).backward()
         finalize_model_grads([model])
     return len(calls), sum(len(memory.kept) for memory in memories)
 
@@ -280,13 +254,42 @@ REPRODUCIBLE = {"reproducible_across_ranks": True}
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
-def test_memory_of_sums_that_wait_goes_round(name):
-    for allocated, kept in run_distributed(_train_steps, 2, name, (4, 4), REPRODUCIBLE):
-        assert allocated == 0 and kept > 0
+@on_ranks(2)
+def test_memory_of_sums_that_wait_goes_round(name: str) -> None:
+    allocated, kept = _train_steps(name, (4, 4), REPRODUCIBLE)
+    assert allocated == 0 and kept > 0
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero2_overlap", "zero3"])
-def test_without_waiting_sums_the_mode_keeps_no_more_memory(name):
+@on_ranks(2)
+def test_without_waiting_sums_the_mode_keeps_no_more_memory(name: str) -> None:
     for counts in ((1, 1), (3, 3), (4, 1, 1)):
-        without = run_distributed(_train_steps, 2, name, counts[-2:], {})
-        assert run_distributed(_train_steps, 2, name, counts, REPRODUCIBLE) == without
+        assert _train_steps(name, counts, REPRODUCIBLE) == _train_steps(name, counts[-2:], {})
+
+
+# ---- what FSDP2 cannot add up in a tree
+
+
+@on_ranks(2)
+def test_a_unit_that_runs_twice_raises_under_fsdp2() -> None:
+    for count in (1, 4):
+        model = _wrap("fsdp2", Twice())
+        model.expect_micro_batches(count)
+        with pytest.raises(UnitError, match=r"unit blocks\.0 ran twice in one forward"):
+            _step(model, count)
+
+
+@on_ranks(2)
+def test_an_early_backward_outside_no_sync_raises() -> None:
+    model = _wrap("fsdp2")
+    model.expect_micro_batches(2)
+    with pytest.raises(ShardstackError, match="put every backward of a step but the last inside no_sync"):
+        loss_of(model, _tokens(0)).backward()
+
+
+@on_ranks(2)
+def test_an_all_reduce_hook_of_the_caller_raises() -> None:
+    model = _wrap("fsdp2")
+    model.module.set_all_reduce_hook(lambda shard: None)
+    with pytest.raises(UnitError, match="set_all_reduce_hook was called on"):
+        loss_of(model, _tokens(0)).backward()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.base.errors import UnitError
-from core.comm.call import Collective, CollectiveRecord
 from core.distributed import finalize_model_grads
 from core.distributed.engine.gathered_units import _GraphMark
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Block, build, full
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import Block, build, full, recorded_collectives
 from tests.unit.distributed._unused import Numbers, optimizer_of, train_in_one_process, train_on_ranks
 
 GATHERS: dict[str, Any] = {"gather_skipped_units": True}
@@ -55,7 +53,7 @@ class Seeing(nn.Module):
     def __init__(self, place: str = "between") -> None:
         super().__init__()
         torch.manual_seed(1)
-        parts = {"before": (0, 4), "after": (4, 0)}.get(place.partition(",")[0], (2, 2))
+        parts = {"before": (0, 2), "after": (2, 0)}.get(place.partition(",")[0], (1, 1))
         # With it the first unit's input has a gradient.
         self.scale = nn.Parameter(torch.ones(7)) if "scaled" in place else 1.0
         self.first = nn.ModuleList([Block() for _ in range(parts[0])])
@@ -83,53 +81,46 @@ def _tower_of(how: str, step: int, rank: int) -> str:
     return how if (step or how == "skipped at once") and (rank + step) % 2 else "used"
 
 
-def _trained(kind: str, place: str, how: str, fields: dict[str, Any]) -> Numbers:
-    model = build(kind, Seeing(place), config=SimpleNamespace(), **({"unit_classes": (Block,)} | fields))
-    _, norms = train_on_ranks(model, partial(_tower_of, how))
-    return norms, {name: full(tensor) for name, tensor in model.state_dict().items()}
-
-
-def _train_all(kind: str, cases: list[Case]) -> list[Any]:
-    return [_trained(kind, *case) for case in cases]
+@functools.cache
+def _serial(place: str, how: str) -> Numbers:
+    return train_in_one_process(Seeing(place), functools.partial(_tower_of, how))
 
 
 @pytest.mark.parametrize(
-    ("kind", "cases"), [*((kind, WHOLE) for kind in ("ddp", "zero2_overlap")), ("zero3", SHARDED), ("fsdp2", SHARDED)]
+    ("kind", "cases"), [("ddp", WHOLE), ("zero2_overlap", WHOLE), ("zero3", SHARDED), ("fsdp2", SHARDED)]
 )
-def test_ranks_that_skip_a_tower_train_as_one_process(kind, cases):
-    for found in run_distributed(_train_all, 2, kind, cases):
-        for (place, how, fields), (norms, weights) in zip(cases, found, strict=True):
-            expected_norms, expected = train_in_one_process(Seeing(place), partial(_tower_of, how))
-            wrong = [name for name, weight in expected.items() if not torch.equal(weights[name], weight)]
-            if fields.get("reduce_every_micro_batch"):  # another order: by some eps of a step of 0.05
-                for name in wrong:
-                    torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
-            else:
-                assert (wrong, norms) == ([], expected_norms), (place, how, fields)
+@on_ranks(2)
+def test_ranks_that_skip_a_tower_train_as_one_process(kind: str, cases: list[Case]) -> None:
+    for place, how, fields in cases:
+        model = build(kind, Seeing(place), config=SimpleNamespace(), **({"unit_classes": (Block,)} | fields))
+        _, norms = train_on_ranks(model, functools.partial(_tower_of, how))
+        weights = {name: full(tensor) for name, tensor in model.state_dict().items()}
+        expected_norms, expected = _serial(place, how)
+        wrong = [name for name, weight in expected.items() if not torch.equal(weights[name], weight)]
+        if fields.get("reduce_every_micro_batch"):  # another order: by some eps of a step of 0.05
+            for name in wrong:
+                torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
+        else:
+            assert (wrong, norms) == ([], expected_norms), (place, how, fields)
 
 
 def _counted(kind: str, fields: dict[str, Any], tower: str) -> list[Counter[str]]:
-    """Returns the collectives of parameters and gradients in each step, of which the first uses the tower."""
+    """Returns the collectives of units in each step, of which the first uses the tower."""
     model, found = build(kind, Seeing(), unit_classes=(Block,), **fields), list[Counter[str]]()
-    collective = CollectiveRecord.collective
-
-    def note(record: CollectiveRecord, of: str, what: str, nbytes: int, **options: Any) -> Collective:
-        if "unit" in what:
-            found[-1][what] += 1
-        return collective(record, of, what, nbytes, **options)
-
     optimizer = optimizer_of(model)
-    with mock.patch.object(CollectiveRecord, "collective", note):
-        for step in range(4):
-            found.append(Counter())
+    for step in range(4):
+        with recorded_collectives() as recorded:
             model.zero_grad_buffer()
             model(torch.ones(2, 7), tower if step else "used").backward()
             finalize_model_grads([model])
             optimizer.step()
+        found.append(Counter(what for _, what, *_ in recorded if "unit" in what))
     return found
 
 
-def _sends_nothing_more(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+@on_ranks(2)
+def test_ranks_that_agree_send_nothing_more(kind: str) -> None:
     assert _counted(kind, GATHERS, "used") == _counted(kind, {}, "used")
     dropped = _counted(kind, {}, "skipped")[-1]
     assert not [what for what in dropped if what.startswith("the parameters of unit tower")]
@@ -137,27 +128,19 @@ def _sends_nothing_more(kind: str) -> None:
     assert _counted(kind, GATHERS, "skipped")[-1] == _counted(kind, {}, "used")[-1]
 
 
-@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
-def test_ranks_that_agree_send_nothing_more(kind):
-    run_distributed(_sends_nothing_more, 2, kind)
-
-
 class Generating(Seeing):
     def generate(self, x: Tensor, towers: list[str]) -> list[Tensor]:
         return [self(x, tower) for tower in towers]
 
 
-def _generates(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+@on_ranks(2)
+def test_ranks_skip_units_in_each_forward_of_a_named_method(kind: str) -> None:
     x, towers = torch.ones(2, 7), [["used", "skipped", "used"], ["skipped", "skipped", "used"]][dist.get_rank()]
     model = build(kind, Generating(), unit_classes=(Block,), forward_methods=("generate",), **GATHERS)
     with torch.no_grad():
         for _ in range(2):
             assert model.module.generate(x, towers) == Generating().generate(x, towers)
-
-
-@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
-def test_ranks_skip_units_in_each_forward_of_a_named_method(kind):
-    run_distributed(_generates, 2, kind)
 
 
 class Unordered(nn.Module):
@@ -170,7 +153,9 @@ class Unordered(nn.Module):
         return self.last(x).sum() if self.nests else self.first(self.last(x)).sum()
 
 
-def _refuses(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+@on_ranks(1)
+def test_units_out_of_order_cannot_be_skipped(kind: str) -> None:
     for nests, said in ((False, r"unit first runs after unit last"), (True, r"unit last.0 runs after unit last,")):
         module = Unordered(nests)
         units = (module.first, module.last, *(module.last if nests else ()))
@@ -179,38 +164,27 @@ def _refuses(kind: str) -> None:
             model(torch.ones(2, 7))
 
 
-@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
-def test_units_out_of_order_cannot_be_skipped(kind):
-    run_distributed(_refuses, 1, kind)
+class Passing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
-def _marks_of_a_kept_graph() -> None:
+@on_ranks(1)
+def test_a_kept_graph_holds_no_mark_of_later_forwards() -> None:
     for kind in ("zero3", "fsdp2"):
         model = build(kind, Seeing(), unit_classes=(Block,))
         kept = [model(torch.ones(2, 7))]
         for _ in range(4):
             model(torch.ones(2, 7))
         marks = sum(isinstance(each, _GraphMark) for each in gc.get_objects())
-        assert kept and 0 < marks <= 2 * 7, (kind, marks)  # of 7 units, in the kept graph and in the last one
+        assert kept and 0 < marks <= 2 * 5, (kind, marks)  # of 5 units, in the kept graph and in the last one
         del kept
 
 
-class Passing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def _returns_inputs() -> None:
+@on_ranks(1)
+def test_units_may_return_inputs_without_gradients() -> None:
     for kind in ("zero3", "fsdp2"):
         model = build(kind, nn.Sequential(Passing(), Block()), unit_classes=(Block, Passing))
         given = 2 * torch.ones(2, 7, requires_grad=True)  # under no_grad its product has no graph
         with torch.no_grad():
             model(given)
-
-
-def test_a_kept_graph_holds_no_mark_of_later_forwards():
-    run_distributed(_marks_of_a_kept_graph, 1)
-
-
-def test_units_may_return_inputs_without_gradients():
-    run_distributed(_returns_inputs, 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from core.distributed import finalize_model_grads
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import WRAPPERS, build, full
 from tests.unit.distributed._unused import give_unused_zero_gradients
 
@@ -49,34 +49,32 @@ def _step(model: nn.Module, module: nn.Module, optimizer: MegatronOptimizer, use
     optimizer.step()
 
 
-def _decays(kind: str) -> tuple[Tensor, Tensor]:
+def _decays(kind: str) -> None:
     model, module, optimizer = _made(kind, lr=0.5, weight_decay=0.25)
     module.frozen.requires_grad_(False)
     _step(model, module, optimizer, False)
     weights = module.state_dict()
-    return full(weights["spare"]), full(weights["frozen"])
+    assert torch.equal(full(weights["spare"]), torch.full((4, 3), 2.0 * (1 - 0.5 * 0.25)))
+    assert torch.equal(full(weights["frozen"]), torch.full((4, 3), 3.0))
 
 
-def _moves_on(kind: str) -> list[Tensor]:
+def _moves_on(kind: str) -> None:
     model, module, optimizer = _made(kind, optimizer="sgd", lr=1.0, weight_decay=0.0, sgd_momentum=0.5)
-    found = []
-    for uses in (True, False, dist.get_rank() == 0 if kind != PLAIN else False):
+    third_gradient = 0.0 if kind == PLAIN else 0.5  # of one rank, and the mean over two
+    uses_third = kind != PLAIN and dist.get_rank() == 0
+    for uses, step in ((True, 1.0), (False, 0.5), (uses_third, 0.25 + third_gradient)):
+        before = full(module.state_dict()["spare"])
         _step(model, module, optimizer, uses)
-        found.append(full(module.state_dict()["spare"]))
-    return found
+        assert torch.equal(full(module.state_dict()["spare"]), before - step)
 
 
-@pytest.mark.parametrize("kind", [PLAIN, *WRAPPERS])
-def test_weight_decay_moves_unused_but_not_frozen_parameters(kind: str) -> None:
-    for spare, frozen in [_decays(PLAIN)] if kind == PLAIN else run_distributed(_decays, 2, kind):
-        assert torch.equal(spare, torch.full((4, 3), 2.0 * (1 - 0.5 * 0.25)))
-        assert torch.equal(frozen, torch.full((4, 3), 3.0))
+@pytest.mark.parametrize("kind", WRAPPERS)
+@on_ranks(2)
+def test_decay_and_momentum_move_unused_parameters(kind: str) -> None:
+    _decays(kind)
+    _moves_on(kind)
 
 
-@pytest.mark.parametrize("kind", [PLAIN, *WRAPPERS])
-def test_momentum_moves_unused_parameters(kind: str) -> None:
-    of_one_rank = 0.0 if kind == PLAIN else 0.5  # a mean over two
-    for first, second, third in [_moves_on(PLAIN)] if kind == PLAIN else run_distributed(_moves_on, 2, kind):
-        assert torch.equal(first, torch.full((4, 3), 2.0 - 1.0))
-        assert torch.equal(second, torch.full((4, 3), 1.0 - 0.5))
-        assert torch.equal(third, torch.full((4, 3), 0.5 - (0.25 + of_one_rank)))
+def test_the_rule_of_the_oracles_moves_them_too() -> None:
+    _decays(PLAIN)
+    _moves_on(PLAIN)

@@ -32,7 +32,7 @@ from tests.unit.adapters.lightning._module import (
     trainer,
     whole,
 )
-from tests.unit.distributed._toys import GradientTraffic
+from tests.unit.distributed._toys import CountedTraffic
 
 
 def _fitted(sharding: Any, folder: str, module: L.LightningModule | None = None, **settings: Any) -> Any:
@@ -76,9 +76,9 @@ def _counted(sharding: str, folder: str) -> list[int]:
     for micro_batches in (1, MICRO_BATCHES, 1):  # the first also makes groups, on which ranks agree
         settings = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": None}
         made = trainer(ShardstackStrategy(sharding), folder, **settings)
-        with ranks_of_lightning(), GradientTraffic() as traffic:
+        with ranks_of_lightning(), CountedTraffic() as traffic:
             made.fit(Module(), loader(dist.get_rank(), micro_batches=micro_batches))
-        counts.append(traffic.calls)
+        counts.append(traffic.reductions)
     return counts[1:]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.engine.bucket import Bucket
 from tests.unit._rounding import assert_same
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import (
     BUFFERED,
-    GradientTraffic,
+    CountedTraffic,
     accumulate,
     batches,
     build,
@@ -27,41 +28,35 @@ from tests.unit.distributed._toys import (
 SHARDED = [kind for kind in BUFFERED if kind.startswith("zero")]
 
 
-def _reduces(bucket_size: int | None, disable_bucketing: bool, average_in_collective: bool) -> int:
-    ddp_config = DistributedDataParallelConfig(bucket_size=bucket_size, average_in_collective=average_in_collective)
-    model = DistributedDataParallel(object(), ddp_config, toy(), disable_bucketing, process_group=dist.group.WORLD)
-    for tokens in batches(dist.get_rank()):
-        loss_of(model, tokens).backward()
-    with GradientTraffic() as traffic:
-        finalize_model_grads([model])
-    assert_same(gradients(model), oracle())
-    return traffic.calls
-
-
-@pytest.mark.parametrize("average_in_collective", [False, True])
-def test_a_bucket_is_full_at_bucket_size_elements(average_in_collective):
+@on_ranks(2)
+def test_a_bucket_is_full_at_bucket_size_elements() -> None:
     # In reverse, of two blocks with down 42, up 40 and gain 1, and the embedding of 77: 82, 83 and 78 elements.
-    assert run_distributed(_reduces, 2, 50, False, average_in_collective) == [3, 3]
-    assert run_distributed(_reduces, 2, 50, True, average_in_collective) == [1, 1]
-    assert run_distributed(_reduces, 2, None, False, average_in_collective) == [1, 1]
+    for (size, disable_bucketing, calls), average in product(
+        ((50, False, 3), (50, True, 1), (None, False, 1)), (0, 1)
+    ):
+        ddp_config = DistributedDataParallelConfig(bucket_size=size, average_in_collective=bool(average))
+        model = DistributedDataParallel(object(), ddp_config, toy(), disable_bucketing, process_group=dist.group.WORLD)
+        for tokens in batches(dist.get_rank()):
+            loss_of(model, tokens).backward()
+        with CountedTraffic() as traffic:
+            finalize_model_grads([model])
+        assert_same(gradients(model), oracle())
+        assert traffic.reductions == calls
 
 
-def _leaves_during_backward(kind: str) -> tuple[int, int]:
-    model = build(kind, toy(tied=False))
-    with mock.patch.object(Bucket, "start_grad_sync", autospec=True, side_effect=Bucket.start_grad_sync) as m:
-        accumulate(model)
-        left = [call.args[0] for call in m.call_args_list]
-    assert left == model.bucket_groups[: len(left)]
-    return len(left), len(model.bucket_groups)
-
-
-def test_buckets_are_sent_in_the_last_backward_in_a_fixed_order():
+@on_ranks(2)
+def test_buckets_are_sent_in_the_last_backward_in_a_fixed_order() -> None:
     for kind in BUFFERED:
-        for left, buckets in run_distributed(_leaves_during_backward, 2, kind):
-            assert left == (0 if kind in ("ddp", "zero1") else buckets), kind
+        model = build(kind, toy(tied=False))
+        with mock.patch.object(Bucket, "start_grad_sync", autospec=True, side_effect=Bucket.start_grad_sync) as m:
+            accumulate(model)
+            left = [call.args[0] for call in m.call_args_list]
+        assert left == ([] if kind in ("ddp", "zero1") else model.bucket_groups), kind
+        model.finish_grad_sync()
 
 
-def _gradients_are_views() -> None:
+@on_ranks(1)
+def test_main_grads_are_views_of_one_buffer_unless_frozen() -> None:
     model = build("ddp", toy())
     accumulate(model)
     storages = {p.main_grad.untyped_storage().data_ptr() for p in model.parameters() if p.requires_grad}
@@ -74,11 +69,9 @@ def _gradients_are_views() -> None:
     assert [slot.name for bucket in buffer.buckets for slot in bucket.slots] == names[::-1]
 
 
-def test_main_grads_are_views_of_one_buffer_unless_frozen():
-    run_distributed(_gradients_are_views, 1)
-
-
-def _parameters_are_views(kind: str) -> None:
+@pytest.mark.parametrize("kind", SHARDED)
+@on_ranks(2)
+def test_parameters_are_views_of_the_gathered_buffer(kind: str) -> None:
     model = build(kind, toy())
     for buffer in model.buffers:
         for parameter, (start, end, _) in buffer.param_index_map.items():
@@ -98,8 +91,3 @@ def _parameters_are_views(kind: str) -> None:
                 - dict(zip(model.parameters(), toy().parameters(), strict=True))[parameter].detach().flatten()
             )
             assert torch.allclose(moved, expected[start:end], atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", SHARDED)
-def test_parameters_are_views_of_the_gathered_buffer(kind):
-    run_distributed(_parameters_are_views, 2, kind)

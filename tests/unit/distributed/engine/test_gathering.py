@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.base.errors import ParallelConfigError, UnitError, WrapError, warn_once
+from core.base.errors import UnitError, warn_once
 from core.base.parameters import kept_range
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
 from core.distributed.engine.unit import POISONS
 from core.distributed.report.table import model_facts
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, toy
+from tests.unit._rounding import assert_same, assert_same_sums
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, synced_last, toy
 
 
 @contextmanager
@@ -50,25 +49,6 @@ def _stacked(**settings: Any) -> FullyShardedDataParallel:
 ROOT = "of the model itself"
 
 
-def _orders(settings: dict[str, Any], micro_batches: int) -> list[list[str]]:
-    model = _stacked(**settings)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
-    found = []
-    for _ in range(2):
-        with _gathers() as names:
-            model.zero_grad_buffer()
-            for index in range(micro_batches):
-                if index < micro_batches - 1:
-                    with model.no_sync():
-                        model(torch.ones(2, 6)).sum().backward()
-                else:
-                    model(torch.ones(2, 6)).sum().backward()
-            finalize_model_grads([model])
-            optimizer.step()
-        found.append([name.removeprefix("layers.") for name in names])
-    return found
-
-
 @pytest.mark.parametrize(
     ("settings", "micro_batches", "expected"),
     [
@@ -82,9 +62,24 @@ def _orders(settings: dict[str, Any], micro_batches: int) -> list[list[str]]:
         ({"reshard_overrides": ("layers.0=False",)}, 1, [ROOT, "0", "1", "2", "3", "1"]),
     ],
 )
-def test_units_are_gathered_where_another_has_had_their_slot(settings, micro_batches, expected):
-    for rank in run_distributed(_orders, 2, settings, micro_batches):
-        assert rank == [expected, expected]
+@on_ranks(2)
+def test_units_are_gathered_where_another_has_had_their_slot(
+    settings: dict[str, Any], micro_batches: int, expected: list[str]
+) -> None:
+    model = _stacked(**settings)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    for _ in range(2):
+        with _gathers() as names:
+            model.zero_grad_buffer()
+            for x in synced_last(model, [torch.ones(2, 6)] * micro_batches):
+                model(x).sum().backward()
+            finalize_model_grads([model])
+            optimizer.step()
+        assert [name.removeprefix("layers.") for name in names] == expected
+    if not settings:
+        described = model_facts(model.plan, model.module, micro_batches).units
+        calls = [entry.calls for unit in described for entry in unit.traffic if entry.kind == "all-gather"]
+        assert sum(calls) == len(expected)
 
 
 def _writes_while_whole(param_dtype: str | None) -> None:
@@ -110,62 +105,33 @@ def test_an_inner_context_leaves_parameters_whole(world_size: int, param_dtype: 
     run_distributed(_writes_while_whole, world_size, param_dtype)
 
 
-def _described(settings: dict[str, Any], micro_batches: int) -> list[int]:
-    model = _stacked(**settings)
-    return [
-        sum(entry.calls for entry in unit.traffic if entry.kind == "all-gather")
-        for unit in model_facts(model.plan, model.module, micro_batches).units
-    ]
-
-
-@pytest.mark.parametrize(("micro_batches", "expected"), [(1, 7), (2, 11)])
-def test_the_description_counts_the_same_gathers(micro_batches, expected):
-    for calls in run_distributed(_described, 2, {}, micro_batches):
-        assert sum(calls) == expected
-
-
-def _spared() -> tuple[int, int]:
-    """Returns all-gathers as counted and as planned, where units take turns with a slot and one has no backward."""
+@on_ranks(2)
+def test_a_unit_without_backward_is_gathered_in_each_forward() -> None:
     stack = Stack(layers=4)
     stack.layers[0].weights_used_in_backward = False
     model = build("zero3", stack, unit_classes=(nn.Linear,), forward_prefetch=0, backward_prefetch=0)
-    os.environ[POISONS] = "0"
+    os.environ[POISONS] = "0"  # units take turns with a slot
     with _gathers() as names:
-        for index in range(3):
-            with model.no_sync() if index < 2 else nullcontext():
-                model(torch.ones(2, 6)).sum().backward()
+        for x in synced_last(model, [torch.ones(2, 6)] * 3):
+            model(x).sum().backward()
         model.finish_grad_sync()
-    return len(names), sum(entry.calls for entry in model.plan.traffic(3) if entry.kind == "all-gather")
+    planned = sum(entry.calls for entry in model.plan.traffic(3) if entry.kind == "all-gather")
+    assert len(names) == planned == 1 + 3 * 4 + 3 * 2
 
 
-def test_a_unit_without_backward_is_gathered_in_each_forward():
-    for counted, planned in run_distributed(_spared, 2):
-        assert counted == planned == 1 + 3 * 4 + 3 * 2
-
-
-def _ahead() -> list[bool]:
-    """Returns whether the next layer is gathered, or on its way, in each forward of the second step."""
+@on_ranks(2)
+def test_the_next_unit_of_the_last_step_is_gathered_ahead() -> None:
     model = _stacked()
     units = {unit.name: unit for unit in model.units}
-    found: list[bool] = []
-
-    def look(layer: int, *unused: Any) -> None:
-        if layer < 3:
-            found.append(units[f"layers.{layer + 1}"].is_gathered)
-
-    for layer, module in enumerate(model.module.layers):  # type: ignore[arg-type]
-        module.register_forward_hook(lambda *args, layer=layer: look(layer))
+    is_ahead: list[bool] = []
+    for layer, module in enumerate(model.module.layers[:3], start=1):  # type: ignore[index, arg-type]
+        module.register_forward_hook(lambda *args, after=layer: is_ahead.append(units[f"layers.{after}"].is_gathered))
     model(torch.ones(2, 6)).sum().backward()
     model.zero_grad_buffer()
     model.note_step()
-    del found[:]
+    del is_ahead[:]
     model(torch.ones(2, 6))
-    return found
-
-
-def test_the_next_unit_of_the_last_step_is_gathered_ahead():
-    for found in run_distributed(_ahead, 2):
-        assert found == [True, True, True]
+    assert is_ahead == [True, True, True]
 
 
 def _gradients_in_order(kind: str, order: list[int]) -> dict[str, torch.Tensor]:
@@ -181,11 +147,10 @@ def _gradients_in_order(kind: str, order: list[int]) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 0, 2], [0, 1, 0, 2, 3, 0]])
-def test_units_run_in_any_order(order):
-    found, expected = (run_distributed(_gradients_in_order, 2, kind, order)[0] for kind in ("zero3", "ddp"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+@on_ranks(2)
+def test_units_run_in_any_order() -> None:
+    for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 0, 2], [0, 1, 0, 2, 3, 0]):
+        assert_same(*(_gradients_in_order(kind, order) for kind in ("zero3", "ddp")))
 
 
 class Pair(nn.Module):
@@ -213,57 +178,35 @@ class Pairs(nn.Module):
         return x
 
 
-def _nests(settings: dict[str, Any]) -> str:
-    model = build("zero3", Pairs(), unit_classes=(Pair,), forward_prefetch=0, backward_prefetch=0, **settings)
-    try:
-        model(torch.ones(2, 4)).sum().backward()
-    except UnitError as error:
-        return str(error)
-    finalize_model_grads([model])
-    return "trained"
-
-
-def test_two_units_that_run_at_once_do_not_share_a_slot():
-    for message in run_distributed(_nests, 2, {}):
-        assert message == (
+@on_ranks(2)
+def test_two_units_that_run_at_once_do_not_share_a_slot() -> None:
+    for settings in ({}, {"reshard_overrides": ("pairs.0=False", "pairs.1=False")}):
+        model = build("zero3", Pairs(), unit_classes=(Pair,), forward_prefetch=0, backward_prefetch=0, **settings)
+        if settings:
+            model(torch.ones(2, 4)).sum().backward()
+            finalize_model_grads([model])
+            continue
+        with pytest.raises(UnitError) as error:
+            model(torch.ones(2, 4)).sum().backward()
+        assert str(error.value) == (
             "unit pairs.0.inner is needed while unit pairs.0 runs, and both are gathered into one memory; keep one of "
             "them apart, with reshard_overrides=('pairs.0=False',)"
         )
-    apart = {"reshard_overrides": ("pairs.0=False", "pairs.1=False")}
-    assert run_distributed(_nests, 2, apart) == ["trained", "trained"]
 
 
-def _uses(kind: str) -> str:
+@on_ranks(2)
+def test_what_would_be_lost_or_stale_is_refused() -> None:
     model = build("zero3", toy(tied=False))
     weight = model.module.blocks[0].up.weight
     assert weight.shape == (5, 7) and weight.dtype == torch.float32 and weight.grad is None  # these may be asked
-    (tokens,) = batches(0, 1)
-    try:
-        if kind == "read":
-            weight.sum()
-        elif kind == "write while gathered":
-            loss_of(model, tokens).backward()
-            with torch.no_grad():
-                model.module.head.weight.mul_(2.0)
-            model.finish_grad_sync()
-        elif kind == "assign":
-            model.load_state_dict(toy().state_dict(), assign=True)
-    except (UnitError, ParallelConfigError, WrapError) as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("read", "a parameter of unit blocks.0 .* was used outside of a forward, where each rank holds its shard"),
-        ("write while gathered", "parameter head.weight was written while its unit was gathered"),
-        ("assign", "assign=True"),
-    ],
-)
-def test_what_would_be_lost_or_stale_is_refused(kind, message):
-    for found in run_distributed(_uses, 2, kind):
-        assert re.search(message, found), found
+    said = r"a parameter of unit blocks.0 .* was used outside of a forward, where each rank holds its shard"
+    with pytest.raises(UnitError, match=said):
+        weight.sum()
+    loss_of(model, batches(0, 1)[0]).backward()
+    with torch.no_grad():
+        model.module.head.weight.mul_(2.0)
+    with pytest.raises(UnitError, match=r"parameter head.weight was written while its unit was gathered"):
+        model.finish_grad_sync()
 
 
 def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
@@ -306,20 +249,18 @@ def test_a_number_gathers_for_backward_from_that_many_ranks():
         assert not found  # all is there since the first micro-batch
 
 
-def _describes_parts() -> list[str]:
+@on_ranks(4)
+def test_the_description_says_among_how_many() -> None:
     model = _stacked(reshard_after_forward=2)
-    return [unit.after_forward for unit in model_facts(model.plan, model.module, 1).units]
+    facts = model_facts(model.plan, model.module, 1)
+    assert {unit.after_forward for unit in facts.units} == {"1/2", "stays"}
 
 
-def test_the_description_says_among_how_many():
-    assert set(run_distributed(_describes_parts, 4)[0]) == {"1/2", "stays"}
-
-
-def _allocations() -> list[int]:
-    """Returns the bytes that a step in steady state allocates for whole parameters and gradients."""
+@on_ranks(2)
+def test_memory_for_gradients_of_layers_is_taken_once() -> None:
     model = _stacked()
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
-    found: list[int] = []
+    found: list[int] = []  # elements that each step allocates for whole gradients
     for _ in range(3):
         taken = mock.Mock(side_effect=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         for buffer in model._flat_buffers:
@@ -329,25 +270,15 @@ def _allocations() -> list[int]:
         finalize_model_grads([model])
         optimizer.step()
         found.append(sum(call.args[0] for call in taken.call_args_list))
-    return found
+    assert found[1] == found[2] == 128 < found[0]  # the root's alone: no other unit has its size
 
 
-def test_memory_for_gradients_of_layers_is_taken_once():
-    for first, second, third in run_distributed(_allocations, 2):
-        assert second == third < first  # the root's alone: no other unit has its size
-        assert second == 128
-
-
-def _settings_of_buckets() -> tuple[str, set[int]]:
+@on_ranks(2)
+def test_settings_of_buckets_act_or_are_named() -> None:
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = build("zero3", toy(), bucket_size=50, num_buckets=None, pad_buckets_for_high_nccl_busbw=True)
-    sizes = {bucket.elements for buckets in model.plan.buffers for bucket in buckets}
-    return str(caught[0].message), sizes
-
-
-def test_settings_of_buckets_act_or_are_named():
-    for said, sizes in run_distributed(_settings_of_buckets, 2):
-        assert said == "bucket_size: where parameters are sharded a unit is the bucket. No number changes"
-        assert sizes == {2**16}
+    said = "bucket_size: where parameters are sharded a unit is the bucket. No number changes"
+    assert str(caught[0].message) == said
+    assert {bucket.elements for buckets in model.plan.buffers for bucket in buckets} == {2**16}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -27,11 +26,11 @@ from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabP
 from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import BUFFERED, build, gradients
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import BUFFERED, build, gradients, synced_last
 
 VOCAB, LENGTH, WIDTH = 96, 12, 32
-STEPS, MICRO_BATCHES = 2, 4
+STEPS, MICRO_BATCHES = 2, 3
 WRAPPERS = {**BUFFERED, "zero2 every": {**BUFFERED["zero2_overlap"], "reduce_every_micro_batch": True}}
 
 
@@ -58,15 +57,8 @@ class Twice(nn.Module):
 
 
 def gpt(tied: bool = True, frozen: str = "", **fields: Any) -> nn.Module:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=WIDTH,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.2,
-        **fields,
-    )
+    sizes = {"num_layers": 2, "hidden_size": WIDTH, "num_attention_heads": 4, "init_method_std": 0.2} | fields
+    config = TransformerConfig(hidden_dropout=0.0, attention_dropout=0.0, **sizes)
     model = GPTModel(
         config,
         vocab_size=VOCAB,
@@ -111,9 +103,8 @@ def wrap(model: nn.Module, **settings: Any) -> DistributedDataParallel:
 
 def accumulate(model: DistributedDataParallel, step: int) -> None:
     rank = dist.get_rank(model.process_group)
-    for index in range(MICRO_BATCHES):
-        with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
-            loss_of(model, 1000 * rank + 10 * step + index).backward()
+    for index in synced_last(model, range(MICRO_BATCHES)):
+        loss_of(model, 1000 * rank + 10 * step + index).backward()
 
 
 def train(make: Any, settings: dict[str, Any], fused: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
@@ -202,14 +193,11 @@ def _hook_order(fused: bool) -> list[str]:
     return order
 
 
-def _hook_orders() -> None:
+@on_ranks(1)
+def test_gradients_arrive_in_the_same_order_without_fusion() -> None:
     order = _hook_order(True)
     assert order == _hook_order(False)
     assert len(order) == MICRO_BATCHES * len(set(order))
-
-
-def test_gradients_arrive_in_the_same_order_without_fusion():
-    run_distributed(_hook_orders, 1)
 
 
 class _Allocations(TorchDispatchMode):
@@ -233,15 +221,7 @@ class _Allocations(TorchDispatchMode):
 def _allocations(fused: bool, micro_batches: int) -> list[str]:
     """Returns the operations of the last micro-batch that allocate as much as the smallest matrix."""
     torch.manual_seed(3)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=fused,
-    )
-    model = wrap(GPTModel(config, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"))
+    model = wrap(gpt(tied=False, num_layers=1, hidden_size=64, gradient_accumulation_fusion=fused))
     model.zero_grad_buffer()
     for index in range(micro_batches - 1):
         loss_of(model, index).backward()
@@ -253,14 +233,11 @@ def _allocations(fused: bool, micro_batches: int) -> list[str]:
     return allocations.seen
 
 
-def _allocate_less() -> None:
+@on_ranks(1)
+def test_no_gradient_of_a_matrix_or_a_later_table_is_allocated() -> None:
     assert len(_allocations(False, 1)) >= 6  # one for each matrix, at least
     assert _allocations(True, 1) == []
     assert 0 < len(_allocations(True, 2)) < len(_allocations(False, 2))  # products, but no table
-
-
-def test_no_gradient_of_a_matrix_or_a_later_table_is_allocated():
-    run_distributed(_allocate_less, 1)
 
 
 class Nested(Twice):
@@ -277,7 +254,8 @@ class Nested(Twice):
         return self.down(self.up(x)[0])[0]
 
 
-def _nests() -> None:
+@on_ranks(1)
+def test_a_nested_backward_with_the_same_gradient_is_refused() -> None:
     for use_reentrant in (False, True):
         model = wrap(Nested(ModelParallelConfig()))
         model.zero_grad_buffer()
@@ -292,32 +270,22 @@ def _nests() -> None:
         accumulate(model, 0)  # all is forgotten
 
 
-def test_a_nested_backward_with_the_same_gradient_is_refused():
-    run_distributed(_nests, 1)
-
-
-def _pickles() -> None:
+@on_ranks(1)
+def test_a_pickled_parameter_has_no_lender() -> None:
     model = wrap(gpt())
     weight = model.module.decoder.layers[0].mlp.linear_fc1.weight
     assert weight.lend_gradient_memory is not None
     assert not hasattr(pickle.loads(pickle.dumps(weight)), "lend_gradient_memory")
 
 
-def test_a_pickled_parameter_has_no_lender():
-    run_distributed(_pickles, 1)
-
-
-def _lent_places(of_layers: bool) -> dict[str, bool]:
-    """Returns by parameter whether its memory in the buffer is lent to the layer."""
-    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 5, bias=False), nn.Linear(5, 16, bias=False))
-    for parameter in module.parameters() if of_layers else ():
-        parameter.partition_dim = -1
-    model = build("ddp", module)
-    model.zero_grad_buffer()
-    return {name: parameter.lend_gradient_memory() is not None for name, parameter in module.named_parameters()}
-
-
-def test_a_product_is_computed_in_aligned_memory_alone():
-    # In the order of the buffer: 80 elements, 15, 9. Those of plain modules follow each other without gaps.
-    assert run_distributed(_lent_places, 2, False)[0] == {"0.weight": False, "1.weight": True, "2.weight": True}
-    assert run_distributed(_lent_places, 2, True)[0] == {"0.weight": True, "1.weight": True, "2.weight": True}
+@on_ranks(2)
+def test_a_product_is_computed_in_aligned_memory_alone() -> None:
+    for of_layers in (False, True):
+        module = nn.Sequential(*(nn.Linear(*sizes, bias=False) for sizes in ((3, 3), (3, 5), (5, 16))))
+        for parameter in module.parameters() if of_layers else ():
+            parameter.partition_dim = -1
+        model = build("ddp", module)
+        model.zero_grad_buffer()
+        lent = [parameter.lend_gradient_memory() is not None for parameter in module.parameters()]
+        # In the order of the buffer: 80 elements, 15, 9. Those of plain modules follow each other without gaps.
+        assert lent == [of_layers, True, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch import nn
 
 from core.base.errors import ShardstackError
 from core.distributed.engine.grad_slot import GradSlot
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import build, gradients
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import build, gradients, synced_last
 
 
 def _slot() -> GradSlot:
@@ -66,7 +65,9 @@ def test_a_loan_ends_when_its_gradient_cannot_come(end: Callable[[GradSlot], Non
     assert slot.borrower is None
 
 
-def _sends_again(every: bool) -> None:
+@pytest.mark.parametrize("every", [False, True])
+@on_ranks(2)
+def test_gradients_after_sending_are_dropped_or_sent_again(every: bool) -> None:
     model = build("zero2_overlap", _Branches(), bucket_size=72, reduce_every_micro_batch=every)
     group = model.bucket_groups[0]
     param = group.params[0]
@@ -78,27 +79,6 @@ def _sends_again(every: bool) -> None:
         assert group.has_left and group.has_reduced
         assert group.add_gradient(param, torch.ones_like(param)) is every  # else it is dropped
         assert group.has_left is not every and group.has_reduced
-
-
-@pytest.mark.parametrize("every", [False, True])
-def test_gradients_after_sending_are_dropped_or_sent_again(every: bool):
-    run_distributed(_sends_again, 2, every)
-
-
-def _names_the_late_one() -> None:
-    model = build("zero2_overlap", _Branches(), bucket_size=72)
-    for _ in range(2):
-        model(_batch(dist.get_rank(), 0), True).backward()
-    late = "a backward added gradients after.*, the first of parameter second.(weight|bias); put every backward"
-    with pytest.raises(ShardstackError, match=late):
-        model.finish_grad_sync()
-    model.zero_grad_buffer()
-    model(_batch(dist.get_rank(), 0), True).backward()
-    model.finish_grad_sync()
-
-
-def test_a_gradient_after_sending_is_named():
-    run_distributed(_names_the_late_one, 2)
 
 
 class _Branches(nn.Module):
@@ -120,7 +100,9 @@ def _batch(rank: int, index: int) -> torch.Tensor:
     return torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * rank + index))
 
 
-def _reaches_some_buckets(every: bool) -> None:
+@pytest.mark.parametrize("every", [False, True])
+@on_ranks(2)
+def test_a_bucket_one_rank_misses_is_reduced_with_zeros(every: bool) -> None:
     serial = _Branches()
     for rank in range(2):
         for index, uses_second in enumerate(USES_SECOND[rank]):
@@ -130,15 +112,9 @@ def _reaches_some_buckets(every: bool) -> None:
     rank = dist.get_rank()
     for _ in range(2):
         model.zero_grad_buffer()
-        for index, uses_second in enumerate(USES_SECOND[rank]):
-            with nullcontext() if index == 2 else model.no_sync():
-                model(_batch(rank, index), uses_second).backward()
+        for index, uses_second in synced_last(model, enumerate(USES_SECOND[rank])):
+            model(_batch(rank, index), uses_second).backward()
         model.finish_grad_sync()
         for name, gradient in gradients(model).items():
             expected = serial.get_parameter(name).grad
             torch.testing.assert_close(gradient, expected)  # sums of six addends, in another order
-
-
-@pytest.mark.parametrize("every", [False, True])
-def test_a_bucket_one_rank_misses_is_reduced_with_zeros(every: bool):
-    run_distributed(_reaches_some_buckets, 2, every)

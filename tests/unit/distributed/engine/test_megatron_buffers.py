@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +16,8 @@ from core.base.errors import ParallelConfigError, ShardstackError
 from core.comm.lane import _ThreadLane
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import synced_last
 
 PATTERNS = "param_name_patterns_for_fp32_local_accumulation"
 
@@ -33,7 +33,8 @@ def _wrapped(model: nn.Module | None = None, **settings: Any) -> DistributedData
     return DistributedDataParallel(SimpleNamespace(), DistributedDataParallelConfig(**settings), model or _model())
 
 
-def _layouts() -> None:
+@on_ranks(2)
+def test_only_sharded_buffers_are_aligned() -> None:
     sizes = [3, 21, 7, 35]  # in reverse order of construction
     (replicated,) = _wrapped().buffers
     assert replicated.numel == replicated.grad_data.numel() == sum(sizes)
@@ -44,11 +45,8 @@ def _layouts() -> None:
     assert max(end for _, end, _ in sharded.param_index_map.values()) == 192 + 35 and sharded.numel == 256
 
 
-def test_only_sharded_buffers_are_aligned():
-    run_distributed(_layouts, 2)
-
-
-def _incomplete() -> None:
+@on_ranks(2)
+def test_the_wrapper_sends_an_incomplete_bucket() -> None:
     model = _wrapped(overlap_grad_reduce=True)
     model.module[2].weight.sum().backward()
     model.finish_grad_sync()
@@ -56,23 +54,14 @@ def _incomplete() -> None:
     assert gradients == [0.0, 0.0, 21.0, 0.0]
 
 
-def test_the_wrapper_sends_an_incomplete_bucket():
-    run_distributed(_incomplete, 2)
-
-
-def _written_before_backward() -> None:
+@on_ranks(2)
+def test_main_grad_written_before_the_first_backward_counts() -> None:
     model = _wrapped()
     for param in model.parameters():
         param.main_grad.fill_(2.0 * dist.get_rank())
     model(torch.ones(1, 5)).sum().backward()
-    alone = torch.autograd.grad(_model()(torch.ones(1, 5)).sum(), list(_model().parameters()), allow_unused=True)
-    assert alone[0] is None  # of other parameters
     model.finish_grad_sync()
     assert torch.equal(model.module[2].bias.main_grad, torch.full((3,), 2.0))  # 1 from backward, the mean of 0 and 2
-
-
-def test_main_grad_written_before_the_first_backward_counts():
-    run_distributed(_written_before_backward, 2)
 
 
 def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Tensor]:
@@ -81,9 +70,8 @@ def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Te
     data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     for _ in range(2):  # the second step begins after zero_grad_buffer
         model.zero_grad_buffer()
-        for index, batch in enumerate(data):
-            with model.no_sync() if index < len(data) - 1 else nullcontext():
-                model(batch).square().sum().backward()
+        for batch in synced_last(model, data):
+            model(batch).square().sum().backward()
         model.finish_grad_sync()
         model.scale_gradients(0.5)
     found = {name: model.local_gradient(param).clone() for name, param in model.module.named_parameters()}
@@ -116,7 +104,14 @@ def _expected(size: int) -> dict[str, torch.Tensor]:
     return {name: gradient / (2 * size) for name, gradient in total.items()}  # 2 ranks: halves are exact
 
 
-def _accumulates_in_fp32(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}]
+    + [{"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 20}],
+    ids=["ddp", "ddp_overlap", "zero1", "zero2"],
+)
+@on_ranks(2)
+def test_gradients_of_some_parameters_add_up_in_fp32(settings: dict[str, Any]) -> None:
     expected, plain = _expected(2), _gradients((), **settings)
     every, weights = _gradients(("all",), **settings), _gradients(("*.weight",), **settings)
     whole = {name: gradient.flatten() for name, gradient in expected.items()}
@@ -128,17 +123,8 @@ def _accumulates_in_fp32(settings: dict[str, Any]) -> None:
         assert torch.equal(weights[name], gradient if name.endswith("weight") else plain[name])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}]
-    + [{"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 20}],
-    ids=["ddp", "ddp_overlap", "zero1", "zero2"],
-)
-def test_gradients_of_some_parameters_add_up_in_fp32(settings):
-    run_distributed(_accumulates_in_fp32, 2, settings)
-
-
-def _handles_of_extra_gradients() -> None:
+@on_ranks(2)
+def test_gradients_in_fp32_memory_are_for_our_optimizers() -> None:
     model = _wrapped(_model(torch.bfloat16), **{PATTERNS: ("*.weight",)})
     (buffer,) = model.buffers
     weights = [param for param in model.parameters() if param.dim() == 2]
@@ -155,11 +141,9 @@ def _handles_of_extra_gradients() -> None:
         TorchFullyShardedDataParallel(SimpleNamespace(), fsdp2, _model())
 
 
-def test_gradients_in_fp32_memory_are_for_our_optimizers():
-    run_distributed(_handles_of_extra_gradients, 2)
-
-
-def _experts(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@on_ranks(2)
+def test_marked_parameters_have_own_buffers_and_equal_updates(strategy: str) -> None:
     model = _model()
     for param in model[2].parameters():
         param.allreduce = False
@@ -187,12 +171,8 @@ def _experts(strategy: str) -> None:
     assert all(map(torch.equal, wrapped.parameters(), plain.parameters()))
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_marked_parameters_have_own_buffers_and_equal_updates(strategy):
-    run_distributed(_experts, 2, strategy)
-
-
-def _gathers() -> None:
+@on_ranks(2)
+def test_gathers_are_waited_for() -> None:
     model = _wrapped(use_distributed_optimizer=True, overlap_param_gather=True)
     with torch.no_grad():
         model.buffers[0].param_data.fill_(dist.get_rank() + 1.0)
@@ -201,7 +181,3 @@ def _gathers() -> None:
     submit.return_value.wait.assert_not_called()
     model.free_overlap_buffers()
     submit.return_value.wait.assert_called_once()
-
-
-def test_gathers_are_waited_for():
-    run_distributed(_gathers, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,9 @@ from core.distributed import FullyShardedDataParallel, finalize_model_grads, wra
 from core.distributed.report.table import model_facts
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import UNITS, batches, build, full, gradients, loss_of, settings, toy
+from tests.unit._rounding import assert_same
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import UNITS, accumulate, build, full, gradients, settings, toy
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -36,11 +36,13 @@ def _build(**fields: Any) -> tuple[FullyShardedDataParallel, MegatronOptimizer]:
     return model, get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.1), [model])
 
 
+def _whole(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
+    return {name: full(held) for name, held in model.state_dict().items()}
+
+
 def _step(model: FullyShardedDataParallel, optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], float]:
     model.zero_grad_buffer()
-    for index, tokens in enumerate(batches(dist.get_rank())):
-        with nullcontext() if index == 2 else model.no_sync():
-            loss_of(model, tokens).backward()
+    accumulate(model)
     finalize_model_grads([model])
     found = gradients(model)
     return found, optimizer.step()[1]
@@ -55,9 +57,8 @@ def _is_the_same() -> None:
         for _ in range(3):
             (expected, norm), (found, other_norm) = _step(model, optimizer), _step(outer, other)
             assert norm == other_norm, fields
-            assert all(torch.equal(found[name], value) for name, value in expected.items()), fields
-        for name, held in model.state_dict().items():
-            assert torch.equal(full(outer.state_dict()[name]), full(held)), (fields, name)
+            assert_same(found, expected)
+        assert_same(_whole(outer), _whole(model))
         sizes = [sum(p.main.numel() for p in each._params) for each in (optimizer, other)]
         total = torch.tensor(sizes)
         dist.all_reduce(total)
@@ -73,34 +74,27 @@ def _state(model: FullyShardedDataParallel, optimizer: MegatronOptimizer) -> dic
     return model_state_dict(model) | {f"optimizer.{name}": held for name, held in optimizer.state_tensors().items()}
 
 
-def _continues(folder: Path) -> None:
+@on_ranks(4)
+def test_checkpoints_go_both_ways(tmp_path: Path) -> None:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     for saving, loading in (("optim", "no_shard"), ("no_shard", "optim")):
         model, optimizer = _build(outer_dp_sharding_strategy=saving)
         _step(model, optimizer)
-        save(_state(model, optimizer), folder / saving, metadata={"optimizer": optimizer.state_scalars()})
+        save(_state(model, optimizer), tmp_path / saving, metadata={"optimizer": optimizer.state_scalars()})
         _step(model, optimizer)
         other, continued = _build(outer_dp_sharding_strategy=loading)
-        metadata = load(_state(other, continued), folder / saving)
+        metadata = load(_state(other, continued), tmp_path / saving)
         continued.load_state_scalars(metadata["optimizer"])
         _step(other, continued)
-        for name, held in model.state_dict().items():
-            assert torch.equal(full(other.state_dict()[name]), full(held)), (saving, name)
+        assert_same(_whole(other), _whole(model))
 
 
-def test_checkpoints_go_both_ways(tmp_path):
-    run_distributed(_continues, 4, tmp_path)
-
-
-def _described() -> list[tuple[str, int, int]]:
+@on_ranks(4)
+def test_the_description_counts_what_instances_exchange() -> None:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     model, _ = _build(outer_dp_sharding_strategy="optim", reshard_after_forward=False)
     block = next(unit for unit in model_facts(model.plan, model.module, 1).units if unit.name == "blocks.0")
-    return [(entry.kind, entry.nbytes, entry.ranks) for entry in block.traffic]
-
-
-def test_the_description_counts_what_instances_exchange():
-    traffic = run_distributed(_described, 4)[0]
+    traffic = [(entry.kind, entry.nbytes, entry.ranks) for entry in block.traffic]
     whole = traffic[0][1]
     assert traffic == [
         ("all-gather", whole, 2),
@@ -110,14 +104,11 @@ def test_the_description_counts_what_instances_exchange():
     ]
 
 
-def _refused() -> None:
+@on_ranks(1)
+def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ParallelConfigError, match="outer_dp_sharding_strategy is 'optim' with one optimizer instance"):
         build("zero3", toy(), outer_dp_sharding_strategy="optim")
     with pytest.raises(ParallelConfigError, match="FSDP2 replicates shards over optimizer instances"):
         build("fsdp2", toy(), outer_dp_sharding_strategy="optim")
     with pytest.raises(ParallelConfigError, match="it takes one of no_shard, optim"):
         build("zero3", toy(), outer_dp_sharding_strategy="optim_grads")
-
-
-def test_what_it_cannot_do_is_refused():
-    run_distributed(_refused, 1)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +28,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
 from core.optimizer.optimizer import MegatronOptimizer
 from tests.unit._lane import called_before_waiting
-from tests.unit._spawn import RankFailure, run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import BUFFERED, WRAPPERS, batches, build, gradients, loss_of, oracle, toy
 
 GATHERED_LATER = [kind for kind, fields in BUFFERED.items() if "overlap_param_gather" in fields]
@@ -44,6 +46,11 @@ def _update_shards(model: nn.Module, value: float) -> None:
 def _gathers_during_forward(kind: str, read: str) -> None:
     model = build(kind, toy(tied=False))
     gate, gather = threading.Event(), collectives.all_gather
+    reads = {
+        "forward": lambda: model(batches(0)[0]),
+        "state_dict": model.module.state_dict,
+        "evaluation": model.disable_forward_pre_hook,
+    }
 
     def gather_late(*args, **options):
         assert gate.wait(600)
@@ -54,14 +61,7 @@ def _gathers_during_forward(kind: str, read: str) -> None:
         _update_shards(model, 0.25)
         model.start_param_sync()  # returns although nothing has been gathered
         with called_before_waiting(lambda task: gate.set()):
-            if read == "forward":
-                model(batches(0)[0])
-            elif read == "state_dict":
-                model.module.state_dict()
-            elif read == "evaluation":
-                model.disable_forward_pre_hook()
-            else:
-                model.module.head.weight.sum()
+            reads.get(read, model.module.head.weight.sum)()
             assert gate.is_set() == (read != "without waiting")
             weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         gate.set()  # if nothing has waited
@@ -69,18 +69,21 @@ def _gathers_during_forward(kind: str, read: str) -> None:
     model.finish_param_sync()
 
 
-@pytest.mark.parametrize("read", ["forward", "state_dict", "evaluation", "directly"])
 @pytest.mark.parametrize("kind", GATHERED_LATER)
-def test_parameters_are_gathered_while_other_code_runs(kind, read):
-    run_distributed(_gathers_during_forward, 2, kind, read)
+@on_ranks(2)
+def test_parameters_are_gathered_while_other_code_runs(kind: str) -> None:
+    for read in ("forward", "state_dict", "evaluation", "directly"):
+        _gathers_during_forward(kind, read)
 
 
-def test_parameters_that_did_not_wait_would_be_seen_to_be_stale():
-    with pytest.raises(RankFailure, match="stale parameters"):
-        run_distributed(_gathers_during_forward, 2, "zero1_overlap", "without waiting")
+@on_ranks(2)
+def test_parameters_that_did_not_wait_would_be_seen_to_be_stale() -> None:
+    with pytest.raises(AssertionError, match="stale parameters"):
+        _gathers_during_forward("zero1_overlap", "without waiting")
 
 
-def _switches_hooks() -> None:
+@on_ranks(2)
+def test_hooks_are_switched_off_for_an_evaluation_and_on_again() -> None:
     model = build("zero1_overlap", toy())
     with pytest.raises(ShardstackError, match="while the hooks are enabled"):
         model.enable_forward_pre_hook()
@@ -93,14 +96,12 @@ def _switches_hooks() -> None:
     model.enable_forward_pre_hook()
 
 
-def test_hooks_are_switched_off_for_an_evaluation_and_on_again():
-    run_distributed(_switches_hooks, 2)
-
-
 # ---- torch's own view of the module
 
 
-def _keeps_torchs_buffers(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp_overlap", "zero1"])
+@on_ranks(1)
+def test_buffers_is_megatrons_list_and_torchs_method(kind: str) -> None:
     module = toy()
     plain = copy.deepcopy(module)
     model = build(kind, module)
@@ -120,51 +121,33 @@ def _keeps_torchs_buffers(kind: str) -> None:
     assert [name for name, _ in outer.named_buffers()] == ["0.module.offset"]
 
 
-@pytest.mark.parametrize("kind", ["ddp_overlap", "zero1"])
-def test_buffers_is_megatrons_list_and_torchs_method(kind):
-    run_distributed(_keeps_torchs_buffers, 1, kind)
-
-
 def _moves(module: nn.Module) -> None:
     module.blocks[1].up.weight.data = module.blocks[1].up.weight.data.clone()
-
-
-def _converts(module: nn.Module) -> None:
-    module.blocks[1].up.double()
 
 
 def _assigns(module: nn.Module) -> None:
     module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
 
 
-def _replaces(module: nn.Module) -> None:
-    module.blocks[1].up.weight = nn.Parameter(torch.zeros(5, 7))
+def _adds(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:
+    module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
 
-def _adds(module: nn.Module) -> None:
-    module.blocks[1].late = nn.Parameter(torch.zeros(3))
-
-
-def _thaws(module: nn.Module) -> None:
-    module.frozen.requires_grad_()
-
-
-def _removes(module: nn.Module) -> None:
-    module.blocks[1].up.register_parameter("bias", None)
-
-
-CHANGES = {
+CHANGES: dict[Callable[[nn.Module], Any], str] = {
     _moves: r"the storage of parameter blocks\.1\.up\.weight was replaced",
-    _converts: r"the storage of parameter blocks\.1\.up\.weight was replaced",
+    lambda m: m.blocks[1].up.double(): r"the storage of parameter blocks\.1\.up\.weight was replaced",
     _assigns: r"parameter embedding\.weight was replaced",
-    _replaces: r"parameter blocks\.1\.up\.weight was replaced",
-    _adds: r"parameter blocks\.1\.late was replaced, added",
-    _thaws: r"parameter frozen was replaced, added or made trainable",
-    _removes: r"parameter blocks\.1\.up\.bias was removed",
+    lambda m: _adds(m.blocks[1].up, "weight", (5, 7)): r"parameter blocks\.1\.up\.weight was replaced",
+    lambda m: _adds(m.blocks[1], "late", (3,)): r"parameter blocks\.1\.late was replaced, added",
+    lambda m: m.frozen.requires_grad_(): r"parameter frozen was replaced, added or made trainable",
+    lambda m: m.blocks[1].up.register_parameter("bias", None): r"parameter blocks\.1\.up\.bias was removed",
 }
+"""Changes of a wrapped model, and what the next call says."""
 
 
-def _notices(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap"])
+@on_ranks(1)
+def test_a_replaced_parameter_is_named_at_the_next_sync(kind: str) -> None:
     for change, message in CHANGES.items():
         model = build(kind, toy())
         model.finish_grad_sync()
@@ -176,11 +159,6 @@ def _notices(kind: str) -> None:
             model.start_param_sync()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap"])
-def test_a_replaced_parameter_is_named_at_the_next_sync(kind):
-    run_distributed(_notices, 1, kind)
-
-
 def _train_step(model: nn.Module, optimizer: MegatronOptimizer) -> None:
     model.zero_grad_buffer()
     loss_of(model, batches(0)[0]).backward()
@@ -188,7 +166,9 @@ def _train_step(model: nn.Module, optimizer: MegatronOptimizer) -> None:
     optimizer.step()
 
 
-def _notices_in_a_later_step(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2"])
+@on_ranks(1)
+def test_no_step_updates_parameters_after_one_has_moved(kind: str) -> None:
     for change, message in CHANGES.items():
         model = build(kind, toy())
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
@@ -204,67 +184,50 @@ def _notices_in_a_later_step(kind: str) -> None:
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2"])
-def test_no_step_updates_parameters_after_one_has_moved(kind):
-    run_distributed(_notices_in_a_later_step, 1, kind)
-
-
-def _checks_once(kind: str) -> tuple[int, int]:
-    model = build(kind, toy())
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
-    _train_step(model, optimizer)
-    of_wrapper = mock.patch.object(ParamPlacement, "check", autospec=True, side_effect=ParamPlacement.check)
-    of_optimizer = mock.patch.object(MainParam, "check_storage", autospec=True, side_effect=MainParam.check_storage)
-    with of_wrapper as wrapper, of_optimizer as storage:
-        for _ in range(3):
-            _train_step(model, optimizer)
-    return wrapper.call_count, storage.call_count
-
-
-def test_parameters_are_checked_once_a_step():
+@on_ranks(2)
+def test_parameters_are_checked_once_a_step() -> None:
     trained = sum(parameter.requires_grad for parameter in toy().parameters())
     for kind in WRAPPERS:
+        model = build(kind, toy())
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+        _train_step(model, optimizer)
+        with (
+            mock.patch.object(ParamPlacement, "check", autospec=True, side_effect=ParamPlacement.check) as wrapper,
+            mock.patch.object(
+                MainParam, "check_storage", autospec=True, side_effect=MainParam.check_storage
+            ) as storage,
+        ):
+            for _ in range(3):
+                _train_step(model, optimizer)
         expected = (0, 3 * trained) if kind == "fsdp2" else (3, 0)
-        assert run_distributed(_checks_once, 2, kind) == [expected] * 2, kind
-
-
-def _refuses_to_wrap_twice() -> None:
-    model = build("ddp", toy())
-    with pytest.raises(WrapError, match="is in the buffers of a wrapper already"):
-        build("zero1", model.module)
-
-
-def test_a_module_is_wrapped_once():
-    run_distributed(_refuses_to_wrap_twice, 1)
+        assert (wrapper.call_count, storage.call_count) == expected, kind
 
 
 # ---- who may step
 
 
-def _steps_with_a_plain_optimizer(kind: str) -> str:
-    model = build(kind, toy())
-    other = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW([*other.parameters(), *model.parameters()])
-    loss_of(model, batches(0)[0]).backward()
-    finalize_model_grads([model])
-    torch.optim.SGD(other.parameters(), lr=0.1).step()  # of other parameters: allowed
-    try:
-        optimizer.step()
-    except ShardstackError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_plain_torch_optimizer_over_sharded_buffers_raises():
+@on_ranks(1)
+def test_a_plain_torch_optimizer_over_sharded_buffers_raises() -> None:
     for kind in BUFFERED:
-        (message,) = run_distributed(_steps_with_a_plain_optimizer, 1, kind)
-        assert ("AdamW was to step" in message and "get_megatron_optimizer" in message) == kind.startswith("zero")
+        model = build(kind, toy())
+        other = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW([*other.parameters(), *model.parameters()])
+        loss_of(model, batches(0)[0]).backward()
+        finalize_model_grads([model])
+        torch.optim.SGD(other.parameters(), lr=0.1).step()  # of other parameters: allowed
+        if kind.startswith("zero"):
+            with pytest.raises(ShardstackError, match=r"AdamW was to step.*get_megatron_optimizer"):
+                optimizer.step()
+        else:
+            optimizer.step()
 
 
 # ---- memory
 
 
-def _keeps_its_memory(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap"])
+@on_ranks(2)
+def test_gradient_memory_stays_in_place_and_padding_stays_zero(kind: str) -> None:
     model = build(kind, toy())
     places = []
     for _ in range(3):
@@ -280,8 +243,3 @@ def _keeps_its_memory(kind: str) -> None:
                 used[start:end] = True
             assert not buffer.grad_data[~used].any(), "padding is not zero"
     assert places[0] == places[1] == places[2]
-
-
-@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap"])
-def test_gradient_memory_stays_in_place_and_padding_stays_zero(kind):
-    run_distributed(_keeps_its_memory, 2, kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from core.base.errors import ParallelConfigError
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import batches, build, loss_of, toy
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import batches, build, loss_of, synced_last, toy
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bf16": True}, {}),
@@ -34,22 +32,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def _train(kind: str, fields: dict[str, Any], settings: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Returns the losses and norms of three steps, and all weights after them."""
+    """Returns the losses and norms of two steps, and all weights after them."""
     model = build(kind, toy(), config=SimpleNamespace(**fields), **settings)
     half = {name: fields.get(name, False) for name in ("bf16", "fp16")}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(lr=0.1, clip_grad=0.5, initial_loss_scale=2.0**8, **half), [model]
     )
     seen = []
-    for step in range(3):
+    for step in range(2):
         model.zero_grad_buffer()
-        for is_last in (False, True):
-            with nullcontext() if is_last else model.no_sync():
-                loss = loss_of(model, batches(step)[0])
-                optimizer.scale_loss(loss).backward()
+        for tokens in synced_last(model, [batches(step)[0]] * 2):
+            loss = loss_of(model, tokens)
+            optimizer.scale_loss(loss).backward()
             seen.append(loss.detach())
-        tokens = torch.tensor(7.0) if "calculate_per_token_loss" in fields else None
-        finalize_model_grads([model], tokens)
+        num_tokens = torch.tensor(7.0) if "calculate_per_token_loss" in fields else None
+        finalize_model_grads([model], num_tokens)
         seen.append(torch.tensor(optimizer.step()[1]))
     with model.whole_parameters():
         weights = {
@@ -70,13 +67,15 @@ def _agrees_with_fsdp2(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> No
 
 @pytest.mark.parametrize("num_ranks", quick([1, 2, 4], {1, 2}.__contains__))
 def test_cast_parameters_give_the_bits_of_fsdp2(num_ranks):
-    run_distributed(_agrees_with_fsdp2, num_ranks, CASES[:: 2 if num_ranks == 4 else 1])
+    run_distributed(_agrees_with_fsdp2, num_ranks, CASES if num_ranks == 2 else CASES[::2])
 
 
-def _is_seen_in_the_dtype_of_computation() -> None:
-    module = toy(tied=False)
-    model = build("zero3", module, config=SimpleNamespace(fp16=True), output_dtype="bf16", buffer_dtype="fp16")
-    seen = {}
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+@on_ranks(2)
+def test_the_model_computes_in_its_dtype_and_shards_stay_fp32(kind: str) -> None:
+    module, seen = toy(tied=False), {}
+    settings = {"param_dtype": "fp16", "output_dtype": torch.bfloat16, "buffer_dtype": "fp16"}
+    model = build(kind, module, config=SimpleNamespace(fp16=True), **settings)
     module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.update(weight=m.weight.dtype, out=out.dtype))
     output = model(batches(0)[0])
     assert seen == {"weight": torch.float16, "out": torch.float16}
@@ -84,19 +83,7 @@ def _is_seen_in_the_dtype_of_computation() -> None:
     assert {held.dtype for held in model.state_dict().values() if held.dtype != torch.float16} == {torch.float32}
     with model.whole_parameters():
         assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert {param.dtype for param in model.parameters()} == {torch.float16}
-    facts = {(piece.param_dtype, piece.gathered_dtype, piece.grad_dtype) for piece, *_ in model.plan.buffers}
-    assert facts == {(torch.float32, torch.float16, torch.float16)}
-
-
-def test_the_model_computes_in_its_dtype_and_shards_stay_fp32():
-    run_distributed(_is_seen_in_the_dtype_of_computation, 2)
-
-
-def _needs_a_loss_scale() -> None:
-    with pytest.raises(ParallelConfigError, match=r"param_dtype is fp16.*fp16=False"):
-        build("zero3", toy(), param_dtype="fp16")
-
-
-def test_fp16_needs_a_loss_scale():
-    run_distributed(_needs_a_loss_scale, 1)
+    if kind == "zero3":
+        assert {param.dtype for param in model.parameters()} == {torch.float16}
+        facts = {(piece.param_dtype, piece.gathered_dtype, piece.grad_dtype) for piece, *_ in model.plan.buffers}
+        assert facts == {(torch.float32, torch.float16, torch.float16)}

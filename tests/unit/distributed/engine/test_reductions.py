@@ -9,18 +9,17 @@ import torch.distributed as dist
 from torch import nn
 
 from core.comm.lane import comm_lane
-from core.distributed import FullyShardedDataParallel
 from core.distributed.groups import twin_group
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import Stack, build
 
 LONGEST_S = 60.0
 """A reduction that is held up fails the test after this time; one that is not takes milliseconds."""
 
 
-def _reduces_while_gathers_wait() -> bool:
+@on_ranks(2)
+def test_a_gather_that_is_under_way_holds_up_no_reduction() -> None:
     model = build("zero3", Stack(layers=4), unit_classes=(nn.Linear,), reshard_after_forward=False)
-    assert isinstance(model, FullyShardedDataParallel)
     loss = model(torch.ones(2, 6)).sum()
     gate, was_opened = threading.Event(), list[bool]()
     gather = comm_lane(torch.device("cpu")).submit(lambda: was_opened.append(gate.wait(LONGEST_S)))
@@ -28,32 +27,20 @@ def _reduces_while_gathers_wait() -> bool:
     model.finish_grad_sync()
     gate.set()
     gather.wait()
-    return was_opened[0]
+    assert was_opened == [True]
 
 
-def test_a_gather_that_is_under_way_holds_up_no_reduction():
-    assert run_distributed(_reduces_while_gathers_wait, 2) == [True, True]
-
-
-def _twins() -> list[bool]:
+@on_ranks(2)
+def test_a_group_has_one_twin_of_the_same_ranks() -> None:
     world = dist.group.WORLD
     twin = twin_group(world)
-    return [
-        twin is not world and twin is twin_group(world),
-        dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(world),
-    ]
+    assert twin is not world and twin is twin_group(world)
+    assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(world)
 
 
-def test_a_group_has_one_twin_of_the_same_ranks():
-    assert run_distributed(_twins, 2) == [[True, True]] * 2
-
-
-def _wraps_after_a_group_of_rank_0_alone() -> None:
+@on_ranks(2, limit_s=90.0)
+def test_a_group_of_some_ranks_made_earlier_is_no_hang() -> None:
     dist.new_group([0])  # every rank calls it, as torch asks
     model = build("zero3", Stack(layers=2), unit_classes=(nn.Linear,), group=dist.new_group([0, 1]))
     model(torch.ones(2, 6)).sum().backward()
     model.finish_grad_sync()
-
-
-def test_a_group_of_some_ranks_made_earlier_is_no_hang():
-    run_distributed(_wraps_after_a_group_of_rank_0_alone, 2, limit_s=90.0)

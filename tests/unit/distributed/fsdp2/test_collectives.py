@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
+from tests.unit._rounding import assert_same, assert_same_sums
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import batches, build, full, gradients, loss_of, toy
 
 
@@ -54,7 +54,8 @@ def test_parameters_arrive_in_the_dtype_of_computation():
     run_distributed(_is_gathered_right, 2, {"mp_policy": policy})
 
 
-def _computes_after_an_unused_gather() -> None:
+@on_ranks(2)
+def test_an_unused_gather_is_forgotten() -> None:
     model, tokens = build("fsdp2", toy()), batches(0)[0]
     with torch.no_grad():
         before = model(tokens)  # which sets FSDP2 up
@@ -70,11 +71,8 @@ def _computes_after_an_unused_gather() -> None:
     dist.barrier()
 
 
-def test_an_unused_gather_is_forgotten():
-    run_distributed(_computes_after_an_unused_gather, 2)
-
-
-def _reduces_in_double() -> None:
+@on_ranks(4)
+def test_gradients_that_torch_divides_are_right() -> None:
     model = build("fsdp2", toy().double())
     loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
@@ -84,24 +82,19 @@ def _reduces_in_double() -> None:
     assert_same_sums(gradients(model), gradients(serial), additions=3)
 
 
-def test_gradients_that_torch_divides_are_right():
-    run_distributed(_reduces_in_double, 4)
-
-
 # ---- units that two of four ranks keep whole between forward and backward
 
 
-def _step_after_an_unused_forward(reshard_after_forward: int | bool) -> list[torch.Tensor]:
-    model = build("fsdp2", toy(), reshard_after_forward=reshard_after_forward)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
-    (tokens,) = batches(model.process_group.rank(), 1)
-    loss_of(model, tokens).backward()
-    finalize_model_grads([model])
-    loss_of(model, tokens)  # with a graph that no backward uses
-    optimizer.step()
-    return [full(parameter) for parameter in model.module.parameters()]
-
-
-def test_a_forward_before_the_update_changes_nothing():
-    partly, fully = (run_distributed(_step_after_an_unused_forward, 4, reshard)[0] for reshard in (2, True))
-    assert all(map(torch.equal, partly, fully))
+@on_ranks(4)
+def test_a_forward_before_the_update_changes_nothing() -> None:
+    found = []
+    for reshard_after_forward in (2, True):
+        model = build("fsdp2", toy(), reshard_after_forward=reshard_after_forward)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+        (tokens,) = batches(model.process_group.rank(), 1)
+        loss_of(model, tokens).backward()
+        finalize_model_grads([model])
+        loss_of(model, tokens)  # with a graph that no backward uses
+        optimizer.step()
+        found.append({name: full(parameter) for name, parameter in model.module.named_parameters()})
+    assert_same(*found)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from core.base.errors import UnitError
 from core.distributed import finalize_model_grads
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import batches, build, full, loss_of, toy
 
 
@@ -27,17 +27,15 @@ def _trains(calls_with_other_weights: bool, keeps: str) -> dict[str, torch.Tenso
     return {name: full(tensor) for name, tensor in model.state_dict().items()}
 
 
-def _goes_on(keeps: str) -> None:
+@pytest.mark.parametrize("keeps", ["none", "all"])
+@on_ranks(2)
+def test_training_goes_on_after_a_refused_functional_call(keeps: str) -> None:
     expected, found = _trains(False, keeps), _trains(True, keeps)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("keeps", ["none", "all"])
-def test_training_goes_on_after_a_refused_functional_call(keeps):
-    run_distributed(_goes_on, 2, keeps)
-
-
-def _keeps_hooks() -> None:
+@on_ranks(2)
+def test_hooks_survive_a_conversion_and_end_with_their_handle() -> None:
     model = build("fsdp2", toy(tied=False))
     seen = []
     handle = model.module.head.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
@@ -47,7 +45,3 @@ def _keeps_hooks() -> None:
     handle.remove()
     loss_of(model, batches(dist.get_rank())[0]).backward()
     assert len(seen) == 1
-
-
-def test_hooks_survive_a_conversion_and_end_with_their_handle():
-    run_distributed(_keeps_hooks, 2)

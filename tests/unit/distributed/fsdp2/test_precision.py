@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,8 @@ from torch import nn
 from core.base.errors import WrapError
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import batches, build, gradients, loss_of, toy
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import batches, build, gradients, loss_of, synced_last, toy
 
 
 class MixedLayer(nn.Module):
@@ -75,7 +74,8 @@ def _scaled_layer() -> ScaledLayer:
     return ScaledLayer()
 
 
-def _splits_from_the_inside() -> None:
+@on_ranks(2)
+def test_a_module_with_children_of_another_dtype_keeps_its_own() -> None:
     for unit_classes in ([ScaledLayer], []):
         model = build("fsdp2", Scaled(), unit_classes=unit_classes)
         expected, x = Scaled(), torch.linspace(0, 1, 12).view(2, 6)
@@ -84,10 +84,6 @@ def _splits_from_the_inside() -> None:
         expected(x).sum().backward()
         for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
             assert found.dtype == wanted.dtype and torch.equal(found, wanted.grad), name
-
-
-def test_a_module_with_children_of_another_dtype_keeps_its_own():
-    run_distributed(_splits_from_the_inside, 2)
 
 
 class Branching(nn.Module):
@@ -108,28 +104,25 @@ class Branching(nn.Module):
         return self._layer(x)
 
 
-def _accumulates_in_fp32(branches: list[bool]) -> None:
+@pytest.mark.parametrize("branches", [[False, False], [False, True], [True, False]])
+@on_ranks(2)
+def test_gradients_accumulated_in_fp32_may_come_late_or_never(branches: list[bool]) -> None:
     module = Branching()
     model = build(
         "fsdp2", module, config=SimpleNamespace(bf16=True), unit_classes=[nn.Linear], grad_reduce_in_fp32=True
     )
     x = torch.linspace(0, 1, 12).view(2, 6)
-    for index, branch in enumerate(branches):
+    for branch in synced_last(model, branches):
         module.takes_branch = branch
-        with nullcontext() if index == len(branches) - 1 else model.no_sync():
-            model(x).sum().backward()
+        model(x).sum().backward()
     finalize_model_grads([model])
     found = gradients(model)
     assert found["layer.a.weight"].abs().sum() > 0 and not found["spare.weight"].any()
     assert found["layer.b.weight"].any() == any(branches)
 
 
-@pytest.mark.parametrize("branches", [[False, False], [False, True], [True, False]])
-def test_gradients_accumulated_in_fp32_may_come_late_or_never(branches):
-    run_distributed(_accumulates_in_fp32, 2, branches)
-
-
-def _keeps_fp32_parameters() -> None:
+@on_ranks(2)
+def test_fp32_norms_in_a_bf16_model_keep_their_dtype() -> None:
     model = build("fsdp2", Mixed(), config=SimpleNamespace(bf16=True), unit_classes=[MixedLayer])
     assert [unit.names for unit in model.units] == [
         ("layers.0.norm",),
@@ -147,11 +140,8 @@ def _keeps_fp32_parameters() -> None:
         assert found.dtype == wanted.dtype and torch.equal(found, wanted.grad), name
 
 
-def test_fp32_norms_in_a_bf16_model_keep_their_dtype():
-    run_distributed(_keeps_fp32_parameters, 2)
-
-
-def _names_the_module_of_two_dtypes() -> None:
+@on_ranks(1)
+def test_a_module_of_two_dtypes_is_named() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     module[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(WrapError, match=r"module '0' holds trainable parameters of 2 dtypes, .*bfloat16.*float32"):
@@ -161,27 +151,8 @@ def _names_the_module_of_two_dtypes() -> None:
     assert model.units
 
 
-def test_a_module_of_two_dtypes_is_named():
-    run_distributed(_names_the_module_of_two_dtypes, 1)
-
-
-def _casts_as_asked() -> None:
-    seen = {}
-    module = toy(tied=False)
-    settings = {"param_dtype": "fp16", "output_dtype": torch.bfloat16, "buffer_dtype": "fp16"}
-    model = build("fsdp2", module, config=SimpleNamespace(fp16=True), **settings)
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.update(weight=m.weight.dtype, out=out.dtype))
-    output = model(batches(0)[0])
-    assert seen == {"weight": torch.float16, "out": torch.float16}
-    assert output.dtype == torch.bfloat16 and module.offset.dtype == torch.float16
-
-
-def test_dtypes_are_those_asked_for():
-    run_distributed(_casts_as_asked, 2)
-
-
-def _skips_an_overflow_on_all_ranks() -> None:
+@on_ranks(2)
+def test_fp16_with_a_loss_scale_skips_an_overflow_on_all_ranks() -> None:
     model = build("fsdp2", toy(), config=SimpleNamespace(fp16=True))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(lr=0.1, fp16=True, initial_loss_scale=2.0**8, hysteresis=1), [model]
@@ -202,7 +173,3 @@ def _skips_an_overflow_on_all_ranks() -> None:
     optimizer.scale_loss(loss_of(model, batches(0)[0])).backward()
     finalize_model_grads([model])
     assert optimizer.step()[0] is True
-
-
-def test_fp16_with_a_loss_scale_skips_an_overflow_on_all_ranks():
-    run_distributed(_skips_an_overflow_on_all_ranks, 2)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from core.base._torch_compat import fsdp_param_groups
 from core.distributed import finalize_model_grads
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import GatherCounter, Stack, build, gradients
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import CountedTraffic, Stack, build, gradients
 
 
 def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool) -> tuple[list[Any], list[Any]]:
@@ -47,44 +47,47 @@ def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool)
     return forward, seen
 
 
-def test_forward_prefetches_the_asked_number_of_units_in_order():
-    order = [2, 0, 3, 1]
-    forward, _ = run_distributed(_gathered_ahead, 2, (1, 1), order, False)[0]
-    assert forward == [(2, [0]), (0, [3]), (3, [1]), (1, [])]
-    forward, _ = run_distributed(_gathered_ahead, 2, (2, 1), order, False)[0]
-    assert forward == [(2, [0, 3]), (0, [1, 3]), (3, [1]), (1, [])]
-    forward, _ = run_distributed(_gathered_ahead, 2, (0, 1), order, False)[0]
-    assert forward == [(2, []), (0, []), (3, []), (1, [])]
+ORDER = [2, 0, 3, 1]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_backward_prefetches_in_reverse_under_recomputation_too(recomputes):
-    order = [2, 0, 3, 1]
-    backward = {}
-    for depth in (0, 1, 2):
-        _, events = run_distributed(_gathered_ahead, 2, (1, depth), order, recomputes)[0]
-        backward[depth] = {index: sorted({*ahead} - {index}) for index, ahead in events}
-    assert backward[0] == {1: [], 3: [], 0: [], 2: []}
-    assert backward[1] == {1: [3], 3: [0], 0: [2], 2: []}
-    assert backward[2] == {1: [0, 3], 3: [0, 2], 0: [2], 2: []}
+@on_ranks(2)
+def test_forward_prefetches_the_asked_number_of_units_in_order() -> None:
+    for depth, expected in (
+        (1, [(2, [0]), (0, [3]), (3, [1]), (1, [])]),
+        (2, [(2, [0, 3]), (0, [1, 3]), (3, [1]), (1, [])]),
+        (0, [(2, []), (0, []), (3, []), (1, [])]),
+    ):
+        assert _gathered_ahead((depth, 1), ORDER, False)[0] == expected
 
 
-def _gathers_of_adapters() -> int:
+@on_ranks(2)
+def test_backward_prefetches_in_reverse_under_recomputation_too() -> None:
+    for recomputes, (depth, expected) in product(
+        (False, True),
+        (
+            (0, {1: [], 3: [], 0: [], 2: []}),
+            (1, {1: [3], 3: [0], 0: [2], 2: []}),
+            (2, {1: [0, 3], 3: [0, 2], 0: [2], 2: []}),
+        ),
+    ):
+        _, events = _gathered_ahead((1, depth), ORDER, recomputes)
+        assert {index: sorted({*ahead} - {index}) for index, ahead in events} == expected
+
+
+@on_ranks(2)
+def test_what_backward_never_reaches_is_not_gathered_for_it() -> None:
     module = Stack(4)
     for layer in module.layers[:3]:
         layer.requires_grad_(False)
     model = build("fsdp2", module, unit_classes=[nn.Linear], reshard_overrides=("layers.3=True",), backward_prefetch=2)
-    with GatherCounter() as gathers:
+    with CountedTraffic() as traffic:
         model(torch.ones(2, 6)).sum().backward()
         model.finish_grad_sync()
-    return gathers.calls
+    assert traffic.gathers == 1 + 4 + 1  # root and layers, and the last one again
 
 
-def test_what_backward_never_reaches_is_not_gathered_for_it():
-    assert run_distributed(_gathers_of_adapters, 2) == [1 + 4 + 1] * 2  # root and layers, and the last one again
-
-
-def _survives_another_order() -> None:
+@on_ranks(2)
+def test_a_wrong_guess_changes_prefetches_and_no_number() -> None:
     module = Stack(4)
     model = build("fsdp2", module, unit_classes=[nn.Linear], forward_prefetch=2)
     for order in ([0, 1, 2, 3], [3, 1], [1, 1, 2, 0], [0, 1, 2, 3]):
@@ -102,11 +105,8 @@ def _survives_another_order() -> None:
         model.zero_grad_buffer()
 
 
-def test_a_wrong_guess_changes_prefetches_and_no_number():
-    run_distributed(_survives_another_order, 2)
-
-
-def _forgets_what_was_gathered_ahead() -> None:
+@on_ranks(2)
+def test_prefetched_parameters_are_regathered_after_an_update() -> None:
     module = Stack(3)
     model = build("fsdp2", module, unit_classes=[nn.Linear])
     x = torch.ones(2, 6)
@@ -121,7 +121,3 @@ def _forgets_what_was_gathered_ahead() -> None:
         for parameter in doubled.parameters():
             parameter.mul_(2.0)
         assert torch.equal(model(x), doubled(x))
-
-
-def test_prefetched_parameters_are_regathered_after_an_update():
-    run_distributed(_forgets_what_was_gathered_ahead, 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,10 +15,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor
 
-from core.base.errors import WrapError, warn_once
+from core.base.errors import WrapError
 from core.comm.record import record_of
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
-from tests.unit._spawn import run_distributed
+from tests.unit._rounding import assert_same
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import UNITS, batches, build, communication_of, full, gradients, loss_of, oracle, toy
 
 
@@ -33,7 +32,9 @@ def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **set
     return wrapper.let_module_be_called()
 
 
-def _accumulates(kept: str) -> None:
+@pytest.mark.parametrize("kept", ["none", "ends", "all"])
+@on_ranks(2)
+def test_gradients_accumulate_until_sync_is_set_again(kept: str) -> None:
     model = _sharded(keep_gathered_between_micro_batches=kept)
     steps = batches(dist.get_rank())
     gathered = []
@@ -42,18 +43,11 @@ def _accumulates(kept: str) -> None:
         loss_of(model, tokens).backward()
         gathered.append(not isinstance(model.blocks[0].down.weight, DTensor))
     assert gathered == [kept != "none"] * (len(steps) - 1) + [False]
-    found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    expected = oracle()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}, oracle())
 
 
-@pytest.mark.parametrize("kept", ["none", "ends", "all"])
-def test_gradients_accumulate_until_sync_is_set_again(kept):
-    run_distributed(_accumulates, 2, kept)
-
-
-def _steps_while_units_are_gathered() -> None:
+@on_ranks(2)
+def test_a_forward_computes_with_what_an_optimizer_has_written() -> None:
     tokens = batches(0)[0]
     losses = []
     for model in (_sharded(), toy()):
@@ -65,11 +59,8 @@ def _steps_while_units_are_gathered() -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_forward_computes_with_what_an_optimizer_has_written():
-    run_distributed(_steps_while_units_are_gathered, 2)
-
-
-def _evaluates() -> None:
+@on_ranks(2)
+def test_a_forward_without_backward_leaves_nothing_gathered() -> None:
     model = _sharded(seed=1 + dist.get_rank())  # the first rank decides
     tokens = batches(0)[0]
     with torch.no_grad():
@@ -81,34 +72,14 @@ def _evaluates() -> None:
         assert not torch.equal(model(tokens), before)
 
 
-def test_a_forward_without_backward_leaves_nothing_gathered():
-    run_distributed(_evaluates, 2)
-
-
-def _differs() -> None:
+@on_ranks(2)
+def test_different_settings_across_ranks_raise() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dist.get_rank() else None)
     with pytest.raises(WrapError, match="the setting param_dtype"):
         _sharded(mp_policy=policy)
 
 
-def test_different_settings_across_ranks_raise():
-    run_distributed(_differs, 2)
-
-
-def _offloads() -> None:
-    warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="pin_memory is set"):
-        _sharded(cpu_offload=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _sharded(cpu_offload=True, pin_memory=False)
-
-
-def test_without_an_accelerator_memory_is_unpinned_said_once():
-    run_distributed(_offloads, 2)
-
-
-def _steps_on_memory_of(exchanges: bool) -> list[torch.Tensor]:
+def _steps_on_memory_of(exchanges: bool) -> dict[str, torch.Tensor]:
     model = build("fsdp2", toy(), collectives="torch")
     gather, reduce = communication_of(model.module)
     assert isinstance(gather, DefaultAllGather) and isinstance(reduce, DefaultReduceScatter)
@@ -123,12 +94,9 @@ def _steps_on_memory_of(exchanges: bool) -> list[torch.Tensor]:
     else:
         calls = [(call.kind, call.what) for call in record_of(dist.group.WORLD).calls]
         assert ("all-gather", "the parameters of the root unit") in calls
-    return [gradient for _, gradient in sorted(gradients(model).items())]
+    return gradients(model)
 
 
-def _exchanged_and_not() -> bool:
-    return all(map(torch.equal, _steps_on_memory_of(False), _steps_on_memory_of(True)))
-
-
-def test_torchs_collectives_can_have_memory_of_the_backend():
-    assert run_distributed(_exchanged_and_not, 2) == [True, True]
+@on_ranks(2)
+def test_torchs_collectives_can_have_memory_of_the_backend() -> None:
+    assert_same(_steps_on_memory_of(False), _steps_on_memory_of(True))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import pkgutil
 import re
+import textwrap
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import core
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, loss_of, toy
-from tests.unit.distributed.fsdp2._attribute_uses import Catalog, Origins, Uses
 
 PRIVATE = re.compile(
     r"_fully_shard\.|_get_fsdp_state|_fsdp_param_group|\b_unsharded_param\b|\.fsdp_params\b"
@@ -33,18 +40,24 @@ def test_only_one_file_reads_torchs_private_state():
     assert PRIVATE.search(files[FILE]) and found == ALLOWED
 
 
-ORIGINS = Origins(
-    parameters={"parameter": "FSDPParam", "comm_ctx": "FSDPCommContext"},
-    functions={
-        "_get_fsdp_state": "FSDPState",
-        "fsdp_param_groups": "[FSDPParamGroup]",
-        "groups_of": "[FSDPParamGroup]",
-        "_running_reductions": "[ReduceScatterState]",
-        "gathered_versions": "",
-        "names_of_parameters": "",
-    },
-)
-
+PACKAGE = "torch.distributed.fsdp._fully_shard"
+OWNERS = {
+    **dict.fromkeys(("module", "root", "m"), "FSDPModule"),
+    **dict.fromkeys(("_get_fsdp_state", "_state", "each"), "FSDPState"),
+    "state": "FSDPState ReduceScatterState",
+    "_state_ctx": "FSDPStateContext",
+    **dict.fromkeys(("comm_ctx", "_comm_ctx"), "FSDPCommContext"),
+    "group": "FSDPParamGroup",
+    **dict.fromkeys(("parameter", "p"), "FSDPParam"),
+    **dict.fromkeys(("info", "_module_info"), "ParamModuleInfo"),
+    "mesh_info": "FSDPMeshInfo",
+    "last": "AllGatherState",
+    "result": "AllGatherResult",
+    "TrainingState": "TrainingState",
+}
+"""Classes of torch, by the last name of the expression that is an object of one in the source code."""
+PUBLIC = {name for kind in (torch.Tensor, nn.Module(), dist.Work, list, dict, set, str, type) for name in dir(kind)}
+"""Names that say nothing about whose attribute they are."""
 OF_SOME_VERSIONS = {
     ("FSDPState", "_reset_iter_state"),
     ("FSDPCommContext", "reduce_scatter_state"),
@@ -53,70 +66,115 @@ OF_SOME_VERSIONS = {
 """Of which the code asks whether they are there."""
 
 
-def _torchs_objects() -> Catalog:
+Names = dict[str, set[str]]
+"""Of attributes, by class."""
+
+
+class Use(NamedTuple):
+    """An attribute in the source code, of an object of one of these classes; of none if its owner is unknown."""
+
+    kinds: tuple[str, ...]
+    name: str
+    line: int
+
+
+def _names_of_classes() -> Names:
+    """Returns what torch's private classes declare, also of attributes that are None for most of a step."""
+    names = {"FSDPModule": set(vars(FSDPModule))}
+    for found in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__):
+        module = importlib.import_module(f"{PACKAGE}.{found.name}")
+        for kind, of_kind in inspect.getmembers(module, inspect.isclass):
+            if of_kind.__module__ == module.__name__:
+                tree = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(of_kind))))
+                targets = [node.target for node in tree if isinstance(node, ast.AnnAssign)]
+                names[kind] = {*dir(of_kind), *(getattr(t, "attr", getattr(t, "id", "")) for t in targets)}
+    return names
+
+
+def _names_of_objects() -> Names:
     """Returns what every object has that FSDP2 makes for a model, in two micro-batches of a step."""
     model = toy(tied=False)
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=dist.get_world_size() // 2)
     fully_shard(model)
-    catalog = Catalog()
-    catalog.add_classes()
+    names = _names_of_classes()
     for number in range(2):
         model.set_requires_gradient_sync(number == 1)
         loss = loss_of(model, batches(0)[0])
-        catalog.add_objects(model)
+        _add_objects(names, model)
         loss.backward()
-        catalog.add_objects(model)
-    return catalog
+        _add_objects(names, model)
+    return names
 
 
-def _uses(catalog: Catalog) -> Uses:
-    uses = Uses(catalog, ORIGINS)
-    uses.read(FILE.name, FILE.read_text(encoding="utf-8"))
-    return uses
+def _add_objects(names: Names, root: nn.Module) -> None:
+    """Adds the attributes of all private objects that modules refer to now."""
+    waiting: list[Any] = [m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)]
+    done: set[int] = set()
+    while waiting:
+        owner = waiting.pop()
+        if type(owner).__module__.startswith(PACKAGE) and not isinstance(owner, type) and id(owner) not in done:
+            done.add(id(owner))
+            names.setdefault(type(owner).__name__, set()).update(dir(owner))
+            for value in getattr(owner, "__dict__", {}).values():
+                waiting += value if isinstance(value, list) else [value]
 
 
-def _missing(catalog: Catalog, uses: Uses) -> set[str]:
+def _uses(source: str, names: Names) -> set[Use]:
+    """Returns the uses of torch's private attributes."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and _last_name(node) in ("getattr", "hasattr"):
+            owner, name = node.args[0], ast.literal_eval(node.args[1])
+        else:
+            continue
+        kinds = tuple(OWNERS.get(_last_name(owner), "").split())
+        is_private = name not in PUBLIC and any(name in of_kind for of_kind in names.values())
+        if name not in PUBLIC if kinds else is_private and _last_name(owner) != "self":
+            found.add(Use(kinds, name, node.lineno))
+    return found
+
+
+def _last_name(node: Any) -> str:
+    node = node.func if isinstance(node, ast.Call) else node
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _problems(uses: set[Use], names: Names) -> set[str]:
+    """Returns names that no class of their owner has, or whose owner is unknown."""
     return {
-        f"{use.where}: {use.kind}.{use.name}"
-        for use in uses.found
-        if use.name not in catalog.names[use.kind] and (use.kind, use.name) not in OF_SOME_VERSIONS
+        f"{use.line}: {' '.join(use.kinds) or 'unknown'}.{use.name}"
+        for use in uses
+        if not any(use.name in names[kind] or (kind, use.name) in OF_SOME_VERSIONS for kind in use.kinds)
     }
 
 
 def test_every_private_name_that_is_used_is_there():
-    catalog = run_distributed(_torchs_objects, 4)[0]
-    uses = _uses(catalog)
-    names = {(use.kind, use.name) for use in uses.found}
-    assert len(names) > 40 and names > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}
-    assert uses.unknown == set()
-    assert _missing(catalog, uses) == set()
-    assert names >= OF_SOME_VERSIONS
-    assert {"reduce_scatter_state", "reduce_scatter_states"} & catalog.names["FSDPCommContext"]
-    for kind, name in names - OF_SOME_VERSIONS:
-        without = Catalog({**catalog.names, kind: catalog.names[kind] - {name}}, catalog.kinds)
-        missing = _missing(without, uses)
-        assert missing and all(found.endswith(f": {kind}.{name}") for found in missing)
+    names = run_distributed(_names_of_objects, 4)[0]
+    uses = _uses(FILE.read_text(encoding="utf-8"), names)
+    used = {(kind, use.name) for use in uses for kind in use.kinds}
+    assert len(used) > 40 and used > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}
+    assert _problems(uses, names) == set()
+    assert used >= OF_SOME_VERSIONS
+    assert {"reduce_scatter_state", "reduce_scatter_states"} & names["FSDPCommContext"]
+    for use in uses:
+        if not any((kind, use.name) in OF_SOME_VERSIONS for kind in use.kinds):
+            without = {kind: of_kind - {use.name} if kind in use.kinds else of_kind for kind, of_kind in names.items()}
+            missing = _problems(uses, without)
+            assert missing and all(problem.endswith(f".{use.name}") for problem in missing)
 
 
 CODE = """
-def reads(other: Any) -> None:
-    for group in groups_of(root):
-        for parameter in group.fsdp_params:
-            parameter.renamed = None
-    of_others().fsdp_params
+for group in groups_of(root):
+    for parameter in group.fsdp_params:
+        parameter.renamed = None
+of_others().fsdp_params
 """
 
 
 def test_a_name_that_is_missing_or_of_unknown_origin_is_found():
-    catalog = Catalog()
-    catalog.add_classes()
-    catalog.names["FSDPParamGroup"].add("fsdp_params")
-    catalog.kinds["FSDPParamGroup", "fsdp_params"] = "[FSDPParam]"
-    uses = Uses(catalog, ORIGINS)
-    uses.read("file.py", CODE)
-    assert _missing(catalog, uses) == {"file.py:5: FSDPParam.renamed"}
-    assert uses.unknown == {
-        "file.py: the parameter other of reads",
-        "file.py:6: whose fsdp_params is it in of_others().fsdp_params?",
-    }
+    names = _names_of_classes()
+    names["FSDPParamGroup"].add("fsdp_params")
+    assert _problems(_uses(CODE, names), names) == {"4: FSDPParam.renamed", "5: unknown.fsdp_params"}

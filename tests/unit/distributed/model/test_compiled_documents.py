@@ -20,7 +20,7 @@ from tests.functional._runs import FFN, HIDDEN, build_gpt, ddp_config, micro_bat
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import gradients
 from tests.unit.distributed.model._graphs import counted_graphs
 from tests.unit.transformer._flash import flash_attention_by_hand
@@ -89,18 +89,16 @@ WAYS = ("kernel", "kernel of CUDA", "mask", "context parallel", "selective recom
         product(("ddp", "fsdp2", "zero3"), WAYS), lambda case: case in (("ddp", "kernel"), ("ddp", "context parallel"))
     ),
 )
+@on_ranks(2)
 def test_all_layouts_share_one_graph(wrapper: str, way: str) -> None:
-    for graphs, breaks in run_distributed(_graphs, 2, wrapper, way):
-        assert not breaks
-        assert graphs == 1
+    assert _graphs(wrapper, way) == (1, {})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["kernel", "kernel of CUDA"])
+@on_ranks(2)
 def test_torchs_compiler_takes_them_too(way: str) -> None:
-    for graphs, breaks in run_distributed(_graphs, 2, "fsdp2", way, "inductor"):
-        assert not breaks
-        assert graphs == 1
+    assert _graphs("fsdp2", way, "inductor") == (1, {})
 
 
 @pytest.mark.gpu
@@ -110,6 +108,4 @@ def test_torchs_compiler_takes_them_too(way: str) -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_a_gpus_kernels_share_one_graph(wrapper: str, dtype: torch.dtype, compiler: str) -> None:
     with one_rank_on_a_gpu():
-        graphs, breaks = _graphs(wrapper, "the GPU's own kernel", compiler, dtype)
-    assert not breaks
-    assert graphs == 1
+        assert _graphs(wrapper, "the GPU's own kernel", compiler, dtype) == (1, {})

@@ -22,8 +22,8 @@ from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config,
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import gradients
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import gradients, synced_last
 from tests.unit.distributed.model._graphs import counted_graphs
 
 LAYERS = 10
@@ -39,11 +39,8 @@ def _train(wrapper: str, tied: bool, fields: dict[str, Any], dtype: torch.dtype)
     model.train()
     for step in range(2):
         model.zero_grad_buffer()
-        *first, last = ([t.to(here) for t in batch] for batch in micro_batches(step, dist.get_rank())[:2])
-        for tokens, labels in first:
-            with model.no_sync():
-                model(tokens, labels=labels).mean().backward()
-        model(last[0], labels=last[1]).mean().backward()
+        for tokens, labels in synced_last(model, micro_batches(step, dist.get_rank())[:2]):
+            model(tokens.to(here), labels=labels.to(here)).mean().backward()
         finalize_model_grads([model])
 
 
@@ -55,6 +52,13 @@ def _graphs(
     return found, dict(counters["graph_break"]), dict(counters["frames"])
 
 
+def _assert_one_graph(*options: Any) -> None:
+    graphs, breaks, frames = _graphs(*options)
+    assert not breaks
+    assert len(graphs) == 1, (graphs, frames)
+    assert frames == {"total": 1, "ok": 1}
+
+
 @pytest.mark.parametrize(
     ("wrapper", "tied", "recomputes"),
     quick(
@@ -62,11 +66,9 @@ def _graphs(
         lambda case: case in (("zero3", True, "none"), ("fsdp2", True, "selective")),
     ),
 )
+@on_ranks(2)
 def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, recomputes: str) -> None:
-    for graphs, breaks, frames in run_distributed(_graphs, 2, wrapper, tied, {"activation_checkpointing": recomputes}):
-        assert not breaks
-        assert len(graphs) == 1, (graphs, frames)
-        assert frames == {"total": 1, "ok": 1}
+    _assert_one_graph(wrapper, tied, {"activation_checkpointing": recomputes})
 
 
 @pytest.mark.gpu
@@ -76,12 +78,8 @@ def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, rec
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_on_a_gpu_all_layers_share_one_graph_too(wrapper: str, compiler: str, recomputes: str) -> None:
-    fields = {"activation_checkpointing": recomputes}
     with one_rank_on_a_gpu():
-        graphs, breaks, frames = _graphs(wrapper, True, fields, compiler, torch.bfloat16)
-    assert not breaks
-    assert len(graphs) == 1, (graphs, frames)
-    assert frames == {"total": 1, "ok": 1}
+        _assert_one_graph(wrapper, True, {"activation_checkpointing": recomputes}, compiler, torch.bfloat16)
 
 
 def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[str, torch.Tensor]]:
@@ -110,51 +108,39 @@ def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[
     return sum(kept.values()), gradients(model)
 
 
-def _saves_less_for_less(wrapper: str, budgets: list[float]) -> list[int]:
+@pytest.mark.parametrize("wrapper", quick(WRAPPERS, lambda wrapper: wrapper == "fsdp2"))
+@on_ranks(2)
+def test_a_smaller_budget_saves_less_and_changes_no_number(wrapper: str) -> None:
     _, expected = _bytes_and_gradients(wrapper, None)
     sizes = []
     with mock.patch.object(unit_transforms, "COMPILER", "aot_eager_decomp_partition"):
-        for budget in budgets:
+        for budget in (1.0, 0.5, 0.2, 0.0):
             size, found = _bytes_and_gradients(wrapper, budget)
             # Sums over 26 tokens, over the width of a layer, and of norms, in another order.
             assert_same_sums(found, expected, additions=2 * SEQUENCE + HIDDEN + FFN)
             sizes.append(size)
     assert functorch_config.activation_memory_budget == 1.0  # of the process
-    return sizes
-
-
-@pytest.mark.parametrize("wrapper", quick(WRAPPERS, lambda wrapper: wrapper == "fsdp2"))
-def test_a_smaller_budget_saves_less_and_changes_no_number(wrapper: str) -> None:
-    for most, some, few, none in run_distributed(_saves_less_for_less, 2, wrapper, [1.0, 0.5, 0.2, 0.0]):
-        assert most > some > few > none
-
-
-def _compiled_by_torch() -> tuple[int, int]:
-    (most, expected), (least, found) = (_bytes_and_gradients("ddp", budget) for budget in (1.0, 0.3))
-    assert_same_sums(found, expected, additions=2 * SEQUENCE + HIDDEN + FFN)
-    return most, least
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 @pytest.mark.long
+@on_ranks(1)
 def test_torchs_compiler_keeps_to_the_budget() -> None:
-    for most, least in run_distributed(_compiled_by_torch, 1):
-        assert least < 0.6 * most
+    (most, expected), (least, found) = (_bytes_and_gradients("ddp", budget) for budget in (1.0, 0.3))
+    assert_same_sums(found, expected, additions=2 * SEQUENCE + HIDDEN + FFN)
+    assert least < 0.6 * most
 
 
-def _dropout_is_refused(dropout: str) -> str:
+@pytest.mark.parametrize("dropout", quick(["hidden_dropout", "attention_dropout"], {"attention_dropout"}.__contains__))
+@on_ranks(1)
+def test_a_unit_with_dropout_is_refused(dropout: str) -> None:
     module = build_gpt(True, **{dropout: 0.1})
     fields = {"compile_units": True, "activation_memory_budget": 0.5}
     model = wrap_model(module, module.config, ddp_config("ddp", **fields), process_group=dist.group.WORLD)
     tokens, labels = micro_batches(0, 0)[0]
-    with pytest.raises(ParallelConfigError) as caught:
+    said = "^activation_memory_budget is below 1 and a unit draws random numbers"
+    with pytest.raises(ParallelConfigError, match=said):
         model(tokens, labels=labels)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("dropout", quick(["hidden_dropout", "attention_dropout"], {"attention_dropout"}.__contains__))
-def test_a_unit_with_dropout_is_refused(dropout: str) -> None:
-    (message,) = run_distributed(_dropout_is_refused, 1, dropout)
-    assert message.startswith("activation_memory_budget is below 1 and a unit draws random numbers")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from core.distributed import (
 )
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.process_groups_config import ProcessGroupCollection
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import synced_last
 
 SETTINGS = {
     "ddp": DistributedDataParallelConfig(),
@@ -57,16 +58,15 @@ def _refuses(setting: str, groups: dict[str, int], config: dict[str, int], given
     assert torch.equal(model[1].weight, torch.full((2, 2), dist.get_rank() + 1.0))
     model[1].weight.allreduce = True
     wrap_model(model, SimpleNamespace(**config), SETTINGS[setting], process_group=ranks)
+    parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("setting", ["ddp", "fsdp2"])
-def test_an_expert_is_refused_where_nothing_names_its_replicas(setting):
-    run_distributed(_refuses, 2, setting, {"expert_model_parallel_size": 2}, {}, True)
-
-
-def test_the_config_or_the_experts_tensor_size_refuses_it():
-    run_distributed(_refuses, 2, "ddp", {}, {"expert_model_parallel_size": 2}, False)
-    run_distributed(_refuses, 2, "ddp", {"expert_tensor_parallel_size": 2}, {}, True)
+@on_ranks(2)
+def test_an_expert_is_refused_where_nothing_names_its_replicas() -> None:
+    for setting in ("ddp", "fsdp2"):
+        _refuses(setting, {"expert_model_parallel_size": 2}, {}, True)
+    _refuses("ddp", {}, {"expert_model_parallel_size": 2}, False)
+    _refuses("ddp", {"expert_tensor_parallel_size": 2}, {}, True)
 
 
 def _trains(setting: str, sizes: dict[str, int], per_token: bool, given: bool = False) -> None:
@@ -89,13 +89,8 @@ def _trains(setting: str, sizes: dict[str, int], per_token: bool, given: bool = 
     assert {entry.ranks for entry in wrapped.plan.traffic()} == {world, len(replicas)} - {1}
     for step in range(2):
         wrapped.zero_grad_buffer()
-        for micro_batch in range(3):
-            x = torch.full((1, 2), float(rank + 1))
-            if micro_batch < 2:
-                with wrapped.no_sync():
-                    wrapped(x).sum().backward()
-            else:
-                wrapped(x).sum().backward()
+        for x in synced_last(wrapped, [torch.full((1, 2), float(rank + 1))] * 3):
+            wrapped(x).sum().backward()
         finalize_model_grads([wrapped], torch.tensor(1.0) if per_token else None)
         if step:
             continue
@@ -135,7 +130,8 @@ def test_an_expert_on_two_ranks_of_four_has_the_mean_over_all(setting):
     run_distributed(_trains, 4, setting, {"expert_model_parallel_size": 2}, False, setting != "fsdp2")
 
 
-def _reduces_over_all() -> None:
+@on_ranks(2)
+def test_without_experts_the_mark_changes_nothing() -> None:
     parallel_state.initialize_model_parallel()
     model = _model()
     wrapped = wrap_model(model, SimpleNamespace(), SETTINGS["ddp"])
@@ -144,15 +140,12 @@ def _reduces_over_all() -> None:
     assert torch.equal(model[1].weight.main_grad, torch.full((2, 2), 1.5))
 
 
-def test_without_experts_the_mark_changes_nothing():
-    run_distributed(_reduces_over_all, 2)
-
-
 class _Block(nn.Sequential):
     pass
 
 
-def _refuses_one_order_of_sums() -> None:
+@on_ranks(4)
+def test_settings_that_experts_cannot_have_are_refused() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     with pytest.raises(ParallelConfigError, match=r"reproducible_across_ranks .*set expert_model_parallel_size=1"):
         wrap_model(_model(), SimpleNamespace(), DistributedDataParallelConfig(reproducible_across_ranks=True))
@@ -164,7 +157,3 @@ def _refuses_one_order_of_sums() -> None:
         ParallelConfigError, match=r"'selective' for a unit around 0.1, experts over ranks, and FSDP2 runs"
     ):
         wrap_model(nn.Sequential(_Block(*_model())), SimpleNamespace(), selective, sub_modules_to_wrap=(_Block,))
-
-
-def test_settings_that_experts_cannot_have_are_refused():
-    run_distributed(_refuses_one_order_of_sums, 4)

@@ -17,7 +17,7 @@ from core.distributed.groups import DataParallelGroups
 from core.distributed.model.initial_values import start_equal
 from core.tensor_parallel import initialization
 from core.tensor_parallel.foreign_initialization import ModuleToFill, reset
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import Toy, batches, build, full, loss_of, toy
 
@@ -114,7 +114,8 @@ def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
     run_distributed(_first_rank_alone_holds_it, world_size, kind)
 
 
-def _first_rank_on_meta() -> None:
+@on_ranks(2)
+def test_what_the_first_rank_has_on_meta_all_draw() -> None:
     module = on_meta() if dist.get_rank() == 0 else Start()
     torch.manual_seed(40)
     build("fsdp2", module)
@@ -123,11 +124,8 @@ def _first_rank_on_meta() -> None:
     assert not different(*everywhere)
 
 
-def test_what_the_first_rank_has_on_meta_all_draw():
-    run_distributed(_first_rank_on_meta, 2)
-
-
-def _each_its_own() -> None:
+@on_ranks(2)
+def test_without_sync_module_states_ranks_use_their_own_seeds() -> None:
     module = on_meta()
     torch.manual_seed(40 + dist.get_rank())
     build("fsdp2", module, sync_module_states=False)
@@ -136,11 +134,9 @@ def _each_its_own() -> None:
     assert not torch.equal(*everywhere)
 
 
-def test_without_sync_module_states_ranks_use_their_own_seeds():
-    run_distributed(_each_its_own, 2)
-
-
-def _instances_agree() -> None:
+@pytest.mark.long
+@on_ranks(4)
+def test_hybrid_sharding_receives_the_same() -> None:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     ddp_config = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2)
     module = Start() if dist.get_rank() == 0 else on_meta()
@@ -150,22 +146,14 @@ def _instances_agree() -> None:
     assert not different(values(module), expected[0])
 
 
-@pytest.mark.long
-def test_hybrid_sharding_receives_the_same():
-    run_distributed(_instances_agree, 4)
-
-
-def _leaves_unfilled() -> None:
+@on_ranks(2)
+def test_unfilled_tensors_are_named() -> None:
     module = toy().to("meta")  # `offset` and the gains have no owner that could fill them
     with pytest.raises(ConfigError, match="nothing says how to"):
         build("fsdp2", module)
     module = nn.BatchNorm1d(3).to("meta")
     start_equal(module, DataParallelGroups(dist.group.WORLD, dist.group.WORLD))
     assert torch.equal(module.running_var, torch.ones(3))
-
-
-def test_unfilled_tensors_are_named():
-    run_distributed(_leaves_unfilled, 2)
 
 
 def _wraps_a_model_of_transformers() -> dict[str, torch.Tensor]:
@@ -216,7 +204,8 @@ class Outer(nn.Module):
         return self.inner(x) * self.gain
 
 
-def _outer_has_the_last_word() -> None:
+@on_ranks(2)
+def test_a_module_may_overwrite_what_ranks_keep_a_range_of() -> None:
     for reads in (False, True):
         with torch.device("meta"):
             module = nn.Sequential(Outer(reads))
@@ -229,13 +218,9 @@ def _outer_has_the_last_word() -> None:
         assert torch.equal(full(module[0].gain), torch.ones(6))
 
 
-def test_a_module_may_overwrite_what_ranks_keep_a_range_of():
-    run_distributed(_outer_has_the_last_word, 2)
-
-
-def _starts_without_memory_for_the_model() -> int:
-    """Returns the most elements of memory that parameters have while any module is initialised."""
-    most = 0
+@on_ranks(2)
+def test_from_the_meta_device_one_tensor_is_whole_at_a_time() -> None:
+    most = 0  # elements of memory that parameters have while any module is initialised
     with torch.device("meta"):
         module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
@@ -247,8 +232,4 @@ def _starts_without_memory_for_the_model() -> int:
 
     with mock.patch.object(initialization, "reset", measured):
         build("zero3", module, unit_classes=(nn.Linear,))
-    return most
-
-
-def test_from_the_meta_device_one_tensor_is_whole_at_a_time():
-    assert max(run_distributed(_starts_without_memory_for_the_model, 2)) == 16  # of each parameter one element
+    assert most == 16  # of each parameter one element

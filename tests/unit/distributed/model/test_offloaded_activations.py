@@ -10,15 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.base.errors import MemoryLimitError, ParallelConfigError
 from core.distributed.model import offloaded_activations
 from core.distributed.model.offloaded_activations import offload_activations
 from core.distributed.plan.parts import UnitTransform
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Block, Toy, batches, build, gradients, loss_of
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import Block, build, reduced, toy
 
 
 class Copies:
@@ -179,19 +178,16 @@ def test_expanded_and_small_tensors_stay():
 
 
 def _gradients(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    torch.manual_seed(5)
-    model = build(kind, Toy(), unit_classes=(Block, nn.Embedding), **options)
-    for _ in range(2):
-        model.zero_grad_buffer()
-        first, last = batches(dist.get_rank(), 2)
-        with model.no_sync():
-            loss_of(model, first).backward()
-        loss_of(model, last).backward()
-        model.finish_grad_sync()
-    return gradients(model)
+    return reduced(build(kind, toy(), unit_classes=(Block, nn.Embedding), **options), 2)
 
 
-def _is_the_same(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, {}) for kind in ("ddp", "zero1_overlap", "zero2_overlap", "zero3", "fsdp2")]
+    + [(kind, {"activation_checkpointing": "full"}) for kind in ("zero2_overlap", "zero3", "fsdp2")],
+)
+@on_ranks(2)
+def test_every_wrapper_has_the_same_bits(kind: str, options: dict[str, Any]) -> None:
     expected, copies = _gradients(kind, options), Copies()
     with (
         mock.patch.object(offloaded_activations, "_OnHost", copies.type),
@@ -207,16 +203,7 @@ def _is_the_same(kind: str, options: dict[str, Any]) -> None:
     assert copies.alive == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "full"}], ids=["plain", "recomputed"])
-@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2_overlap", "zero3", "fsdp2"])
-def test_every_wrapper_has_the_same_bits(kind, options):
-    run_distributed(_is_the_same, 2, kind, options)
-
-
-def _refuses_single_layers() -> None:
+@on_ranks(1)
+def test_a_model_of_single_layers_is_refused() -> None:
     with pytest.raises(ParallelConfigError, match="offload_activations True, but no unit"):
         build("ddp", nn.Sequential(nn.Linear(3, 3)), unit_classes=(nn.Linear,), offload_activations=True)
-
-
-def test_a_model_of_single_layers_is_refused():
-    run_distributed(_refuses_single_layers, 1)

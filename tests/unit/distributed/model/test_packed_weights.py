@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
+from tests.unit._quick import needs, quick
+from tests.unit._spawn import on_ranks
 from tests.unit._whole import whole_weights
 from tests.unit.distributed._toys import Codes, build
 
@@ -92,43 +94,41 @@ def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
     assert [name for name, tensor in expected.items() if not torch.equal(_bytes(actual[name]), _bytes(tensor))] == []
 
 
-def _trained(kind: str, storage: torch.dtype, options: dict[str, Any], folder: str) -> Any:
-    model = build(kind, _coded(storage), unit_classes=(Adapted,), **options)
-    losses = _train(model)
-    save(model_state_dict(unwrap_model(model)), folder)
-    other = build(kind, _coded(storage, seed=1), unit_classes=(Adapted,), **options)
-    load(model_state_dict(unwrap_model(other)), folder)
-    return losses, whole_weights(model), whole_weights(other)
-
-
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
-def test_codes_keep_their_bytes_and_adapters_train(kind, storage, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    quick(
+        product(KINDS, (torch.uint8, torch.bfloat16, torch.float32)),
+        lambda case: case[1] is torch.uint8 or case in (("zero3", torch.bfloat16), ("fsdp2", torch.float32)),
+    ),
+)
+@on_ranks(2)
+def test_codes_keep_their_bytes_and_adapters_train(kind: str, storage: torch.dtype, tmp_path: Path) -> None:
     alone = _coded(storage)
     codes = {name: tensor for name, tensor in whole_weights(alone).items() if "base" in name}
-    losses = _train(alone)
-    expected = whole_weights(alone)
+    losses, expected = _train(alone), whole_weights(alone)
     _assert_equal({name: expected[name] for name in codes}, codes)
-    for found, weights, loaded in run_distributed(_trained, 2, kind, storage, {}, str(tmp_path)):
-        assert found == losses
-        _assert_equal(weights, expected)
-        _assert_equal(loaded, expected)
+    model, other = (build(kind, _coded(storage, seed), unit_classes=(Adapted,)) for seed in (0, 1))
+    assert _train(model) == losses
+    save(model_state_dict(unwrap_model(model)), tmp_path)
+    load(model_state_dict(unwrap_model(other)), tmp_path)
+    for trained in (model, other):
+        _assert_equal(whole_weights(trained), expected)
 
 
-def _keeps_bytes_under_casts(kind: str, storage: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "storage"), [("zero3", torch.uint8), ("fsdp2", torch.uint8), ("zero3", torch.bfloat16)]
+)
+@on_ranks(2)
+def test_codes_are_not_cast_with_the_model(kind: str, storage: torch.dtype) -> None:
     expected = whole_weights(_coded(storage))
     model = build(kind, _coded(storage), unit_classes=(Adapted,), param_dtype="bf16")
     _train(model)
     _assert_equal(*({n: t for n, t in of.items() if "base" in n} for of in (whole_weights(model), expected)))
 
 
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
-def test_codes_are_not_cast_with_the_model(kind, storage):
-    run_distributed(_keeps_bytes_under_casts, 2, kind, storage)
-
-
-def _refuses(kind: str) -> None:
+@on_ranks(1)
+def test_what_would_change_codes_is_refused(kind: str) -> None:
     with pytest.raises(
         ParallelConfigError, match=r"layers.0.base.weight holds packed codes in float32.*quant_storage"
     ):
@@ -139,13 +139,8 @@ def _refuses(kind: str) -> None:
         build(kind, trained, unit_classes=(Adapted,))
 
 
-@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
-def test_what_would_change_codes_is_refused(kind):
-    run_distributed(_refuses, 1, kind)
-
-
 def _quantised(storage: torch.dtype) -> Stack:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    import bitsandbytes
 
     def make() -> Adapted:
         options = {"quant_type": "nf4", "quant_storage": storage}
@@ -156,14 +151,10 @@ def _quantised(storage: torch.dtype) -> Stack:
     return Stack(make)
 
 
-def _trained_by_bitsandbytes(kind: str, storage: torch.dtype) -> list[Tensor]:
-    return _train(build(kind, _quantised(storage), unit_classes=(Adapted,)), 64)
-
-
+@needs("bitsandbytes")
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_bitsandbytes_train_adapters(kind, storage):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    expected = _train(_quantised(storage), 64)
-    for losses in run_distributed(_trained_by_bitsandbytes, 2, kind, storage):
-        assert losses == expected
+@on_ranks(2)
+def test_weights_of_bitsandbytes_train_adapters(kind: str, storage: torch.dtype) -> None:
+    wrapped = build(kind, _quantised(storage), unit_classes=(Adapted,))
+    assert _train(wrapped, 64) == _train(_quantised(storage), 64)

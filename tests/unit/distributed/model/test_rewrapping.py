@@ -8,11 +8,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from core.base.errors import WrapError
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import build, toy
 
 
-def _wraps_twice() -> None:
+@on_ranks(1)
+def test_a_wrapper_refuses_what_is_wrapped() -> None:
     for first in ("ddp", "zero1", "fsdp2"):
         for second in ("ddp", "fsdp2"):
             wrapped = build(first, toy())
@@ -30,11 +31,8 @@ def _wraps_twice() -> None:
             build(second, build("zero1", toy()).module)
 
 
-def test_a_wrapper_refuses_what_is_wrapped():
-    run_distributed(_wraps_twice, 1)
-
-
-def _wraps_over_a_child_sharded_by_hand() -> None:
+@on_ranks(1)
+def test_a_child_sharded_by_hand_is_named_with_what_to_do() -> None:
     for kind in ("ddp", "fsdp2"):
         module = toy()
         fully_shard(module.blocks[1])
@@ -45,7 +43,3 @@ def _wraps_over_a_child_sharded_by_hand() -> None:
         ):
             build(kind, module)
     assert dist.get_world_size() == 1
-
-
-def test_a_child_sharded_by_hand_is_named_with_what_to_do():
-    run_distributed(_wraps_over_a_child_sharded_by_hand, 1)

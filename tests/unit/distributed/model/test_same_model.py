@@ -12,7 +12,7 @@ from torch import nn
 
 from core.base.errors import WrapError
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import UNITS, Block, build, toy
 
 
@@ -41,6 +41,7 @@ def _wraps_different_models(kind: str) -> list[str]:
         del shorter.blocks[1]
     messages.append(_message(kind, shorter))
 
+    messages.append(_message(kind, toy(tied=not is_second)))
     messages.append(_message(kind, toy().double() if is_second else toy()))
     messages.append(_message(kind, toy(), grad_reduce_in_fp32=is_second))
     messages.append(_message(kind, toy(), config=SimpleNamespace(calculate_per_token_loss=is_second)))
@@ -58,6 +59,7 @@ def test_the_first_difference_is_named_on_every_rank(kind):
             (f"first in parameter blocks.1.up.weight: rank 0: [5, 7] float32{unit}; rank 1: [6, 7]", "Build"),
             ("first in parameter frozen: rank 0: [3] float32, frozen", "rank 1: [3] float32"),
             ("first in parameter blocks.1.gain: rank 0: [1] float32", "rank 1: absent"),
+            ("wrap different models, first in parameter ",),
             ("first in parameter frozen: rank 0: [3] float32", "rank 1: [3] float64"),
             ("first in the setting grad_reduce_in_fp32: rank 0: False; rank 1: True.",),
             ("first in the model's setting calculate_per_token_loss: rank 0: False; rank 1: True.",),
@@ -68,12 +70,9 @@ def test_the_first_difference_is_named_on_every_rank(kind):
             assert part in message, message
 
 
-def _chooses_other_units() -> str:
-    return _message("fsdp2", toy(tied=False), unit_classes=UNITS if dist.get_rank() else (Block,))
-
-
-def test_units_must_agree():
-    message = run_distributed(_chooses_other_units, 2)[0]
+@on_ranks(2)
+def test_units_must_agree() -> None:
+    message = _message("fsdp2", toy(tied=False), unit_classes=UNITS if dist.get_rank() else (Block,))
     assert "parameter embedding.weight: rank 0: [11, 7] float32, unit root; rank 1:" in message
     assert "unit embedding" in message
 
@@ -83,11 +82,8 @@ def test_a_simulated_group_always_agrees():
         build("ddp", toy())
 
 
-def _differs_in_what_concerns_a_rank_alone() -> None:
+@on_ranks(2)
+def test_values_and_checks_of_a_rank_may_differ() -> None:
     build("fsdp2", toy(), check_for_nan_in_grad=dist.get_rank() == 1)
     torch.manual_seed(dist.get_rank())
     build("fsdp2", toy(seed=dist.get_rank()))  # values are made equal
-
-
-def test_values_and_checks_of_a_rank_may_differ():
-    run_distributed(_differs_in_what_concerns_a_rank_alone, 2)

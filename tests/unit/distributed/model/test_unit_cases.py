@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,36 +11,30 @@ from torch.distributed.tensor import DTensor
 from core.base.errors import WrapError
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
+from tests.unit._rounding import assert_same, assert_same_sums
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._scenarios import SCENARIOS, Adapted, serial_gradients, wrapped_gradients
-from tests.unit.distributed._toys import Block, CollectiveCounter, Toy, batches, build, gradients, loss_of, toy
+from tests.unit.distributed._toys import Block, CountedTraffic, Toy, batches, build, gradients, loss_of, reduced, toy
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], exact: bool = True) -> None:
-    assert found.keys() == expected.keys()
-    if not exact:  # three micro-batches of two ranks, and what is called up to three times, are 18 parts
+    if exact:
+        assert_same(found, expected)
+    else:  # three micro-batches of two ranks, and what is called up to three times, are 18 parts
+        assert found.keys() == expected.keys()
         assert_same_sums(found, expected, additions=17)
-        return
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), (name, (found[name] - value).abs().max())
-
-
-def _runs_a_scenario(name: str) -> None:
-    scenario = SCENARIOS[name]
-    # A unit that runs several times is reduced after each of its backwards: sums in another order.
-    exact = name not in ("called several times",)
-    for step, found in enumerate(wrapped_gradients("fsdp2", scenario)):
-        assert_near(found, serial_gradients(scenario, step), exact)
 
 
 # These call units without the model around them, or on one rank alone, which must then wait for the other.
 OUTSIDE_FORWARD = ("unused in one step", "never used")
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in OUTSIDE_FORWARD])
-def test_gradients_are_those_of_a_serial_run(name):
-    run_distributed(_runs_a_scenario, 2, name)
+@on_ranks(2)
+def test_gradients_are_those_of_a_serial_run() -> None:
+    for name in (name for name in SCENARIOS if name not in OUTSIDE_FORWARD):
+        # A unit that runs several times is reduced after each of its backwards: sums in another order.
+        for step, found in enumerate(wrapped_gradients("fsdp2", SCENARIOS[name])):
+            assert_near(found, serial_gradients(SCENARIOS[name], step), exact=name != "called several times")
 
 
 class Choosing(Toy):
@@ -60,22 +52,19 @@ class Choosing(Toy):
         return x + (block.other(x) if self.chooses_other else block.down(torch.tanh(block.up(x))) * block.gain)
 
 
-def _reaches_parameters_on_one_rank_or_none() -> None:
+@on_ranks(2)
+def test_parameters_without_gradients_on_some_ranks_get_zeros() -> None:
     found = []
     for kind in ("fsdp2", "ddp"):
         torch.manual_seed(2)
         model = build(kind, Choosing())
         for step in range(2):
             model.module.chooses_other = step == 0 and dist.get_rank() == 1
-            found.append(_trains(model, 1))
+            found.append(reduced(model))
             assert not any(g.any() for name, g in found[-1].items() if "spare" in name)
     for sharded, replicated in zip(found[:2], found[2:], strict=True):
         assert_near(sharded, replicated)
     assert found[0]["blocks.1.other.weight"].any() and not found[1]["blocks.1.other.weight"].any()
-
-
-def test_parameters_without_gradients_on_some_ranks_get_zeros():
-    run_distributed(_reaches_parameters_on_one_rank_or_none, 2)
 
 
 class Shared(Toy):
@@ -120,36 +109,20 @@ def _seeded(name: str) -> nn.Module:
     return MODELS[name][0]()
 
 
-def _trains(model: nn.Module, steps: int = 2) -> dict[str, torch.Tensor]:
-    for _ in range(steps):
-        model.zero_grad_buffer()
-        micro_batches = batches(dist.get_rank())
-        for index, tokens in enumerate(micro_batches):
-            with nullcontext() if index == len(micro_batches) - 1 else model.no_sync():
-                loss_of(model, tokens).backward()
-        finalize_model_grads([model])
-    return gradients(model)
-
-
-def _equals_replication(name: str) -> list[list[str]]:
-    sharded = build("fsdp2", _seeded(name), unit_classes=MODELS[name][1])
-    assert_near(_trains(sharded), _trains(build("ddp", _seeded(name))), exact=False)
-    names = {module: path for path, module in sharded.module.named_modules()}
-    return [[names[module] for module in unit.modules] for unit in sharded.units]
-
-
-@pytest.mark.parametrize(
-    ("name", "units"),
-    [
+@on_ranks(2)
+def test_shared_modules_and_containers_equal_replication() -> None:
+    for name, units in (
         ("shared", [["blocks.0"], ["blocks.1", "third"]]),
         ("containers", [["blocks.0"], ["blocks.1"], ["kept.a.0"], ["kept.a.1"], ["kept.b"], ["tail"]]),
-    ],
-)
-def test_shared_modules_and_containers_equal_replication(name, units):
-    assert run_distributed(_equals_replication, 2, name) == [units, units]
+    ):
+        sharded = build("fsdp2", _seeded(name), unit_classes=MODELS[name][1])
+        assert_near(reduced(sharded), reduced(build("ddp", _seeded(name))), exact=False)
+        names = {module: path for path, module in sharded.module.named_modules()}
+        assert [[names[module] for module in unit.modules] for unit in sharded.units] == units
 
 
-def _uses_a_part_of_a_united_unit() -> None:
+@on_ranks(2)
+def test_of_modules_that_are_one_unit_some_may_rest() -> None:
     """Trains a unit of two modules that share a layer, one of which does not run in the first step."""
     found = []
     for kind in ("fsdp2", "ddp"):
@@ -171,10 +144,6 @@ def _uses_a_part_of_a_united_unit() -> None:
     assert_near(*found, exact=False)
 
 
-def test_of_modules_that_are_one_unit_some_may_rest():
-    run_distributed(_uses_a_part_of_a_united_unit, 2)
-
-
 def _frozen() -> nn.Module:
     """Freezes the first block wholly, the second in part."""
     model = toy(tied=False)
@@ -183,9 +152,10 @@ def _frozen() -> nn.Module:
     return model
 
 
-def _freezes() -> None:
+@on_ranks(2)
+def test_frozen_parameters_have_no_gradients_nor_reductions() -> None:
     model = build("fsdp2", _frozen(), collectives="torch")  # reductions that have a name
-    with CollectiveCounter() as counter:
+    with CountedTraffic() as traffic:
         loss_of(model, batches(dist.get_rank())[0]).backward()
         gathered_gradients = [
             name
@@ -194,7 +164,7 @@ def _freezes() -> None:
         ]
         model.finish_grad_sync()
     # One reduction each of embedding, second block and head; the first block and the root reduce nothing.
-    assert sum(n for name, n in counter.counts.items() if "reduce" in name) == 3, counter.counts
+    assert traffic.reductions == 3
     assert not gathered_gradients
     trainable = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     assert set(gradients(model)) == trainable
@@ -203,10 +173,6 @@ def _freezes() -> None:
     loss_of(replicated, batches(dist.get_rank())[0]).backward()
     replicated.finish_grad_sync()
     assert_near(gradients(model), gradients(replicated))
-
-
-def test_frozen_parameters_have_no_gradients_nor_reductions():
-    run_distributed(_freezes, 2)
 
 
 class Wide(nn.Module):
@@ -220,7 +186,8 @@ class Wide(nn.Module):
         return self.layer(x)
 
 
-def _allocates_for_adapters_alone() -> None:
+@on_ranks(2)
+def test_adapters_alone_have_gradient_memory() -> None:
     # Nothing is gathered in backward, so that everything it allocates is for gradients.
     model = build("fsdp2", nn.Sequential(Wide(), Wide()), unit_classes=(Wide,), reshard_after_forward=False)
     model(torch.ones(1, 256)).sum().backward()  # what is made once and kept
@@ -233,10 +200,6 @@ def _allocates_for_adapters_alone() -> None:
     assert 0 < max(sizes) < 256 * 256 * 4 / 4, max(sizes)  # a quarter of a frozen weight
     held = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
     assert held == 2 * 2 * 256 * 2 * 4 // 2  # two adapters of two layers, half of each on a rank
-
-
-def test_adapters_alone_have_gradient_memory():
-    run_distributed(_allocates_for_adapters_alone, 2)
 
 
 class LowBase(Adapted):
@@ -253,14 +216,11 @@ def _low_base() -> nn.Module:
     return model
 
 
-def _adapts_a_low_base() -> None:
-    found = [_trains(build(kind, _low_base())) for kind in ("fsdp2", "ddp")]
+@on_ranks(2)
+def test_adapters_in_fp32_on_a_frozen_base_in_bf16_are_one_unit() -> None:
+    found = [reduced(build(kind, _low_base())) for kind in ("fsdp2", "ddp")]
     assert len(found[0]) == 2 * 2 * 2 and all(g.dtype == torch.float32 for g in found[0].values())
     assert_near(*found)
-
-
-def test_adapters_in_fp32_on_a_frozen_base_in_bf16_are_one_unit():
-    run_distributed(_adapts_a_low_base, 2)
 
 
 class Methods(nn.Module):
@@ -289,7 +249,8 @@ class Coder(nn.Module):
         return self.second(self.first(self.second(self.first(x))))
 
 
-def _calls_methods() -> None:
+@on_ranks(2)
+def test_methods_other_than_forward_gather_their_parameters() -> None:
     x = torch.randn(4, 3) + dist.get_rank()
     found = []
     methods = {"forward_methods": ("twice", "reconstruct")}
@@ -323,14 +284,7 @@ def _calls_methods() -> None:
             assert_near(one, other, exact=False)
 
 
-def test_methods_other_than_forward_gather_their_parameters():
-    run_distributed(_calls_methods, 2)
-
-
-def _unknown_method() -> None:
+@on_ranks(1)
+def test_a_method_that_no_module_has_is_refused() -> None:
     with pytest.raises(WrapError, match=r"forward_methods names 'thrice'.*\(Coder, Methods\)"):
         build("fsdp2", Methods(), unit_classes=(Coder,), forward_methods=("twice", "thrice"))
-
-
-def test_a_method_that_no_module_has_is_refused():
-    run_distributed(_unknown_method, 1)

@@ -17,9 +17,9 @@ from core.distributed.model.unit_transforms import transform_units
 from core.distributed.plan.units import find_units, plan_transforms
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from tests.functional._runs import build_gpt, micro_batches
-from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Block, Toy, batches, build, gradients, loss_of, toy
+from tests.unit._rounding import assert_same, assert_same_sums
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import Block, Toy, build, gradients, reduced, toy
 
 
 class Layer(nn.Module):
@@ -147,72 +147,55 @@ def test_what_cannot_be_done_is_refused_by_name():
             TorchFullyShardedDataParallelConfig(**fields)
 
 
-def _same_with_and_without(kind: str, fields: dict[str, object], is_exact: bool) -> None:
-    found = []
-    for options in ({}, fields):
-        model = build(kind, toy(), unit_classes=(Block, nn.Embedding), **options)
-        assert list(model.module.state_dict()) == list(Toy().state_dict())
-        assert model.plan.recomputes == ("activation_checkpointing" in options)
-        for _ in range(2):
-            model.zero_grad_buffer()
-            first, last = batches(dist.get_rank(), 2)
-            with model.no_sync():
-                loss_of(model, first).backward()
-            loss_of(model, last).backward()
-            model.finish_grad_sync()
-        found.append(gradients(model))
-    plain, changed = found
-    if not is_exact:  # compiled kernels add 8 tokens of two micro-batches of two ranks in an order of their own
-        assert_same_sums(changed, plain, additions=31)
-        return
-    for name, expected in plain.items():
-        assert torch.equal(changed[name], expected), name
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"activation_checkpointing": "full"},
-        {"activation_checkpointing": "selective", "activation_checkpointing_interval": 2},
-    ],
+CHECKPOINTED = (
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective", "activation_checkpointing_interval": 2},
 )
+
+
+def _gradients(kind: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = build(kind, toy(), unit_classes=(Block, nn.Embedding), **options)
+    assert list(model.module.state_dict()) == list(Toy().state_dict())
+    assert model.plan.recomputes == ("activation_checkpointing" in options)
+    return reduced(model, 2)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap", "zero3", "fsdp2"])
-def test_units_are_checkpointed_bit_for_bit_under_every_wrapper(kind, fields):
-    run_distributed(_same_with_and_without, 2, kind, fields, True)
+@on_ranks(2)
+def test_units_are_checkpointed_bit_for_bit_under_every_wrapper(kind: str) -> None:
+    plain = _gradients(kind, {})
+    for options in CHECKPOINTED:
+        assert_same(_gradients(kind, options), plain)
 
 
-def _compiles(kind: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3", "fsdp2"])
+@on_ranks(2)
+def test_compiled_units_agree(kind: str) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()  # the processes of ranks are reused, and with them what is compiled
 
     counters.clear()
-    _same_with_and_without(kind, {"compile_units": True, "activation_checkpointing": "selective"}, is_exact=False)
+    compiled = _gradients(kind, {"compile_units": True, "activation_checkpointing": "selective"})
+    # Compiled kernels add 8 tokens of two micro-batches of two ranks in an order of their own.
+    assert_same_sums(compiled, _gradients(kind, {}), additions=31)
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"], counters["graph_break"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3", "fsdp2"])
-def test_compiled_units_agree(kind):
-    run_distributed(_compiles, 2, kind)
-
-
-def _gpt_losses(fields: dict[str, object]) -> list[torch.Tensor]:
+def _gradients_of_gpt(**fields: Any) -> dict[str, torch.Tensor]:
     module = build_gpt(True)
     settings = TorchFullyShardedDataParallelConfig(**fields)
     model = wrap_model(module, module.config, settings, process_group=dist.group.WORLD)
     tokens, labels = micro_batches(0, dist.get_rank())[0]
     model(tokens, labels=labels).mean().backward()
     model.finish_grad_sync()
-    return [g for _, g in sorted(gradients(model).items())]
+    return gradients(model)
 
 
-def _gpt_is_the_same() -> None:
-    plain = _gpt_losses({})
+@on_ranks(2)
+def test_a_gpts_layers_are_checkpointed_bit_for_bit() -> None:
+    plain = _gradients_of_gpt()
     for kind in ("full", "selective"):
-        assert all(map(torch.equal, _gpt_losses({"activation_checkpointing": kind}), plain))
-
-
-def test_a_gpts_layers_are_checkpointed_bit_for_bit():
-    run_distributed(_gpt_is_the_same, 2)
+        assert_same(_gradients_of_gpt(activation_checkpointing=kind), plain)

@@ -78,9 +78,7 @@ def a_forward_that_raises_is_caught_and_its_micro_batch_skipped(run: Run) -> Non
 @scenario()
 def an_evaluation_that_raises_between_gradients_and_step(run: Run) -> None:
     run.train()
-    run.zero()
-    run.backward(1)
-    run.finish()
+    run.compute(1)
     handle = run.inner.blocks[1].register_forward_pre_hook(_raise)
     with torch.no_grad(), pytest.raises(_Failure):
         run.forward()
@@ -91,9 +89,7 @@ def an_evaluation_that_raises_between_gradients_and_step(run: Run) -> None:
 
 @scenario()
 def a_loss_is_monitored_between_gradients_and_step(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     run.forward(1)  # with a graph, and no backward
     run.step()
     run.train(1, first=1)

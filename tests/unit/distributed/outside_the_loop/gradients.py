@@ -66,9 +66,7 @@ def gradients_are_set_to_none_by_hand(run: Run) -> None:
 @scenario(raises=for_kinds(SHARDED, "a gradient was read from param.grad"))
 def gradients_are_halved_by_hand(run: Run) -> None:
     run.train()
-    run.zero()
-    run.backward(1)
-    run.finish()
+    run.compute(1)
     for index, parameter in enumerate(p for p in run.inner.parameters() if p.grad is not None):
         if index % 2:
             parameter.grad.mul_(0.5)
@@ -81,9 +79,7 @@ def gradients_are_halved_by_hand(run: Run) -> None:
 @scenario(only=("ddp", "ddp_overlap", "fsdp2", "zero1"), raises={"zero1": "has a .grad of its own"})
 def a_gradient_is_written_before_the_step(run: Run) -> None:
     run.train()
-    run.zero()
-    run.backward(1)
-    run.finish()
+    run.compute(1)
     for parameter in run.inner.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 0.25).detach()
@@ -93,9 +89,7 @@ def a_gradient_is_written_before_the_step(run: Run) -> None:
 @scenario()
 def some_gradients_are_set_to_none_before_the_step(run: Run) -> None:
     for step in range(3):
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         if step:  # as of a last layer that is trained later
             run.inner.head.weight.grad = run.inner.blocks[0].gain.grad = None
         run.step()
@@ -121,9 +115,7 @@ def gradients_in_fp32_add_up_over_steps_that_zero_none(run: Run) -> None:
 
 @scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)
 def a_backward_between_finalizing_in_fp32_and_the_step(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     run.backward(1)
     run.finish()
     run.step()
@@ -147,9 +139,7 @@ def gradients_in_fp32_are_set_to_none_by_hand(run: Run) -> None:
     raises=for_kinds(KINDS, "a gradient was read from param.grad"),
 )
 def torch_clips_the_gradients_in_fp32(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
 
 
@@ -168,9 +158,7 @@ def a_gradient_is_written_before_it_is_reduced(run: Run) -> None:
 @scenario(raises=for_kinds(SHARDED, "a gradient was read from param.grad"), rtol=1e-5)  # the norm is added in fp32
 def torch_clips_the_gradients(run: Run) -> None:
     for step in range(2):
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         norm = full(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
         assert norm > 0.1
         run.step()
@@ -179,9 +167,7 @@ def torch_clips_the_gradients(run: Run) -> None:
 @scenario(raises=for_kinds(SHARDED, "a gradient was read from param.grad"), rtol=1e-5)  # the norm is added in fp32
 def torch_clips_the_gradients_after_a_loss_is_monitored(run: Run) -> None:
     for step in range(2):
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         run.forward(step + 1)  # with a graph, and no backward
         assert full(torch.nn.utils.clip_grad_norm_(run.inner.parameters(), 0.1)) > 0.1
         run.step()
@@ -189,9 +175,7 @@ def torch_clips_the_gradients_after_a_loss_is_monitored(run: Run) -> None:
 
 @scenario(raises=for_kinds(KINDS, "finalize_model_grads was called twice"))
 def finalizing_twice(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     run.finish()
 
 
@@ -199,9 +183,7 @@ def finalizing_twice(run: Run) -> None:
     raises=for_kinds(SHARDED, "a backward added gradients after"), rtol=1e-6
 )  # what was reduced is reduced again: 2^-24 an addition
 def a_backward_between_finalizing_and_the_step(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     run.backward(1)
     run.finish()
     run.step()
@@ -209,9 +191,7 @@ def a_backward_between_finalizing_and_the_step(run: Run) -> None:
 
 @scenario(raises=for_kinds(KINDS, r"a backward added gradients after|step\(\) was called before the gradients"))
 def a_backward_after_finalizing_that_is_not_finalized(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     run.backward(1)
     run.step()
 

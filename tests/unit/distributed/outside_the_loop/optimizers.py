@@ -56,9 +56,7 @@ def parameters_are_frozen_and_thawed_during_training(run: Run) -> None:
 def a_layer_is_thawed_between_zeroing_and_backward(run: Run) -> None:
     for step in range(3):
         run.inner.blocks.requires_grad_(False)  # the discriminator, in the generator's step
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         run.step()
         run.zero()
         run.inner.blocks.requires_grad_(True)
@@ -77,9 +75,7 @@ def a_layer_is_thawed_between_finalizing_and_the_step(run: Run) -> None:
     run.train()
     for step in range(1, 3):
         run.inner.blocks.requires_grad_(False)
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         run.inner.blocks.requires_grad_(True)
         run.step()
 
@@ -122,9 +118,7 @@ def a_parameter_is_used_in_some_steps_on_some_ranks(run: Run) -> None:
 @scenario(optimizer=decaying)
 def a_layer_is_frozen_between_finalizing_and_the_step(run: Run) -> None:
     for step in range(2):
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         run.inner.blocks.requires_grad_(False)
         run.step()
         run.inner.blocks.requires_grad_(True)
@@ -158,9 +152,7 @@ def two_optimizers_have_a_part_of_the_model_each(run: Run) -> None:
     run.inner.requires_grad_(True)
     run.inner.frozen.requires_grad_(False)
     for step in range(2):
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         one.step()
         two.step()
 
@@ -200,9 +192,7 @@ def a_step_of_torch_without_finalizing(run: Run) -> None:
 
 @scenario()
 def two_steps_with_one_gradient(run: Run) -> None:
-    run.zero()
-    run.backward(0)
-    run.finish()
+    run.compute(0)
     run.step()
     run.step()
 

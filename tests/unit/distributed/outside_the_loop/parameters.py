@@ -71,9 +71,7 @@ def with_halving_hook() -> nn.Module:
 @scenario(make=with_halving_hook, only=("fsdp2",))
 def a_hook_from_before_wrapping_halves_a_reduced_gradient(run: Run) -> None:
     for step in range(2):
-        run.zero()
-        run.backward(step)
-        run.finish()
+        run.compute(step)
         if run.is_plain:
             _halve(run.inner.head.weight)  # the gradient of both ranks, as FSDP2 shows it
         run.step()

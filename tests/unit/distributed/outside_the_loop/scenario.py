@@ -44,6 +44,12 @@ class Run:
             self.finish()
             self.step()
 
+    def compute(self, index: int) -> None:
+        """Computes the gradients of one micro-batch, and finishes them."""
+        self.zero()
+        self.backward(index)
+        self.finish()
+
     def step(self) -> None:
         self.optimizer.step()
 

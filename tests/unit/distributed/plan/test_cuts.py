@@ -13,7 +13,7 @@ from core.base.errors import ParallelConfigError
 from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.distributed.fully_sharded_data_parallel_config import ShardCut, parse_cut
 from core.distributed.plan.layout import PARAM_ALIGNMENT, BucketLayout, lay_out_unit
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import build, toy
 
 LAYER = [(1536, 512), (1536,), (512, 512), (512,), (2048, 512), (2048,), (512, 2048), (512,), (512,), (512,)]
@@ -101,7 +101,8 @@ def _bounds_by_unit(**settings: object) -> dict[str, list[tuple[tuple[int, ...],
     return {unit.names[0]: [(p.shape, p.bounds) for p in unit.params] for unit in plan.units}
 
 
-def _cuts_by_unit() -> None:
+@on_ranks(2)
+def test_units_may_be_cut_differently() -> None:
     found = _bounds_by_unit(shard_cut="block:4", shard_cut_overrides=("blocks.*=rows", "blocks.1=tensor"))
     cuts = {"embedding": "block:4", "blocks.0": "rows", "blocks.1": "tensor", "head": "block:4", "": "block:4"}
     assert found == {name: _bounds_by_unit(shard_cut=cut)[name] for name, cut in cuts.items()}
@@ -110,17 +111,10 @@ def _cuts_by_unit() -> None:
         assert all(bound % math.prod(shape[1:]) == 0 for bound in bounds)
 
 
-def test_units_may_be_cut_differently():
-    run_distributed(_cuts_by_unit, 2)
-
-
-def _fsdp2_has_one_cut() -> None:
+@on_ranks(1)
+def test_fsdp2_cuts_by_rows() -> None:
     for settings in ({"shard_cut": "tensor"}, {"shard_cut_overrides": ("blocks.*=flat",)}):
         TorchFullyShardedDataParallelConfig(**settings)
         with pytest.raises(ParallelConfigError, match="FSDP2 always cuts by rows"):
             build("fsdp2", toy(), **settings)
     build("fsdp2", toy(), shard_cut="rows")
-
-
-def test_fsdp2_cuts_by_rows():
-    run_distributed(_fsdp2_has_one_cut, 1)

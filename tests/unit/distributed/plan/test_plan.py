@@ -31,7 +31,7 @@ from core.distributed.groups import DataParallelGroups, find_groups
 from core.distributed.plan import GradientReduction, PieceKind, Plan, UnitPlan, plan_model
 from core.transformer import TransformerConfig
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import UNITS, toy
 
 
@@ -103,7 +103,10 @@ def test_the_plan_of_fsdp2_is_what_torch_has_been_given(name: str, ranks: int):
     run_distributed(_agrees_with_torch, ranks, name)
 
 
-def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("bucket_size", [None, 40])
+@on_ranks(2)
+def test_the_plan_of_buffers_is_where_parameters_are(strategy: str, bucket_size: int | None) -> None:
     settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=bucket_size)
     model = wrap_model(toy(), None, settings, process_group=dist.group.WORLD)
     plan = model.plan
@@ -125,13 +128,8 @@ def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
             assert param.num_parts == plan.num_shards
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-@pytest.mark.parametrize("bucket_size", [None, 40])
-def test_the_plan_of_buffers_is_where_parameters_are(strategy: str, bucket_size: int | None):
-    run_distributed(_agrees_with_buffers, 2, strategy, bucket_size)
-
-
-def _of_a_hybrid() -> None:
+@on_ranks(4)
+def test_a_hybrid_cuts_within_its_instances() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     config = SimpleNamespace(calculate_per_token_loss=True, bf16=True)
     for settings in (
@@ -147,10 +145,6 @@ def _of_a_hybrid() -> None:
             assert plan.root.precision.param_dtype is torch.bfloat16
         else:
             assert plan.buffers[0][0].param_dtype is torch.bfloat16
-
-
-def test_a_hybrid_cuts_within_its_instances():
-    run_distributed(_of_a_hybrid, 4)
 
 
 CORE = Path(core.__file__).parent

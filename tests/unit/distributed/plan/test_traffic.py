@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +17,8 @@ from core.distributed.distributed_data_parallel_config import Engine
 from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
-from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import UNITS, CountedTraffic, Toy, accumulate, build, toy
 
 MICRO_BATCHES = 3
 _KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
@@ -52,9 +50,7 @@ def _said(model: Any) -> dict[tuple[str, str], int]:
 
 def _step(model: Any) -> None:
     model.zero_grad_buffer()
-    for index, tokens in enumerate(batches(dist.get_rank(), MICRO_BATCHES)):
-        with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
-            loss_of(model, tokens).backward()
+    accumulate(model, MICRO_BATCHES)
     model.finish_grad_sync()
 
 
@@ -80,17 +76,6 @@ def _adapted() -> nn.Module:
     return module
 
 
-def _counts_sharded(kind: str, fields: dict[str, Any], config: dict[str, Any], spared: bool) -> None:
-    module = MODELS[kind]()
-    if spared:
-        module.embedding.weights_used_in_backward = False
-    model = build("fsdp2", module, config=SimpleNamespace(**config), collectives="torch", **fields)
-    for _ in range(2):  # FSDP2 sets itself up in the first
-        with CollectiveBytes() as counter:
-            _step(model)
-        assert dict(counter.counted) == _said(model)
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "config", "spared"),
     [
@@ -110,11 +95,22 @@ def _counts_sharded(kind: str, fields: dict[str, Any], config: dict[str, Any], s
         ("untied", {"reshard_overrides": ("blocks.0=False", "head=True", "=True")}, {}, False),
     ],
 )
-def test_sharded_units_send_what_is_said(kind, fields, config, spared):
-    run_distributed(_counts_sharded, 2, kind, fields, config, spared)
+@on_ranks(2)
+def test_sharded_units_send_what_is_said(
+    kind: str, fields: dict[str, Any], config: dict[str, Any], spared: bool
+) -> None:
+    module = MODELS[kind]()
+    if spared:
+        module.embedding.weights_used_in_backward = False
+    model = build("fsdp2", module, config=SimpleNamespace(**config), collectives="torch", **fields)
+    for _ in range(2):  # FSDP2 sets itself up in the first
+        with CollectiveBytes() as counter:
+            _step(model)
+        assert dict(counter.counted) == _said(model)
 
 
-def _counts_reshard_to_two() -> None:
+@on_ranks(4)
+def test_parameters_whole_among_two_of_four_ranks_are_gathered() -> None:
     model = build("fsdp2", toy(tied=False), reshard_after_forward=2, collectives="torch")
     for _ in range(2):
         with CollectiveBytes() as counter:
@@ -125,11 +121,8 @@ def _counts_reshard_to_two() -> None:
     assert "1/2" in model.describe()
 
 
-def test_parameters_whole_among_two_of_four_ranks_are_gathered():
-    run_distributed(_counts_reshard_to_two, 4)
-
-
-def _counts_hybrid() -> None:
+@on_ranks(4)
+def test_hybrid_units_send_what_is_said() -> None:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     settings = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2, collectives="torch")
     model = TorchFullyShardedDataParallel(SimpleNamespace(), settings, toy(), UNITS)
@@ -140,20 +133,6 @@ def _counts_hybrid() -> None:
         assert dict(counter.counted) == said
         assert said["all-reduce", "calls"] == said["reduce-scatter", "calls"] == 3
     assert "everything sharded over 2, 2 replicas of each shard" in model.describe()
-
-
-def test_hybrid_units_send_what_is_said():
-    run_distributed(_counts_hybrid, 4)
-
-
-def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
-    model = build(kind, toy(), **fields)
-    sent = sum(entry.sent_bytes for entry in model.plan.traffic(MICRO_BATCHES))
-    with GradientTraffic() as traffic:  # between gloo's ranks every piece is a message of ours
-        _step(model)
-        if kind.startswith("zero"):
-            model.start_param_sync(force_sync=True)
-    assert traffic.sent_bytes == sent > 0
 
 
 @pytest.mark.parametrize(
@@ -167,8 +146,15 @@ def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
         ("fsdp2", {"reduce_every_micro_batch": True}),
     ],
 )
-def test_a_rank_sends_what_is_said(kind, fields):
-    run_distributed(_counts_messages, 2, kind, fields)
+@on_ranks(2)
+def test_a_rank_sends_what_is_said(kind: str, fields: dict[str, Any]) -> None:
+    model = build(kind, toy(), **fields)
+    sent = sum(entry.sent_bytes for entry in model.plan.traffic(MICRO_BATCHES))
+    with CountedTraffic() as traffic:  # between gloo's ranks every piece is a message of ours
+        _step(model)
+        if kind.startswith("zero"):
+            model.start_param_sync(force_sync=True)
+    assert traffic.sent_bytes == sent > 0
 
 
 def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **fields: Any) -> Plan:

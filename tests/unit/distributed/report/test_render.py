@@ -15,7 +15,7 @@ from core.base.errors import ConfigError
 from core.distributed import FullyShardedDataParallel, _BaseDataParallel
 from core.distributed.report.table import WIDTH, ModelFacts, model_facts
 from tests.functional._runs import build_gpt
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import WRAPPERS, batches, build, loss_of, toy
 
 
@@ -76,13 +76,10 @@ def test_every_wrapper_describes_itself(kind):
     assert max(float(width) for _, width in bars) == 100 and len(bars) >= num_units
 
 
-def _draws_in_proportion() -> str:
+@on_ranks(2)
+def test_bars_are_in_proportion_to_bytes() -> None:
     module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 192, bias=False))
-    return build("fsdp2", module, config=SimpleNamespace(bf16=True)).describe("html")
-
-
-def test_bars_are_in_proportion_to_bytes():
-    html = run_distributed(_draws_in_proportion, 2)[0]
+    html = build("fsdp2", module, config=SimpleNamespace(bf16=True)).describe("html")
     bars = re.findall(r'class="bar (\w+ \w+)" style="width: ([\d.]+)%"', html)
     # Three times the bytes; half of the fp32 values here, all of them in bf16 while gathered: as many bytes.
     expected = [("kept fp32", "33.3"), ("gathered bf16", "33.3"), ("kept fp32", "100.0"), ("gathered bf16", "100.0")]
@@ -98,26 +95,11 @@ class _Named(nn.Module):
         return next(self.children())(x)
 
 
-def _escapes() -> str:
-    return build("fsdp2", _Named()).describe("html")
-
-
-def test_names_are_escaped():
-    page = run_distributed(_escapes, 1)[0]
+@on_ranks(1)
+def test_names_are_escaped() -> None:
+    page = build("fsdp2", _Named()).describe("html")
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in page
     assert "script" not in _Page(page).tags
-
-
-def _describes_gpt() -> list[str]:
-    return [
-        build(kind, build_gpt(True), unit_classes=(type(build_gpt(True).decoder.layers[0]),)).describe()
-        for kind in ("fsdp2", "ddp")
-    ]
-
-
-def test_the_weight_that_a_gpt_lends_to_its_output_is_tied():
-    for text in run_distributed(_describes_gpt, 1)[0]:
-        assert "tied: embedding.word_embeddings.weight = output_layer.weight" in text
 
 
 class _TableOfPage(HTMLParser):
@@ -159,6 +141,7 @@ LETTER_PX, PADDING_PX, PAGE_PX = 8.0, 19.2, 1160 - 48
 
 def test_the_table_of_a_page_is_not_wider_than_the_page():
     for kind, (text, html) in run_distributed(_describes_gpt_on_pages, 2)[0].items():
+        assert "tied: embedding.word_embeddings.weight = output_layer.weight" in text
         head, *body = _TableOfPage(html).lines
         assert head == text.splitlines()[2].split(), kind  # columns that say nothing are left out there too
         longest = [

@@ -27,7 +27,7 @@ from core.transformer.module import Float16Module
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole_weights
-from tests.unit.distributed._toys import CollectiveCounter
+from tests.unit.distributed._toys import CountedTraffic
 from tests.unit.models._cases import CASES, FUSED, batch, build, relative_error
 from tests.unit.optimizer._squares import CONFIGS
 
@@ -66,7 +66,7 @@ def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], 
     optimizer = get_megatron_optimizer(config, [wrapped])
     per_token = model.config.calculate_per_token_loss
     losses = []
-    with CollectiveCounter() as collectives:
+    with CountedTraffic() as collectives:
         for step in range(2):
             collectives.counts.clear()
             wrapped.zero_grad_buffer()
