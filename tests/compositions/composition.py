@@ -7,7 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tests.functional._parallel_runs import Layout
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of parallelism of a world."""
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
 
 LAYOUTS = {
     "dp1": Layout(),

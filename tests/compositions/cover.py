@@ -176,7 +176,9 @@ def write_sample(seed: int = 2) -> int:
         chosen.append(best)
     chosen = _needed(chosen)
     missing = {pair: None for pair in allowed if meets_each_time(pair)}
-    short = set(_chosen(missing, lambda: [c for c in chosen if pairs_of(c) & missing.keys()]))
+    short = _needed(
+        list(_chosen(missing, lambda: [c for c in chosen if pairs_of(c) & missing.keys()])), meets_each_time
+    )
     parts = {"each time": [c for c in chosen if c in short], "long": [c for c in chosen if c not in short]}
     text = ",\n".join(f"{json.dumps(part)}: [\n{_lines(of_part)}\n]" for part, of_part in parts.items())
     SAMPLE.write_text(f"{{{text}}}\n", encoding="utf-8")
@@ -190,11 +192,11 @@ def _lines(compositions: list[Composition]) -> str:
     return ",\n".join(map(json.dumps, given))
 
 
-def _needed(chosen: list[Composition]) -> list[Composition]:
-    """Drops compositions whose pairs all meet in others, the most work first."""
-    met = Counter(pair for composition in chosen for pair in pairs_of(composition))
+def _needed(chosen: list[Composition], counts: Callable[[Pair], bool] = lambda pair: True) -> list[Composition]:
+    """Drops compositions whose pairs that count all meet in others, the most work first."""
+    met = Counter(pair for composition in chosen for pair in pairs_of(composition) if counts(pair))
     for composition in sorted(chosen, key=work, reverse=True):
-        pairs = pairs_of(composition)
+        pairs = set(filter(counts, pairs_of(composition)))
         if all(met[pair] > 1 for pair in pairs):
             chosen = [other for other in chosen if other is not composition]
             met.subtract(pairs)

@@ -13,9 +13,8 @@ from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from core.transformer.lora import add_lora
 from core.transformer.pipeline_stages import pipeline_stage
-from tests.compositions.composition import Composition
+from tests.compositions.composition import Composition, Layout
 from tests.compositions.data import SEQUENCE
-from tests.functional._parallel_runs import Layout
 from tests.unit.distributed._toys import Codes
 
 FIRST_LAYER = "decoder.layers.0."

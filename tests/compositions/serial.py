@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from core.transformer import Float16Module
 from core.transformer.moe import finish_step, restart_step
 from core.transformer.norms import LayerNorm, RMSNorm
-from tests.compositions.composition import Composition
+from tests.compositions.composition import Composition, Layout
 from tests.compositions.data import MicroBatch
 from tests.compositions.model import build
 from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.training import Training
-from tests.functional._parallel_runs import Layout
 from tests.functional._runs import in_precision
 from tests.unit.distributed._unused import give_unused_zero_gradients
 

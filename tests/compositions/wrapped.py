@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, save
+from core.dist_checkpointing.global_view import whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.engine.unit import POISONS
 from core.distributed.model import offloaded_activations
@@ -28,8 +29,7 @@ from tests.compositions.model import build, expert_parallel_size
 from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Training
-from tests.functional._parallel_runs import _masters, _whole
-from tests.functional._runs import in_precision
+from tests.functional._runs import _whole, in_precision
 
 
 class Wrapped(Training):
@@ -158,8 +158,11 @@ class Wrapped(Training):
             parameter.grad.mul_(factor)
 
     def _weights(self) -> dict[str, Tensor]:
-        averages = {n: t for n, t in self.optimizer.state_tensors().items() if n.startswith("average.")}
-        return _masters(self.module, self.optimizer) | _whole(averages)
+        state, tensors = self.optimizer.state_tensors(), self.module.state_dict(keep_vars=True)
+        views = {name: tensor for name, tensor in state.items() if name.startswith("average.")}
+        for name, _ in self.module.named_parameters():
+            views[name] = state.get(f"master.{name}", whole_view(tensors[name]))
+        return _whole(views)
 
     @property
     def _scale(self) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.compositions.__main__ import main
-from tests.compositions.check import as_test, check_all
+from tests.compositions.check import as_test, check, check_all
 from tests.compositions.compare import adds_in_one_order
 from tests.compositions.composition import AXES, Composition
 from tests.compositions.cover import (
@@ -27,6 +27,7 @@ from tests.compositions.cover import (
 )
 from tests.compositions.refusals import REFUSALS, refusal_of
 from tests.functional._program import REPOSITORY
+from tests.unit._quick import quick
 
 REFUSED = (
     Composition(layout="hybrid", wrapper="ddp"),
@@ -64,6 +65,23 @@ def _problems(layout: str, is_short: bool) -> dict[Composition, str]:
 def test_a_composition_trains_as_one_process_does(composition: Composition):
     problem = _problems(composition.layout, composition in short_sample()).get(composition)
     assert problem is None, f"{problem}\n\n{as_test(composition)}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrapper"),
+    quick(
+        [
+            ("tp2-cp2-sp", "zero2"),
+            ("tp4-sp", "fsdp2"),
+            ("dp4", "zero3"),
+            ("hybrid-cp2", "fsdp2"),
+            ("dp2-tp2", "zero1"),
+        ],
+        lambda case: case[0] == "tp2-cp2-sp",
+    ),
+)
+def test_layouts_outside_the_sample_train_as_one_process(layout: str, wrapper: str):
+    check(Composition(layout=layout, wrapper=wrapper, widths="odd", micro_batches="2", documents="packed", clip="yes"))
 
 
 def test_every_refusal_is_met():

@@ -7,7 +7,6 @@ REPRODUCIBLE = "tests/functional/test_reproducible.py::test_a_run_has_the_same_b
 OUTSIDE_THE_LOOP = (
     "tests/unit/distributed/test_outside_the_loop.py::test_usage_of_a_plain_module_gives_its_result_or_raises"
 )
-LAYOUTS = "tests/functional/test_equality_over_layouts.py"
 STREAMS = "tests/streams/test_wrappers.py::test_no_operations_of_a_step_race"
 STREAMS_OF_LAYERS = "tests/streams/test_wrappers.py::test_no_operations_of_a_composition_race"
 PROGRAMS_ON_STREAMS = "tests/streams/test_programs.py::test_"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import CONTRACT, DDP, LAYOUTS, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
+from tests.mutation.suites import CONTRACT, DDP, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
 _BUCKETS = "tests/unit/distributed/engine/test_buckets.py"
 _SLOTS = "tests/unit/distributed/engine/test_gathering.py"
@@ -64,7 +64,7 @@ MUTATIONS = (
         "core.distributed.finalize_model_grads._sum_over_sequence_parallel_ranks",
         r"torch\._foreach_copy_\(.*\)",
         "pass",
-        (_FINALIZE, LAYOUTS),
+        (_FINALIZE,),
     ),
     # ---- plan
     Mutation(

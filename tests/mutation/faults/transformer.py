@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import LAYOUTS, STREAMS_OF_LAYERS
+from tests.mutation.suites import STREAMS_OF_LAYERS
 
 _MOE_LAYER = "tests/unit/transformer/moe/test_moe_layer.py"
 _DISPATCH = "tests/unit/transformer/moe/test_dispatch.py"
@@ -23,7 +23,7 @@ MUTATIONS = (
         "core.transformer.sequences.own_positions",
         "return .*",
         "return torch.arange(length, device=device)",
-        ("tests/unit/transformer/test_sequences.py", LAYOUTS),
+        ("tests/unit/transformer/test_sequences.py",),
     ),
     Mutation(
         "keys and values get no gradient from queries of other ranks",
