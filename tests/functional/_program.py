@@ -89,6 +89,15 @@ def run_program(
         return Ended(_wait(processes, limit_s), out.read_text(), err.read_text())
 
 
+def one_line(ended: Ended) -> str:
+    """Returns the line that a command ends with, once it is sure that there is nothing else."""
+    # A progress bar may be drawn before what is wrong is known.
+    lines = [line for line in ended.err.replace("\r", "\n").splitlines() if line and not line.startswith("training:")]
+    assert ended.status == 2 and len(lines) == 1 and lines[0].startswith("error: "), ended
+    assert len(lines[0]) < 1000
+    return lines[0]
+
+
 def _run(command: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

