@@ -17,7 +17,6 @@ from core.distributed import DistributedDataParallel, TorchFullyShardedDataParal
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer.distrib_optimizer import DistributedOptimizer
 from core.verify import WRAPPERS, FirstDifference, Options, Verdict, load_model_under_test, names_of_wrappers, verify
-from tests.functional._faults import FAULTS
 from tests.unit._spawn import RankFailure, run_distributed
 
 MODELS = "tests.unit.verify._models"
@@ -66,7 +65,13 @@ def _one_weight_stale_on_the_second_rank() -> Iterator[None]:
 @contextmanager
 def _a_sum_in_place_of_a_mean() -> Iterator[None]:
     """Doubles gradients in every wrapper, so that only one process shows it."""
-    with FAULTS["doubled_gradients"].planted():
+    finish = _BaseDataParallel.finish_grad_sync
+
+    def planted(self: _BaseDataParallel, force_all_reduce: bool = False) -> None:
+        finish(self, force_all_reduce)
+        self.scale_gradients(2.0)
+
+    with mock.patch.object(_BaseDataParallel, "finish_grad_sync", planted):
         yield
 
 
