@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,15 +101,20 @@ class Outcome:
     """Of all tensors at the end from the writer's, relative to their norm; 0 only if they are bitwise the same."""
 
 
+Found = dict[tuple[Site, Site, str | None], Outcome]
+"""What became of what a writer wrote at a reader, with a fault or none."""
+
+
 def write_and_read(
-    pairs: Sequence[tuple[Site, Site]], tied: bool, root: Path, fault: str | None = None
-) -> tuple[dict[Site, Outcome], dict[tuple[Site, Site], Outcome]]:
-    """Runs each writer of `pairs`, then each of its readers, and returns what this rank saw; every rank calls it.
+    pairs: Sequence[tuple[Site, Site]], tied: bool, root: Path, faults: Sequence[str | None] = (None,)
+) -> tuple[dict[Site, Outcome], Found]:
+    """Runs each writer of `pairs`, then each of its readers, and returns what this rank saw; every rank calls it. What
+    has been read continues once with each of `faults`.
 
     The processes are as many ranks as any site has, and make up the smaller worlds one after the other.
     """
     written: dict[Site, Outcome] = {}
-    found: dict[tuple[Site, Site], Outcome] = {}
+    found: Found = {}
     for ranks in sorted({writer.ranks for writer, _ in pairs}):
         with _world_of(ranks, root / f"writers-{ranks}") as is_member:
             for site in dict.fromkeys(writer for writer, _ in pairs if writer.ranks == ranks):
@@ -119,7 +125,7 @@ def write_and_read(
             for site in dict.fromkeys(reader for _, reader in pairs if reader.ranks == ranks):
                 if is_member:
                     writers = [writer for writer, reader in pairs if reader == site]
-                    found |= _read(site, writers, tied, root, fault)
+                    found |= _read(site, writers, tied, root, faults)
     return written, found
 
 
@@ -164,14 +170,12 @@ def _write(site: Site, tied: bool, root: Path) -> Outcome:
         return outcome
 
 
-def _read(
-    site: Site, writers: Sequence[Site], tied: bool, root: Path, fault: str | None
-) -> dict[tuple[Site, Site], Outcome]:
+def _read(site: Site, writers: Sequence[Site], tied: bool, root: Path, faults: Sequence[str | None]) -> Found:
     """Reads what each of `writers` saved, and continues from there."""
-    found = {}
+    found: Found = {}
     with _Run(site, tied) as run:
         run.train(1)  # what is read replaces something else
-        for writer in writers:
+        for writer, fault in itertools.product(writers, faults):
             load_checkpoint(run.state, run.config, root / str(writer))
             if fault is not None:
                 FAULTS[fault](run.state)
@@ -180,7 +184,7 @@ def _read(
             run.train(AFTER, outcome)
             if run.differing(expected_at_end, anywhere=True):
                 outcome.distance = _distance(run.contents(), expected_at_end)
-            found[writer, site] = outcome
+            found[writer, site, fault] = outcome
     return found
 
 

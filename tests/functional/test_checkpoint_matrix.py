@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,16 +21,16 @@ from tests.unit._spawn import run_distributed
 Pair = tuple[Site, Site]
 
 
-def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, fault: str | None = None) -> list[str]:
+def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, faults: Sequence[str | None] = (None,)) -> list[str]:
     """Writes and reads all `pairs` on the same four processes."""
     limit_s = 600 + 10 * len(pairs)
-    of_ranks = run_distributed(write_and_read, 4, pairs, tied, root, fault, limit_s=limit_s)
+    of_ranks = run_distributed(write_and_read, 4, pairs, tied, root, faults, limit_s=limit_s)
     written, _ = of_ranks[0]
-    assert len(of_ranks[0][1]) == len(pairs)
+    assert len(of_ranks[0][1]) == len(pairs) * len(faults)
     return [
-        f"{writer} -> {reader}, rank {rank}: {problem}"
+        f"{writer} -> {reader}, rank {rank}, {fault}: {problem}"
         for rank, (_, found) in enumerate(of_ranks)
-        for (writer, reader), outcome in found.items()
+        for (writer, reader, fault), outcome in found.items()
         for problem in _problems(written[writer], outcome, _adds_in_one_order(writer, reader))
     ]
 
@@ -82,11 +82,6 @@ def _facts(pair: Pair) -> set[tuple[object, object]]:
     return {("written by", writer.wrapper), ("read by", reader.wrapper), cuts}
 
 
-def test_every_wrapper_and_cut_reads_what_others_wrote(tmp_path: Path) -> None:
-    problems = _problems_of(_pairwise(), True, tmp_path)
-    assert not problems, "\n".join(problems)
-
-
 EXPERT_SITES = [
     Site("ddp", 1, ep=1),
     Site("zero3", 2, ep=2),
@@ -100,23 +95,6 @@ EXPERT_SITES = [
 MORE_EXPERT_SITES = [*EXPERT_SITES, Site("fsdp2", 2, ep=2), Site("hybrid", 4, ep=2), Site("zero3", 4, ep=2)]
 
 
-def _circle(sites: Sequence[Site]) -> list[Pair]:
-    """Returns pairs in which each layout writes for the next, round in a circle."""
-    return list(zip(sites, [*sites[1:], sites[0]], strict=True))
-
-
-def test_experts_cut_in_any_way_are_read_by_any_other(tmp_path: Path) -> None:
-    problems = _problems_of(_circle(EXPERT_SITES), True, tmp_path)
-    assert not problems, "\n".join(problems)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(5400)
-def test_every_pair_of_cuts_of_experts(tmp_path: Path) -> None:
-    problems = _problems_of([*itertools.product(MORE_EXPERT_SITES, MORE_EXPERT_SITES)], False, tmp_path)
-    assert not problems, "\n".join(problems)
-
-
 PIPELINE_SITES = [
     Site("ddp", 1, pp=1),
     Site("zero3", 4, pp=2),
@@ -128,36 +106,45 @@ PIPELINE_SITES = [
 MORE_PIPELINE_SITES = [*PIPELINE_SITES, Site("fsdp2", 2, pp=2), Site("zero3", 2, pp=1)]
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
-def test_pipeline_stages_are_read_by_any_other_cut(tmp_path: Path, tied: bool) -> None:
-    problems = _problems_of(_circle(PIPELINE_SITES), tied, tmp_path)
-    assert not problems, "\n".join(problems)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(5400)
-def test_every_pair_of_cuts_into_pipeline_stages(tmp_path: Path) -> None:
-    problems = _problems_of([*itertools.product(MORE_PIPELINE_SITES, MORE_PIPELINE_SITES)], True, tmp_path)
-    assert not problems, "\n".join(problems)
+def _circle(sites: Sequence[Site]) -> list[Pair]:
+    """Returns pairs in which each layout writes for the next, round in a circle."""
+    return list(zip(sites, [*sites[1:], sites[0]], strict=True))
 
 
 @pytest.mark.parametrize(
-    ("fault", "symptom"),
+    ("pairs", "tied"),
     [
-        ("last bit", "1 tensors have other contents"),
-        ("step count", "'step': 1"),
-        ("swapped moments", "2 tensors have"),
+        pytest.param(_pairwise, True, id="every wrapper and cut"),
+        pytest.param(lambda: _circle(EXPERT_SITES), True, id="experts"),
+        pytest.param(lambda: _circle(PIPELINE_SITES), True, id="pipeline stages"),
+        pytest.param(lambda: _circle(PIPELINE_SITES), False, id="untied pipeline stages", marks=pytest.mark.long),
     ],
 )
-def test_the_comparison_sees_a_planted_fault(tmp_path: Path, fault: str, symptom: str) -> None:
-    pair = (Site("zero1", 2), Site("fsdp2", 4, 2))
-    problems = _problems_of([pair], False, tmp_path, fault)
-    assert any(symptom in problem for problem in problems), problems
+def test_each_site_reads_what_others_wrote(tmp_path: Path, pairs: Callable[[], list[Pair]], tied: bool) -> None:
+    problems = _problems_of(pairs(), tied, tmp_path)
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(5400)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_pair_of_wrapper_and_cut(tmp_path: Path, tied: bool) -> None:
-    problems = _problems_of([*itertools.product(SITES, SITES)], tied, tmp_path)
+@pytest.mark.parametrize(
+    ("sites", "tied"),
+    [(SITES, True), (SITES, False), (MORE_EXPERT_SITES, False), (MORE_PIPELINE_SITES, True)],
+    ids=["tied", "untied", "experts", "pipeline stages"],
+)
+def test_every_site_reads_what_every_other_wrote(tmp_path: Path, sites: list[Site], tied: bool) -> None:
+    problems = _problems_of([*itertools.product(sites, sites)], tied, tmp_path)
     assert not problems, "\n".join(problems)
+
+
+SYMPTOMS = {
+    "last bit": "1 tensors have other contents",
+    "step count": "'step': 1",
+    "swapped moments": "2 tensors have",
+}
+
+
+def test_the_comparison_sees_planted_faults(tmp_path: Path) -> None:
+    problems = _problems_of([(Site("zero1", 2), Site("fsdp2", 4, 2))], False, tmp_path, list(SYMPTOMS))
+    for fault, symptom in SYMPTOMS.items():
+        assert any(fault in problem and symptom in problem for problem in problems), problems

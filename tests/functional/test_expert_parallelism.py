@@ -15,36 +15,37 @@ from core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.sequences import own_chunks
 from examples.gpt.run_model import load_run_model
-from tests.functional._equality import Tolerance, assert_bitwise, assert_close
+from tests.functional._equality import assert_bitwise, assert_close
 from tests.functional._program import TINY, run_program
-from tests.functional._runs import (
-    Curve,
-    Training,
-    ddp_config,
-    in_precision,
-    loss_and_report,
-    micro_batches,
-    train_wrapped,
+from tests.functional._runs import Curve, ddp_config, in_precision, loss_and_report, micro_batches, train_wrapped
+from tests.functional.test_experts import (
+    BALANCING,
+    RECOMPUTED,
+    SAME_SUMS,
+    SGD,
+    gpt_with_experts,
+    once,
+    serial,
+    training_of,
 )
-from tests.functional.test_experts import BALANCING, SAME_SUMS, STEPS, gpt_with_experts, serial
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole
 
-_SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
-_EVEN = {"vocab": 64, "num_attention_heads": 4, "num_query_groups": 2, "num_moe_experts": 4, "ffn_hidden_size": 16}
+_FIELDS = {
+    "vocab": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "num_moe_experts": 4,
+    "ffn_hidden_size": 16,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": None,  # context-parallel ranks have one of their own
+}
 LENGTH = 12
 Layout = tuple[int, int, int, int]
 """Sizes of data, expert, tensor and context parallelism."""
 LAYOUTS: list[Layout] = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (2, 2, 1, 2)]
-WRAPPERS = ["ddp", "zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2"]
-
-
-_MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.01, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest"}
-
-
-def _training(per_token: bool, optimizer: dict[str, Any] = _SGD) -> Training:
-    return Training(optimizer, steps=STEPS, tied=False, per_token=per_token)
+WRAPPERS = ["zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2"]
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
@@ -52,25 +53,14 @@ def _sizes(layout: Layout) -> dict[str, int]:
     return {"expert_model_parallel_size": ep, "tensor_model_parallel_size": tp, "context_parallel_size": cp}
 
 
-def _fields(balancing: str) -> dict[str, Any]:
-    # Context-parallel ranks have a capacity of their own.
-    return {**_EVEN, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": None}
-
-
 def _trained(
-    layout: Layout,
-    wrapper: str,
-    balancing: str,
-    per_token: bool,
-    sizes: dict[str, Any],
-    fields: dict[str, Any],
-    optimizer: dict[str, Any] = _SGD,
+    layout: Layout, wrapper: str, balancing: str, per_token: bool, sizes: dict[str, Any], fields: dict[str, Any]
 ) -> Curve:
     """Trains on this rank's part of the data; returns the whole model's numbers."""
     parallel_state.initialize_model_parallel(**_sizes(layout), **sizes)
     degrees = {**_sizes(layout), **{n: s for n, s in sizes.items() if n == "expert_tensor_parallel_size"}}
-    module = gpt_with_experts(balancing, per_token, **{**_fields(balancing), **degrees, **fields})
-    model, training = wrap_model(module, module.config, ddp_config(wrapper)), _training(per_token, optimizer)
+    module = gpt_with_experts(balancing, per_token, **{**_FIELDS, **degrees, **fields})
+    model, training = wrap_model(module, module.config, ddp_config(wrapper)), training_of(per_token)
     replica = parallel_state.get_data_parallel_rank()
     has_replicas = model.process_group.size() > 1
     assert ("each expert on" in model.describe()) == (has_replicas and parallel_state.experts_are_apart())
@@ -86,19 +76,10 @@ def _trained(
         lambda batch: loss_and_report(model(batch[0], labels=batch[1]), batch[1], training),
         model.process_group,
     )
-    curve.masters = {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+    curve.masters = _whole_weights(module)
     biases = {name: value.clone() for name, value in module.named_buffers() if name.endswith("expert_bias")}
     curve.masters.update(biases)
     return curve
-
-
-_curves: dict[Any, Any] = {}
-
-
-def _once(key: Any, run: Any) -> Any:
-    if key not in _curves:
-        _curves[key] = run()
-    return _curves[key]
 
 
 def _runs(
@@ -107,70 +88,47 @@ def _runs(
     dp, _, tp, cp = layout
     world = dp * tp * cp
     key = (layout, wrapper, balancing, per_token, str(sizes), str(fields))
-    return _once(
+    return once(
         key, lambda: run_distributed(_trained, world, layout, wrapper, balancing, per_token, sizes or {}, fields)
     )
 
 
 def _serial(replicas: int, balancing: str, per_token: bool) -> Curve:
     key = ("serial", replicas, balancing, per_token)
-    fields = _fields(balancing)
-    return _once(key, lambda: serial(balancing, per_token, replicas, LENGTH, **fields))
+    return once(key, lambda: serial(balancing, per_token, replicas, LENGTH, **_FIELDS))
 
 
 _CASES = [(layout, b, t) for layout in LAYOUTS for b in BALANCING for t in (False, True)]
+_QUICK = [((2, 2, 1, 1), "bias", False), ((2, 2, 2, 1), "aux", False), ((2, 2, 1, 2), "bias", True)]
 
 
-def _is_quick(case: Any) -> bool:
-    return case in (
-        ((2, 2, 1, 1), "aux", True),
-        ((2, 2, 1, 1), "bias", False),
-        ((2, 2, 2, 1), "aux", False),
-        ((2, 2, 1, 2), "bias", True),
-    )
-
-
-@pytest.mark.parametrize(("layout", "balancing", "per_token"), quick(_CASES, _is_quick))
+@pytest.mark.parametrize(("layout", "balancing", "per_token"), quick(_CASES, lambda case: case in _QUICK))
 def test_replicas_equal_one_process(layout, balancing, per_token):
     expected = _serial(layout[0], balancing, per_token)
     for curve in _runs(layout, "ddp", balancing, per_token):
         assert_close(curve, expected, SAME_SUMS)
 
 
-_WRAPPED = [(layout, w, b, t) for layout in LAYOUTS for w in WRAPPERS[1:] for b in BALANCING for t in (False, True)]
-
-
-def _is_quick_wrapped(case: Any) -> bool:
-    layout, _, balancing, per_token = case
-    return (layout, balancing, per_token) == ((2, 2, 1, 1), "aux", True) or case in (
-        ((4, 2, 1, 1), "zero3", "aux", True),
-        ((2, 2, 2, 1), "fsdp2", "aux", False),
-    )
-
-
-@pytest.mark.parametrize(("layout", "wrapper", "balancing", "per_token"), quick(_WRAPPED, _is_quick_wrapped))
-def test_every_wrapper_equals_replicas(layout, wrapper, balancing, per_token):
-    expected = _runs(layout, "ddp", balancing, per_token)[0]
-    adds_alike = "every micro-batch" not in wrapper
-    for curve in _runs(layout, wrapper, balancing, per_token):
-        if adds_alike:
-            assert_bitwise(curve, expected)
-        else:
-            assert_close(curve, expected, SAME_SUMS)
+_WRAPPED = [((4, 2, 1, 1), wrapper) for wrapper in WRAPPERS] + [((2, 2, 2, 1), "fsdp2")]
 
 
 @pytest.mark.parametrize(
-    ("layout", "dispatcher"),
-    quick(
-        [((2, 2, 1, 1), "allgather"), ((4, 2, 1, 1), "allgather"), ((4, 2, 1, 1), "alltoall")],
-        lambda case: case[0] == (2, 2, 1, 1),
-    ),
+    ("layout", "wrapper"), quick(_WRAPPED, lambda case: case in (_WRAPPED[-1], ((4, 2, 1, 1), "zero3")))
 )
-def test_both_dispatchers_equal_one_process(layout, dispatcher):
-    expected = _serial(layout[0], "aux", True)
-    fields = {"moe_token_dispatcher_type": dispatcher, "moe_grouped_gemm": False}
-    for curve in _runs(layout, "zero3", "aux", True, None, **fields):
-        assert_close(curve, expected, SAME_SUMS)
+def test_every_wrapper_equals_replicas(layout, wrapper):
+    """Where each expert is on two ranks, or cut; the sample of compositions has it on one, under every wrapper."""
+    expected = _runs(layout, "ddp", "aux", False)[0]
+    for curve in _runs(layout, wrapper, "aux", False):
+        if "every micro-batch" in wrapper:
+            assert_close(curve, expected, SAME_SUMS)
+        else:
+            assert_bitwise(curve, expected)
+
+
+def test_the_other_dispatcher_equals_one_process():
+    fields = {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False}
+    for curve in _runs((2, 2, 1, 1), "zero3", "aux", True, None, **fields):
+        assert_close(curve, _serial(2, "aux", True), SAME_SUMS)
 
 
 _RANKS_OF_EXPERTS: list[tuple[Layout, dict[str, int], str]] = [
@@ -197,65 +155,58 @@ def test_experts_over_other_ranks_equal_one_process(layout, sizes, wrapper):
         assert_close(curve, expected, SAME_SUMS)
 
 
-@pytest.mark.parametrize("wrapper", quick(["zero3", "fsdp2"], lambda wrapper: wrapper == "fsdp2"))
-def test_recomputed_layers_exchange_tokens_again(wrapper):
-    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+def test_recomputed_layers_exchange_tokens_again():
     expected = _runs((2, 2, 1, 1), "ddp", "bias", False)[0]
-    for curve in _runs((2, 2, 1, 1), wrapper, "bias", False, None, **fields):
+    for curve in _runs((2, 2, 1, 1), "fsdp2", "bias", False, None, **RECOMPUTED):
         assert_bitwise(curve, expected)
 
 
-def _trained_by_muon(ranks: int, wrapper: str) -> list[Curve]:
-    layout = (ranks, ranks, 1, 1)
-    return run_distributed(_trained, ranks, layout, wrapper, "aux", False, {}, {}, _MUON)
+def _starts(wrapper: str, sizes: dict[str, int]) -> list[dict[str, torch.Tensor]]:
+    """Returns the initial values of a model that was drawn on each rank, and of one that starts on the meta device."""
+    found = []
+    for on_meta in (False, True):
+        parallel_state.initialize_model_parallel(**sizes)
+        if not on_meta:
+            torch.manual_seed(dist.get_rank())  # the first replica's values win, and each expert's own
+        with torch.device("meta" if on_meta else "cpu"):
+            module = gpt_with_experts("aux", False, **_FIELDS, **sizes)
+        wrap_model(module, module.config, ddp_config(wrapper))
+        found.append(_whole_weights(module))
+        parallel_state.destroy_model_parallel()
+    return found
 
 
-@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "fsdp2"])
-def test_muon_updates_experts_over_ranks(wrapper):
-    expected = _once("muon", lambda: _trained_by_muon(2, "ddp"))[0]
-    for curve in _trained_by_muon(2, wrapper):
-        assert_bitwise(curve, expected)
-    alone = _once("muon alone", lambda: serial("aux", False, 2, LENGTH, _MUON, **_fields("aux")))
-    # Each of five iterations of Newton and Schulz multiplies a rounding by at most 3.4445: together by 485, which
-    # makes of the bound of a gradient, 1e-6, one of an update of 5e-4.
-    assert_close(expected, alone, Tolerance(losses=5e-4, grad_norms=5e-3, gradients=5e-3, masters=5e-4))
-
-
-def _starts(wrapper: str, sizes: dict[str, int], on_meta: bool) -> dict[str, torch.Tensor]:
-    parallel_state.initialize_model_parallel(**sizes)
-    if not on_meta:
-        torch.manual_seed(dist.get_rank())  # the first replica's values win, and each expert's own
-    with torch.device("meta" if on_meta else "cpu"):
-        module = gpt_with_experts("aux", False, **_fields("aux"), **sizes)
-    wrap_model(module, module.config, ddp_config(wrapper))
+def _whole_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+
+
+def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3", "fsdp2"])
 def test_initial_values_are_the_same_over_any_ranks(wrapper):
-    (expected,) = run_distributed(_starts, 1, "ddp", {}, False)
-    for world, sizes in (
-        (2, {"expert_model_parallel_size": 2}),
-        (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}),
-    ):
-        for on_meta in (True, False):
-            for found in run_distributed(_starts, world, wrapper, sizes, on_meta):
-                assert found.keys() == expected.keys()
-                assert all(torch.equal(found[name], value) for name, value in expected.items())
+    ((expected, _),) = once("starts", lambda: run_distributed(_starts, 1, "ddp", {}))
+    sizes = {"expert_model_parallel_size": 2}
+    for world, of_world in ((2, sizes), (4, sizes | {"tensor_model_parallel_size": 2})):
+        for of_rank in run_distributed(_starts, world, wrapper, of_world):
+            for found in of_rank:
+                _assert_equal(found, expected)
 
 
 def _frozen_layer(wrapper: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     """Trains a step with all of the first layer frozen, its experts too."""
     parallel_state.initialize_model_parallel(**sizes)
-    module = gpt_with_experts("aux", False, **_fields("aux"), **sizes)
+    module = gpt_with_experts("aux", False, **_FIELDS, **sizes)
     module.decoder.layers[0].requires_grad_(False)
     model = wrap_model(module, module.config, ddp_config(wrapper))
-    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD), [model])
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
     for tokens, labels in micro_batches(0, parallel_state.get_data_parallel_rank(), False, LENGTH)[-1:]:
         model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
     optimizer.step()
-    return {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+    return _whole_weights(module)
 
 
 def test_frozen_experts_are_sharded_over_their_own_ranks():
@@ -263,26 +214,25 @@ def test_frozen_experts_are_sharded_over_their_own_ranks():
     expected = run_distributed(_frozen_layer, 4, "ddp", sizes)[0]
     for wrapper in ("zero3", "fsdp2"):
         for found in run_distributed(_frozen_layer, 4, wrapper, sizes):
-            assert found.keys() == expected.keys()
-            assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+            _assert_equal(found, expected)
 
 
 def _scaled_on_one_rank(config: Any) -> dict[str, torch.Tensor]:
     """Trains a step in which the first rank alone uses a parameter of the last layer."""
     sizes = {"expert_model_parallel_size": 2}
     parallel_state.initialize_model_parallel(**sizes)
-    module = gpt_with_experts("aux", False, **_fields("aux"), **sizes)
+    module = gpt_with_experts("aux", False, **_FIELDS, **sizes)
     layer = module.decoder.layers[1]
     layer.scale = torch.nn.Parameter(torch.ones(module.config.hidden_size))
     if dist.get_rank() == 0:
         layer.register_forward_hook(lambda layer, args, output: output * layer.scale)
     model = wrap_model(module, module.config, config)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD), [model])
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
     for tokens, labels in micro_batches(0, dist.get_rank(), False, LENGTH)[-1:]:
         model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
     optimizer.step()
-    return {name: whole(whole_view(p)).clone() for name, p in module.named_parameters()}
+    return _whole_weights(module)
 
 
 def test_a_parameter_of_some_ranks_keeps_none_waiting():
@@ -291,17 +241,17 @@ def test_a_parameter_of_some_ranks_keeps_none_waiting():
     for fields in ({}, {"overlap_grad_reduce": True}, {"reduce_every_micro_batch": True}):
         config = DistributedDataParallelConfig(**settings, **fields)
         for found in run_distributed(_scaled_on_one_rank, 2, config, limit_s=120):
-            assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+            _assert_equal(found, expected)
 
 
 def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
     """An expert's gradient on one rank alone is not finite: every rank skips."""
     sizes = {"expert_model_parallel_size": 2}
     parallel_state.initialize_model_parallel(**sizes)
-    module = gpt_with_experts("aux", False, **_fields("aux"), **sizes, fp16=True)
+    module = gpt_with_experts("aux", False, **_FIELDS, **sizes, fp16=True)
     model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
     options = {"fp16": True, "initial_loss_scale": 1024.0}
-    optimizer = get_megatron_optimizer(OptimizerConfig(**_SGD, **options), [model])
+    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD, **options), [model])
     results = []
     for step in range(2):
         before = whole(whole_view(next(module.parameters()))).clone()

@@ -28,7 +28,7 @@ from tests.functional._runs import (
 )
 from tests.unit._spawn import run_distributed
 
-_SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+SGD = {"optimizer": "sgd", "lr": 0.05, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
 _EXPERTS = {
     "num_moe_experts": 5,
     "moe_ffn_hidden_size": 16,
@@ -62,8 +62,8 @@ ROUNDING = LONGEST_SUMS**0.5 * torch.finfo(torch.float32).eps
 SAME_SUMS = Tolerance(losses=ROUNDING, grad_norms=ROUNDING, gradients=ROUNDING, masters=ROUNDING)
 
 
-def _training(per_token: bool, optimizer: dict[str, Any] = _SGD) -> Training:
-    return Training(optimizer, steps=STEPS, tied=False, per_token=per_token)
+def training_of(per_token: bool) -> Training:
+    return Training(SGD, steps=STEPS, tied=False, per_token=per_token)
 
 
 def gpt_with_experts(balancing: str, per_token: bool, **fields: Any) -> torch.nn.Module:
@@ -78,12 +78,9 @@ def _with_biases(curve: Curve, module: torch.nn.Module) -> Curve:
     return curve
 
 
-def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any], is_hybrid: bool = False) -> Curve:
-    if is_hybrid:
-        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
-    module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token)
-    group = None if is_hybrid else dist.group.WORLD
-    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=group)
+def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, Any]) -> Curve:
+    module, training = gpt_with_experts(balancing, per_token, **fields), training_of(per_token)
+    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=dist.group.WORLD)
     curve, optimizer = train_wrapped(
         model,
         training,
@@ -94,11 +91,9 @@ def _wrapped(wrapper: str, balancing: str, per_token: bool, fields: dict[str, An
     return _with_biases(curve, module)
 
 
-def serial(
-    balancing: str, per_token: bool, ranks: int = 2, length: int = 13, optimizer: dict[str, Any] = _SGD, **fields: Any
-) -> Curve:
+def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **fields: Any) -> Curve:
     """Trains in one process on the micro-batches of all ranks."""
-    module, training = gpt_with_experts(balancing, per_token, **fields), _training(per_token, optimizer)
+    module, training = gpt_with_experts(balancing, per_token, **fields), training_of(per_token)
     curve, optimizer = train_serially(
         module,
         training,
@@ -110,11 +105,11 @@ def serial(
     return _with_biases(curve, module)
 
 
-_CASES = [("aux", False), ("aux", True), ("bias", False), ("bias", True)]
 _curves: dict[Any, Any] = {}
 
 
-def _once(key: Any, run: Any) -> Any:
+def once(key: Any, run: Any) -> Any:
+    """Returns what `run` has returned for this key, which several tests compare with."""
     if key not in _curves:
         _curves[key] = run()
     return _curves[key]
@@ -122,15 +117,14 @@ def _once(key: Any, run: Any) -> Any:
 
 def _replicas(balancing: str, per_token: bool) -> Curve:
     key = ("ddp", balancing, per_token)
-    curves = _once(key, lambda: run_distributed(_wrapped, 2, "ddp", balancing, per_token, {}))
+    curves = once(key, lambda: run_distributed(_wrapped, 2, "ddp", balancing, per_token, {}))
     assert_bitwise(curves[1], curves[0])
     return curves[0]
 
 
-@pytest.mark.parametrize(("balancing", "per_token"), _CASES)
+@pytest.mark.parametrize(("balancing", "per_token"), [("aux", True), ("bias", False)])
 def test_replicas_equal_one_process(balancing, per_token):
-    expected = _once((balancing, per_token), lambda: serial(balancing, per_token))
-    found = _replicas(balancing, per_token)
+    expected, found = serial(balancing, per_token), _replicas(balancing, per_token)
     assert_close(found, expected, SAME_SUMS)
     if balancing == "bias":
         biases = [name for name in expected.masters if name.endswith("expert_bias")]
@@ -139,26 +133,16 @@ def test_replicas_equal_one_process(balancing, per_token):
         assert all(expected.masters[name].abs().max() > 0.01 for name in biases)
 
 
-@pytest.mark.parametrize("wrapper", ["zero1, overlapped", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize(("balancing", "per_token"), [("aux", True), ("bias", False)])
-def test_every_wrapper_equals_replicas(wrapper, balancing, per_token):
-    for curve in run_distributed(_wrapped, 2, wrapper, balancing, per_token, {}):
-        assert_bitwise(curve, _replicas(balancing, per_token))
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize("wrapper", ["zero3", "fsdp2"])
-def test_recomputed_layers_change_nothing(wrapper):
-    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+@pytest.mark.parametrize(
+    ("wrapper", "fields"), [("zero1, overlapped", {}), ("zero2", {}), ("zero3", RECOMPUTED), ("fsdp2", RECOMPUTED)]
+)
+def test_every_wrapper_equals_replicas(wrapper, fields):
+    """Where tokens are dropped; the sample of compositions has the other ways to balance under every wrapper."""
     for curve in run_distributed(_wrapped, 2, wrapper, "bias", False, fields):
         assert_bitwise(curve, _replicas("bias", False))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("wrapper", ["hybrid zero1", "hybrid zero3", "hybrid fsdp2"])
-def test_hybrids_equal_replicas(wrapper):
-    expected = run_distributed(_wrapped, 4, "ddp", "aux", False, {})[0]
-    for curve in run_distributed(_wrapped, 4, wrapper, "aux", False, {}, True):
-        assert_close(curve, expected, SAME_SUMS)
 
 
 # Two ranks of one model: one step of one micro-batch, whose masked tokens are all in one half of the sequences.
@@ -191,33 +175,37 @@ def _one_step(kind: str, balancing: str, per_token: bool) -> tuple[dict[str, tor
     return {name: parameter.main_grad.clone() for name, parameter in module.named_parameters()}, biases
 
 
-def _slices(kind: str, balancing: str, per_token: bool, whole: dict[str, torch.Tensor]) -> dict[str, tuple[Any, Any]]:
-    found, biases = _one_step(kind, balancing, per_token)
-    module = gpt_with_experts(balancing, per_token, **_EVEN, **_KINDS[kind])
-    rank, pairs = parallel_state.get_tensor_model_parallel_rank(), {}
-    for name, parameter in module.named_parameters():
-        expected = whole[name]
-        if parameter.tensor_model_parallel:
-            expected = expected.chunk(parallel_state.get_tensor_model_parallel_world_size(), parameter.partition_dim)[
-                rank
-            ]
-        pairs[name] = found[name], expected
-    pairs |= {f"bias {i}": (bias, whole[f"bias {i}"]) for i, bias in enumerate(biases)}
-    return pairs
-
-
 def _alone(balancing: str, per_token: bool) -> dict[str, torch.Tensor]:
     gradients, biases = _one_step("", balancing, per_token)
     return {**gradients, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
 
 
-@pytest.mark.parametrize("kind", ["tp", "sp", "cp"])
+def _pairs(
+    kinds: list[str], balancing: str, per_token: bool, whole: dict[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what this rank has under each kind of parallelism, and the part of the whole that it has to equal."""
+    pairs = {}
+    for kind in kinds:
+        found, biases = _one_step(kind, balancing, per_token)
+        rank, size = (get() for get in _TENSOR_PARALLEL)
+        for name, parameter in gpt_with_experts(balancing, per_token, **_EVEN, **_KINDS[kind]).named_parameters():
+            is_cut = parameter.tensor_model_parallel
+            expected = whole[name].chunk(size, parameter.partition_dim)[rank] if is_cut else whole[name]
+            pairs[f"{kind}: {name}"] = found[name], expected
+        pairs |= {f"{kind}: bias {i}": (bias, whole[f"bias {i}"]) for i, bias in enumerate(biases)}
+        parallel_state.destroy_model_parallel()
+    return pairs
+
+
+_TENSOR_PARALLEL = (parallel_state.get_tensor_model_parallel_rank, parallel_state.get_tensor_model_parallel_world_size)
+
+
 @pytest.mark.parametrize(("balancing", "per_token"), [("aux", False), ("aux", True), ("bias", True)])
-def test_ranks_of_one_model_equal_one_process(kind, balancing, per_token):
-    if kind == "cp" and balancing == "bias":
-        pytest.skip("each context-parallel rank has a capacity of its own")
+def test_ranks_of_one_model_equal_one_process(balancing, per_token):
+    # Each context-parallel rank has a capacity of its own.
+    kinds = [kind for kind in _KINDS if (kind, balancing) != ("cp", "bias")]
     (whole,) = run_distributed(_alone, 1, balancing, per_token)
-    for pairs in run_distributed(_slices, 2, kind, balancing, per_token, whole):
+    for pairs in run_distributed(_pairs, 2, kinds, balancing, per_token, whole):
         for name, (found, expected) in pairs.items():
             assert (found - expected).abs().max() <= ROUNDING * expected.abs().max(), name
 
