@@ -27,7 +27,7 @@ MUTATIONS = (
         "core.dist_checkpointing.global_view.boxes_of_range",
         r"last, 0, end_in_row\)",
         "last, 0, end_in_row - 1)",
-        ("tests/unit/dist_checkpointing/test_flat_range.py",),
+        ("tests/unit/dist_checkpointing/test_global_view.py",),
     ),
     Mutation(
         "the first rows of a stored piece are read in the place of those that a rank holds",

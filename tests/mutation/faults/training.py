@@ -41,14 +41,14 @@ MUTATIONS = (
         "core.training.data.SideStream.start",
         r"computing\.wait_event\(.*\)",
         "pass",
-        ("tests/unit/training/test_device_batches.py",),
+        ("tests/unit/training/test_data.py",),
     ),
     Mutation(
         "a batch's memory on the GPU is reused while the step reads it",
         "core.training.data.SideStream.start",
         r"streams\.used_on\(tensor, computing\)",
         "pass",
-        ("tests/unit/training/test_device_batches.py",),
+        ("tests/unit/training/test_data.py",),
     ),
     Mutation(
         "context-parallel ranks read different samples",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from core.base.errors import CheckpointError
-from core.training.loop import Stopwatch
 from core.training.run_log import OptionalFiles, RunLog, read_log
 from core.training.train_step import StepResult
 from tests.unit.training._configs import small_config
@@ -94,13 +93,6 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert [(e.step, e.value) for e in events.Scalars("validation_loss")] == [(3, 2.5)]
-
-
-def test_a_stopwatch_starts_again_when_read(monkeypatch):
-    now = iter([1.0, 3.0, 3.5])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = Stopwatch()
-    assert (watch.read(), watch.read()) == (2.0, 0.5)
 
 
 class Disk:

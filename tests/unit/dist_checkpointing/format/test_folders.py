@@ -121,16 +121,6 @@ def test_nothing_is_removed_for_an_unreadable_checkpoint(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
 
 
-def test_what_a_killed_save_left_is_swept_away_by_the_next(tmp_path):
-    folder = checkpoint_directory(tmp_path, 1)
-    left = tmp_path / f".{folder.name}.tmp"
-    left.mkdir()
-    (left / "rank_00007.bin").write_bytes(b"half")
-    _save(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "rank_00000.bin"]
-    assert not left.exists()
-
-
 def test_a_pointer_that_misleads_names_what_there_is(tmp_path):
     for iteration in (1, 2):
         _save(checkpoint_directory(tmp_path, iteration))
@@ -187,12 +177,13 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch)
 
 
 def test_leftovers_of_killed_saves_are_removed(tmp_path):
-    for name in (".iter_0000001.tmp", ".iter_0000004.removed"):
+    for name in (".iter_0000001.tmp", ".iter_0000002.tmp", ".iter_0000004.removed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank_00007.bin").write_bytes(b"half")
     (tmp_path / ".iter_mine.tmp").mkdir()
     _save(checkpoint_directory(tmp_path, 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".iter_mine.tmp", "iter_0000002", "latest"]
+    assert sorted(path.name for path in (tmp_path / "iter_0000002").iterdir()) == ["checkpoint.json", "rank_00000.bin"]
 
 
 @contextmanager

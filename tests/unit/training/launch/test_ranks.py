@@ -176,7 +176,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launched: Callable[..., Laun
 @linux
 def test_no_rank_outlives_a_launcher_that_ends_while_starting(launched: Callable[..., Launched]):
     draw = random.Random(1)
-    for number in (signal.SIGKILL, signal.SIGTERM) * 3:
+    for number in (signal.SIGKILL, signal.SIGTERM) * 2:
         run = launched(STAYS, ranks=8)
         wait_until(lambda run=run: _processes_with(str(run.folder)))
         time.sleep(draw.uniform(0.0, 0.05))
@@ -187,7 +187,7 @@ def test_no_rank_outlives_a_launcher_that_ends_while_starting(launched: Callable
 
 @linux
 def test_a_first_signal_is_waited_for(launched: Callable[..., Launched]):
-    run = launched(STAYS, handlers="signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(0)))\n")
+    run = launched(STAYS, handlers="signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(0)))\n")
     run.wait_for_ranks()
     run.send_signal(signal.SIGHUP)
     assert run.wait() == 0
