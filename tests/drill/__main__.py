@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,7 @@ from pathlib import Path
 
 from corpus import prepare
 
-from tests.drill.corrupted import corrupt_files
-from tests.drill.faults import FINAL, SINGLE, Drill, kills, planted
+from tests.drill.faults import SINGLE, Drill, kills, planted
 from tests.drill.report import Report
 from tests.functional._program import REPOSITORY, program_environment
 
@@ -36,7 +34,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--hours", type=float, help="in the place of --minutes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--corrupted-files", type=int, default=1000)
     parser.add_argument("--report", type=Path, help="file for the report, in addition to the standard output")
     options = parser.parse_args()
     seconds = 60.0 * (options.minutes if options.hours is None else 60.0 * options.hours)
@@ -55,7 +52,6 @@ def main() -> None:
 def _drill(folder: Path, report: Report, started: float, seconds: float, options: argparse.Namespace) -> None:
     corpus = corpus_in(folder)
     drill = Drill(corpus, folder, options.seed, report)
-    _kept_checkpoint(drill, options.corrupted_files, random.Random(options.seed))
     planted(drill, "full log", "a full disk at the log alone", "pages and plots pause")
     rounds = 0
     while rounds == 0 or time.monotonic() - started < (1.0 - LAUNCHED_SHARE - FORKED_SHARE - LOST_SHARE) * seconds:
@@ -76,13 +72,6 @@ def corpus_in(folder: Path) -> Path:
     text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(400)))
     prepare([text], folder / "numbers", tokenizer="byte", split_on="line")
     return folder / "numbers"
-
-
-def _kept_checkpoint(drill: Drill, count: int, draw: random.Random) -> None:
-    run = drill.run("--use-distributed-optimizer")
-    run.finish()
-    corrupt_files(run.folder / FINAL, drill.folder, count, draw, drill.report)
-    shutil.rmtree(run.folder)
 
 
 def _forked_kills(corpus: Path, folder: Path, seconds: float, seed: int, report: Report) -> None:

@@ -23,11 +23,9 @@ from tests.unit._spawn import run_distributed
 QUICK = {
     ("8 micro-batches", "ddp", 4),
     ("8 micro-batches", "fsdp2", 2),
-    ("8 micro-batches", "hybrid fsdp2", 4),
     ("12 micro-batches, per token", "zero2, every micro-batch", 2),
     ("12 micro-batches, per token", "hybrid zero3", 4),
     ("Muon", "hybrid fsdp2", 4),
-    ("Muon", "zero2, overlapped", 2),
     ("fp16", "zero3", 2),
     ("sequences in two parts", "zero2, overlapped", 2),
 }

@@ -49,11 +49,19 @@ def _make_checkpoint(folder: Path) -> None:
     save(_state(), folder / "iter_0000001", metadata={"iteration": 1, "config": {"a": [1, {"b": None}]}})
 
 
-def _read_checkpoint(folder: Path) -> None:
+def _read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     found = latest_checkpoint(folder)
-    if found is not None:
-        describe(open_checkpoint(found))
-        load(_state(), found)
+    if found is None:
+        return {}
+    describe(open_checkpoint(found))
+    state = {name: torch.zeros_like(tensor) for name, tensor in _state().items()}
+    load(state, found)
+    return state
+
+
+def _read_what_was_saved(folder: Path) -> None:
+    for name, tensor in _read_checkpoint(folder).items():
+        assert torch.equal(tensor, _state()[name]), f"{name} was read with other values"
 
 
 def _seal(folder: Path) -> None:
@@ -158,7 +166,7 @@ def _read_small_files(folder: Path) -> None:
 
 
 READERS = {
-    "checkpoint": Reader(_make_checkpoint, _read_checkpoint, ("iter_*/*", "latest")),
+    "checkpoint": Reader(_make_checkpoint, _read_what_was_saved, ("iter_*/*", "latest")),
     "sealed checkpoint": Reader(_make_checkpoint, _read_checkpoint, ("iter_*/checkpoint.json",), _seal),
     "sealed run": Reader(_make_run, _read_run, ("iter_*/checkpoint.json",), _seal),
     "torch checkpoint": Reader(_make_torch_checkpoint, _read_torch_checkpoint, (".metadata", "*.distcp")),
