@@ -60,7 +60,8 @@ def _problems(written: Outcome, found: Outcome, bitwise: bool) -> list[str]:
 
 
 def _pairwise() -> list[Pair]:
-    """Pairs in which every wrapper writes and reads, and every cut meets every cut in both directions, at few sites.
+    """Pairs in which every wrapper and every cut writes and reads, to more ranks and fewer, with and without tensor
+    parallelism on either side; the long set has every pair.
 
     Which wrapper wrote is not in the files: the contents of each are compared, bit by bit, with what was written.
     """
@@ -78,32 +79,33 @@ def _pairwise() -> list[Pair]:
 
 def _facts(pair: Pair) -> set[tuple[object, object]]:
     writer, reader = pair
-    cuts = ((writer.ranks, writer.tp), (reader.ranks, reader.tp))
-    return {("written by", writer.wrapper), ("read by", reader.wrapper), cuts}
+    return {
+        *(("written by", writer.wrapper), ("read by", reader.wrapper)),
+        *(("written on", (writer.ranks, writer.tp)), ("read on", (reader.ranks, reader.tp))),
+        *(("cut", (writer.tp, reader.tp)), ("more ranks", writer.ranks < reader.ranks)),
+    }
 
 
 EXPERT_SITES = [
     Site("ddp", 1, ep=1),
-    Site("zero3", 2, ep=2),
-    Site("fsdp2", 4, ep=2),
+    Site("fsdp2", 2, 2, ep=2, etp=1),
+    Site("zero3", 4, ep=2),
     Site("zero1", 4, 2, ep=2),
     Site("zero2", 4, ep=4),
-    Site("fsdp2", 2, 2, ep=2, etp=1),
     Site("ddp", 4, ep=2, etp=2),
-    Site("hybrid zero2", 4, ep=2),
+    *(Site("hybrid zero2", 4, ep=2), Site("hybrid", 4, ep=2), Site("fsdp2", 4, ep=2)),
+    *(Site("fsdp2", 2, ep=2), Site("zero3", 2, ep=2)),
 ]
-MORE_EXPERT_SITES = [*EXPERT_SITES, Site("fsdp2", 2, ep=2), Site("hybrid", 4, ep=2), Site("zero3", 4, ep=2)]
+"""Of which the first are compared each time."""
 
 
 PIPELINE_SITES = [
     Site("ddp", 1, pp=1),
-    Site("zero3", 4, pp=2),
     Site("zero1", 2, pp=2, vpp=2),
     Site("fsdp2", 4, 2, pp=2),
     Site("zero2", 4, pp=4),
-    Site("hybrid", 4, pp=2, vpp=2),
+    *(Site("zero3", 4, pp=2), Site("hybrid", 4, pp=2, vpp=2), Site("fsdp2", 2, pp=2), Site("zero3", 2, pp=1)),
 ]
-MORE_PIPELINE_SITES = [*PIPELINE_SITES, Site("fsdp2", 2, pp=2), Site("zero3", 2, pp=1)]
 
 
 def _circle(sites: Sequence[Site]) -> list[Pair]:
@@ -115,8 +117,8 @@ def _circle(sites: Sequence[Site]) -> list[Pair]:
     ("pairs", "tied"),
     [
         pytest.param(_pairwise, True, id="every wrapper and cut"),
-        pytest.param(lambda: _circle(EXPERT_SITES), True, id="experts"),
-        pytest.param(lambda: _circle(PIPELINE_SITES), True, id="pipeline stages"),
+        pytest.param(lambda: _circle(EXPERT_SITES[:5]), True, id="experts"),
+        pytest.param(lambda: _circle(PIPELINE_SITES[:4]), True, id="pipeline stages"),
         pytest.param(lambda: _circle(PIPELINE_SITES), False, id="untied pipeline stages", marks=pytest.mark.long),
     ],
 )
@@ -129,7 +131,7 @@ def test_each_site_reads_what_others_wrote(tmp_path: Path, pairs: Callable[[], l
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize(
     ("sites", "tied"),
-    [(SITES, True), (SITES, False), (MORE_EXPERT_SITES, False), (MORE_PIPELINE_SITES, True)],
+    [(SITES, True), (SITES, False), (EXPERT_SITES, False), (PIPELINE_SITES, True)],
     ids=["tied", "untied", "experts", "pipeline stages"],
 )
 def test_every_site_reads_what_every_other_wrote(tmp_path: Path, sites: list[Site], tied: bool) -> None:

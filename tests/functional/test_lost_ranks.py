@@ -144,7 +144,7 @@ def _table():
             yield pytest.param(*case, settings, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said", "settings"), _table())
+@pytest.mark.parametrize(("ranks", "policy", "lose", "flags", "said", "settings"), [*_table()])
 def test_a_lost_rank_changes_no_bit(undisturbed, corpus, tmp_path, ranks, policy, lose, flags, said, settings):
     hashes, lines, written = _run(tmp_path / "run", corpus, ranks, policy, lose, *flags, **settings)
     assert hashes == undisturbed

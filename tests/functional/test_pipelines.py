@@ -50,7 +50,7 @@ def test_stages_have_the_same_bits_on_any_number_of_replicas(tmp_path: Path, cor
     runs = [
         _run(tmp_path / f"{number}", corpus, *same, *wrapper, ranks=ranks)
         for number, (ranks, wrapper) in enumerate(
-            ((2, ()), (4, ("--use-torch-fsdp2",)), (4, ("--data-parallel-sharding-strategy", "optim")))
+            ((2, ("--data-parallel-sharding-strategy", "optim")), (4, ("--use-torch-fsdp2",)))
         )
     ]
     for run in runs[1:]:
