@@ -42,6 +42,7 @@ _FIELDS = {
     "moe_expert_capacity_factor": None,  # context-parallel ranks have one of their own
 }
 LENGTH = 12
+OVER_TWO = {"expert_model_parallel_size": 2}
 Layout = tuple[int, int, int, int]
 """Sizes of data, expert, tensor and context parallelism."""
 LAYOUTS: list[Layout] = [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (2, 2, 1, 2)]
@@ -188,67 +189,54 @@ def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3", "fsdp2"])
 def test_initial_values_are_the_same_over_any_ranks(wrapper):
     ((expected, _),) = once("starts", lambda: run_distributed(_starts, 1, "ddp", {}))
-    sizes = {"expert_model_parallel_size": 2}
-    for world, of_world in ((2, sizes), (4, sizes | {"tensor_model_parallel_size": 2})):
+    for world, of_world in ((2, OVER_TWO), (4, OVER_TWO | {"tensor_model_parallel_size": 2})):
         for of_rank in run_distributed(_starts, world, wrapper, of_world):
             for found in of_rank:
                 _assert_equal(found, expected)
 
 
-def _frozen_layer(wrapper: str, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Trains a step with all of the first layer frozen, its experts too."""
-    parallel_state.initialize_model_parallel(**sizes)
-    module = gpt_with_experts("aux", False, **_FIELDS, **sizes)
-    module.decoder.layers[0].requires_grad_(False)
-    model = wrap_model(module, module.config, ddp_config(wrapper))
+def _after_a_step(kind: str, config: Any) -> dict[str, torch.Tensor]:
+    """Trains a step with all of the first layer frozen, its experts too, or with a parameter of the last layer that
+    only the first rank uses."""
+    parallel_state.initialize_model_parallel(**OVER_TWO)
+    module = gpt_with_experts("aux", False, **_FIELDS, **OVER_TWO)
+    first, last = module.decoder.layers
+    if kind == "frozen":
+        first.requires_grad_(False)
+    else:
+        last.scale = torch.nn.Parameter(torch.ones(module.config.hidden_size))
+        if dist.get_rank() == 0:
+            last.register_forward_hook(lambda layer, args, output: output * layer.scale)
+    model = wrap_model(module, module.config, config)
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
-    for tokens, labels in micro_batches(0, parallel_state.get_data_parallel_rank(), False, LENGTH)[-1:]:
-        model(tokens, labels=labels).mean().backward()
+    tokens, labels = micro_batches(0, parallel_state.get_data_parallel_rank(), False, LENGTH)[-1]
+    model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
     optimizer.step()
     return _whole_weights(module)
+
+
+def _assert_all_equal(kind: str, world: int, configs: list[Any]) -> None:
+    expected = run_distributed(_after_a_step, world, kind, ddp_config("ddp"))[0]
+    for config in configs:
+        for found in run_distributed(_after_a_step, world, kind, config, limit_s=120):
+            _assert_equal(found, expected)
 
 
 def test_frozen_experts_are_sharded_over_their_own_ranks():
-    sizes = {"expert_model_parallel_size": 2}
-    expected = run_distributed(_frozen_layer, 4, "ddp", sizes)[0]
-    for wrapper in ("zero3", "fsdp2"):
-        for found in run_distributed(_frozen_layer, 4, wrapper, sizes):
-            _assert_equal(found, expected)
-
-
-def _scaled_on_one_rank(config: Any) -> dict[str, torch.Tensor]:
-    """Trains a step in which the first rank alone uses a parameter of the last layer."""
-    sizes = {"expert_model_parallel_size": 2}
-    parallel_state.initialize_model_parallel(**sizes)
-    module = gpt_with_experts("aux", False, **_FIELDS, **sizes)
-    layer = module.decoder.layers[1]
-    layer.scale = torch.nn.Parameter(torch.ones(module.config.hidden_size))
-    if dist.get_rank() == 0:
-        layer.register_forward_hook(lambda layer, args, output: output * layer.scale)
-    model = wrap_model(module, module.config, config)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [model])
-    for tokens, labels in micro_batches(0, dist.get_rank(), False, LENGTH)[-1:]:
-        model(tokens, labels=labels).mean().backward()
-    finalize_model_grads([model])
-    optimizer.step()
-    return _whole_weights(module)
+    _assert_all_equal("frozen", 4, [ddp_config("zero3"), ddp_config("fsdp2")])
 
 
 def test_a_parameter_of_some_ranks_keeps_none_waiting():
-    expected = run_distributed(_scaled_on_one_rank, 2, DistributedDataParallelConfig())[0]
     settings = {"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 200}  # smaller than a matrix
-    for fields in ({}, {"overlap_grad_reduce": True}, {"reduce_every_micro_batch": True}):
-        config = DistributedDataParallelConfig(**settings, **fields)
-        for found in run_distributed(_scaled_on_one_rank, 2, config, limit_s=120):
-            _assert_equal(found, expected)
+    kinds = ({}, {"overlap_grad_reduce": True}, {"reduce_every_micro_batch": True})
+    _assert_all_equal("used on one rank", 2, [DistributedDataParallelConfig(**settings, **fields) for fields in kinds])
 
 
 def _skips_together(wrapper: str) -> list[tuple[bool, bool]]:
     """An expert's gradient on one rank alone is not finite: every rank skips."""
-    sizes = {"expert_model_parallel_size": 2}
-    parallel_state.initialize_model_parallel(**sizes)
-    module = gpt_with_experts("aux", False, **_FIELDS, **sizes, fp16=True)
+    parallel_state.initialize_model_parallel(**OVER_TWO)
+    module = gpt_with_experts("aux", False, **_FIELDS, **OVER_TWO, fp16=True)
     model = wrap_model(in_precision(module, wrapper), module.config, ddp_config(wrapper, grad_reduce_in_fp32=True))
     options = {"fp16": True, "initial_loss_scale": 1024.0}
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD, **options), [model])
