@@ -13,8 +13,9 @@
         ...
 
 Ranks are forked from a process that has imported everything (`tests/_forked.py`), and those of a world size are reused
-by every test of the session. They meet through a file store, never a port. Each job has a time limit; after a failure
-or a time-out the processes are ended, and the next test gets new ones, so that no test inherits a broken group.
+by every test of the session. They meet in a store of this process, at a port that the system chooses: a file store
+looks for a key each 10 ms, and a new group would take 40. Each job has a time limit; after a failure or a time-out the
+processes are ended, and the next test gets new ones, so that no test inherits a broken group.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from tests._forked import FORKED
 from tests.unit._process_state import process_state_kept
 
 START_LIMIT_S = 600.0
+_HOST = "127.0.0.1"
 JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
 IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
 _GIVES_UP_AFTER = timedelta(seconds=0.5)
@@ -97,13 +99,17 @@ def on_ranks(world_size: int, limit_s: float = JOB_LIMIT_S) -> Callable[[Callabl
 
 class _RankPool:
     def __init__(self, world_size: int) -> None:
-        self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)  # noqa: SIM115
+        # Where ranks meet, and a folder for the files of their stacks; both live as long as the ranks.
+        self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._jobs: deque[str] = deque(maxlen=_JOBS_NAMED)  # names of the last ones; `run` appends
         for rank in range(world_size):
             ours, theirs = FORKED.Pipe()
-            process = FORKED.Process(target=_serve, args=(theirs, rank, world_size, self._store.name), daemon=True)
+            process = FORKED.Process(
+                target=_serve, args=(theirs, rank, world_size, self._store.port, self._folder.name), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -149,7 +155,7 @@ class _RankPool:
 
     def _where_it_is(self, rank: int) -> str:
         """Returns the stacks of a rank's threads."""
-        stacks = _stacks_file(self._store.name, rank)
+        stacks = _stacks_file(self._folder.name, rank)
         process = self._processes[rank]
         if process.pid is None or not process.is_alive() or not stacks.exists():
             return f"exit code {process.exitcode}"
@@ -164,10 +170,7 @@ class _RankPool:
             process.join(10)
         for pipe in self._pipes:
             pipe.close()
-        self._store.close()
-        for rank in range(len(self._pipes)):
-            _stacks_file(self._store.name, rank).unlink(missing_ok=True)
-        Path(self._store.name).unlink(missing_ok=True)
+        self._folder.cleanup()
 
 
 _POOLS: dict[int, _RankPool] = {}
@@ -180,19 +183,20 @@ def close_pools() -> None:
         _POOLS.popitem()[1].close()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str) -> None:
     """Joins the group, then answers jobs until the pipe closes: the life of one rank."""
     from core.comm import record
 
+    global _port, _points
+    _port, _points = port, _connect(port)
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTACK_DEVICE="cpu", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     if world_size > 1:  # a rank alone is asked by none, and does not listen
         record._INTERVALS_WITHOUT_ANSWER = int(JOB_LIMIT_S / 2)  # on a busy machine a rank may take long to answer
-    stacks = _stacks_file(store_path, rank).open("w")  # open while the process lives
+    stacks = _stacks_file(folder, rank).open("w")  # open while the process lives
     faulthandler.register(_SHOW_STACKS, stacks, all_threads=True)
-    store = dist.FileStore(store_path, world_size)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOB_LIMIT_S)
+        "gloo", store=_connect(port), rank=rank, world_size=world_size, timeout=timedelta(seconds=JOB_LIMIT_S)
     )
     dist.barrier()
     pipe.send_bytes(pickle.dumps((True, None)))
@@ -217,25 +221,35 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
         gc.freeze()  # what outlives the job, such as a library it imported: no later collection looks at it again
 
 
-def _stacks_file(store_path: str, rank: int) -> Path:
-    return Path(f"{store_path}.stacks-{rank}")
+def _stacks_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stacks-{rank}")
+
+
+def _connect(port: int) -> dist.TCPStore:
+    return dist.TCPStore(_HOST, port, timeout=timedelta(seconds=JOB_LIMIT_S))
+
+
+_port: int
+"""Of the store in which the ranks meet. `_serve` sets it."""
+_points: dist.TCPStore
+"""A connection of its own, which no thread waits on: it would keep other threads out. `_serve` makes it."""
 
 
 def reach(point: str) -> None:
     """Lets ranks go on that wait in `wait_for` for this point; for jobs whose ranks shall not meet in a collective."""
-    dist.distributed_c10d._get_default_store().set(f"tests/{_job}/{point}", "reached")
+    _points.set(f"tests/{_job}/{point}", "reached")
 
 
 def wait_for(*points: str) -> None:
     """Waits, in no collective, until ranks of this job have called `reach` with each point."""
     _listen_often()
     keys = [f"tests/{_job}/{point}" for point in points]
-    dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=JOB_LIMIT_S / 2))
+    _connect(_port).wait(keys, timedelta(seconds=JOB_LIMIT_S / 2))
 
 
 def has_reached(point: str) -> bool:
     """Returns whether a rank of this job has called `reach` with this point."""
-    return bool(dist.distributed_c10d._get_default_store().check([f"tests/{_job}/{point}"]))
+    return bool(_points.check([f"tests/{_job}/{point}"]))
 
 
 def give_up_soon(group: dist.ProcessGroup) -> None:
