@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 GPUS   := $(if $(filter cpu,$(SHARDSTACK_DEVICE)),0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 NPROC  ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS   ?=
-# Processes that share out the files of tests, each with ranks of its own, in all about 3 GB; 0 is this one, for a debugger.
+# Processes that share out the tests, each with ranks of its own, in all about 3 GB; 0 is this one, for a debugger.
 JOBS   ?= 2
 # What `make train` trains: gpt, or moe, the same with experts in the place of MLPs, as many active parameters a token.
 MODEL  ?= gpt
@@ -29,8 +29,8 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replica
 # What the tests need: the trainers that core/adapters knows are among it.
 TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test
 
-# Whole files, in their order: the long ones come first.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: train test test-short test-long test-gpu gpu-first drill fuzz-files fuzz mutation docs check fix clean
 
@@ -59,7 +59,7 @@ train: $(VENV)/.installed-train
 test: $(TESTED)
 	$(PYTEST) -m 'not long and not gpu' $(ARGS)
 
-test-short: $(VENV)/.installed-train,hf,test
+test-short: $(VENV)/.installed-train,test
 	$(PYTEST) -m 'not long and not gpu' $(SHORT) $(ARGS)
 
 # What is too slow for every commit: more ranks, compiled layers, whole runs.

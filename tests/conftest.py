@@ -38,9 +38,6 @@ _GPU_FILES = pytest.StashKey[set[Path]]()  # set once the tests are collected
 @pytest.hookimpl(tryfirst=True)  # before `-m` drops tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[_GPU_FILES] = {item.path for item in items if item.get_closest_marker("gpu")}
-    items.sort(
-        key=lambda item: item.path.parent.name != "weights"
-    )  # the last file, which would be waited for, is long
 
 
 @pytest.fixture
