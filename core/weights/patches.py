@@ -146,8 +146,7 @@ class PatchStream:
 
 def _places_in_whole(box: Box, shape: torch.Size, places: Tensor) -> Tensor:
     """Returns places in the flattened whole tensor, given those in a flattened box."""
-    result, rest, stride = torch.zeros_like(places), places, 1
-    for offset, size, length in zip(*map(reversed, (*box, shape)), strict=True):
-        result += (rest % size + offset) * stride
-        rest, stride = rest // size, stride * length
-    return result
+    strides = torch.empty(shape, device="meta").stride()
+    indices = torch.unravel_index(places, box[1])
+    parts = ((index + offset) * stride for index, offset, stride in zip(indices, box[0], strides, strict=True))
+    return sum(parts, torch.zeros_like(places))

@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -146,12 +147,8 @@ class WeightReceiver:
             metas = from_json(head)
             if memory:
                 self.version, self._state, self.weights = None, "", {}
-            tensors = [
-                memory[meta.name]
-                if meta.name in memory
-                else torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-                for meta in metas
-            ]
+            empty = partial(torch.empty, device=self.device)
+            tensors = [memory[m.name] if memory else empty(m.shape, dtype=m.dtype) for m in metas]
             waits = [self._link.broadcast(tensor) for tensor in tensors]
             for tensor in last:  # while these arrive
                 update_hash(digest, tensor)

@@ -10,13 +10,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 
 from ..base.errors import CheckpointError, ShardstackError, WeightsError
 from ..dist_checkpointing.gathering import ParamMeta
-from .patches import PatchStream
+from .patches import PatchStream, WeightPatch
 from .receiver import Backend, Link, as_json, first_line, new_hash, update_hash
 from .stream import WeightStream
 
 T = TypeVar("T")
-_Bucket = tuple[list[ParamMeta], Iterable[tuple[str, Tensor]]]
-"""What a bucket has, and its tensors by name, which are made when they are asked for."""
+_Bucket = Iterable[tuple[str, Tensor]]
+"""Tensors by name, which are made when they are asked for."""
 
 _ANSWER_S = 5.0
 """Seconds in which a receiver answers whose broadcast has failed. One that does not is the one that is lost."""
@@ -85,7 +85,7 @@ class WeightSender:
         if self._patches is not None:
             self._patches.restart()
         header = {"kind": "full", "version": version, "base": "", "tensors": as_json(self.stream.metadata())}
-        self._send_round(header, zip(self.stream.bucket_metadata(), self.stream.buckets(), strict=True))
+        self._send_round(header, self.stream.buckets())
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -101,13 +101,8 @@ class WeightSender:
             self.send(version)
             return
         header = {"kind": "patch", "version": version, "base": self._state}
-        self._send_round(header, self._patch_buckets(self._patches))
+        self._send_round(header, map(_parts, self._patches.changes()))
         self._patches.acknowledge()
-
-    def _patch_buckets(self, patches: PatchStream) -> Iterator[_Bucket]:
-        for bucket in patches.changes():
-            parts = [(patch.name, part) for patch in bucket for part in (patch.indices, patch.values)]
-            yield [ParamMeta(name, part.dtype, tuple(part.shape)) for name, part in parts], parts
 
     def _send_round(self, header: Mapping[str, Any], buckets: Iterator[_Bucket]) -> None:
         self._round += 1
@@ -149,13 +144,11 @@ class WeightSender:
     def _send_bucket(self, key: str, number: int, bucket: _Bucket, digest: Any) -> None:
         """Waits until the bucket before has arrived, and starts to send one."""
         self._finish_bucket(key, number)
-        metas, tensors = bucket
-        link, sent = self._connected(), list[Tensor]()
+        link, sent = self._connected(), [(name, tensor.contiguous()) for name, tensor in bucket]
+        metas = (ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent)
         link.write(f"{key}/bucket/{number}", as_json(metas))
-        for _, tensor in tensors:
-            sent.append(tensor.contiguous())
-            self._waits.append(link.broadcast(sent[-1]))
-        for tensor in sent:
+        self._waits = [link.broadcast(tensor) for _, tensor in sent]
+        for _, tensor in sent:
             update_hash(digest, tensor)
             self.sent_bytes += tensor.nbytes
 
@@ -172,3 +165,7 @@ class WeightSender:
             raise WeightsError(f"weights could not be sent within the limit ({first_line(error)})") from error
         finally:
             self._waits = []
+
+
+def _parts(patches: Iterable[WeightPatch]) -> _Bucket:
+    return [(patch.name, part) for patch in patches for part in (patch.indices, patch.values)]
