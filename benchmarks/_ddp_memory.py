@@ -71,7 +71,7 @@ def measure_live(name: str) -> int:
 
     Whole gradients that come and go are torch's memory here, for what is not is not reported.
     """
-    from core.base.device import transient_memory_seen_by_profilers
+    from core.base.host_memory import transient_memory_seen_by_profilers
     from core.distributed import _BaseDataParallel
 
     lane = _late_lane()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import parallel_state
-from core.base.device import transient_memory_seen_by_profilers
+from core.base.host_memory import transient_memory_seen_by_profilers
 from core.distributed import wrap_model
 from core.optimizer import get_megatron_optimizer
 from core.planner.world import balanced_experts, batches, build_model, collectives_at_once

@@ -120,7 +120,7 @@ def _is_second_lane(lane: Any, device: torch.device, *unused: Any) -> bool:
 
 
 def _torchs_memory() -> AbstractContextManager[Any]:
-    from core.base.device import transient_memory_seen_by_profilers
+    from core.base.host_memory import transient_memory_seen_by_profilers
 
     return transient_memory_seen_by_profilers()
 
@@ -154,11 +154,13 @@ SHORTCUTS = {
     # Memory of a whole gradient serves the next bucket of its size. ZeRO-2 keeps none.
     "kept gradients": Shortcut(
         ("ZeRO-3",),
-        _counted("core.base.device.ReusedMemory.keeps", _is_true),
-        _replaced("core.base.device.ReusedMemory.keeps", lambda memory, numel: False),
+        _counted("core.base.host_memory.ReusedMemory.keeps", _is_true),
+        _replaced("core.base.host_memory.ReusedMemory.keeps", lambda memory, numel: False),
     ),
     # Memory that comes and goes is the system's, rather than the C allocator's.
-    "pages of the system": Shortcut(("ZeRO-2", "ZeRO-3"), _counted("core.base.device.host_pages"), _torchs_memory),
+    "pages of the system": Shortcut(
+        ("ZeRO-2", "ZeRO-3"), _counted("core.base.host_memory.host_pages"), _torchs_memory
+    ),
     # Reductions do not wait for gathers.
     "second lane": Shortcut(
         ("ZeRO-3",), _counted("core.distributed.flat_data_parallel.comm_lane", _is_second_lane), _one_lane

@@ -1,27 +1,22 @@
-"""Chooses the device of a rank and the backend of its collectives, and allocates host memory.
+"""Chooses the device of a rank and the backend of its collectives.
 
 CUDA with NCCL if there is a GPU, else CPU with gloo. ``SHARDSTACK_DEVICE=cpu`` keeps a machine with GPUs on the CPU.
 Once a default process group exists its backend decides, so that a rank under gloo or torch's ``fake`` backend never
 uses a GPU that it was not assigned.
-
-Host memory comes from the system, not from the C allocator's free lists, and is kept for another use.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from .errors import ConfigError
+from .host_memory import host_memory_bytes
 from .rendezvous import set_launcher_variables, store_of_round
 from .text import choices
 
@@ -200,111 +195,3 @@ def barrier() -> None:
     numbered by GPU (uneven nodes, cyclic Slurm).
     """
     dist.barrier(device_ids=[torch.cuda.current_device()] if device_type() == "cuda" else None)
-
-
-def host_pages(num_bytes: int) -> Tensor:
-    """Returns `[num_bytes]` zeros of uint8 in whole pages, which return to the system with their last reference.
-
-    Uses huge pages if the system has them (Linux's `transparent_hugepage` at `madvise` or `always`): the first touch
-    of normal pages is a fault for each 4 KiB.
-    """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
-        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def host_memory_bytes() -> int:
-    """Returns the total memory of the machine in bytes, or if it is unknown a number that exceeds any machine's."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
-
-
-_LEAST_TRANSIENT_BYTES = 2**20
-_is_torchs = False
-"""Whether `transient_memory` uses torch's allocator, which profilers see. Set by `transient_memory_seen_by_profilers`,
-which restores it, on one thread. Every thread reads it."""
-
-
-def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns `[numel]` uninitialised elements. On the CPU they return to the system with their last reference.
-
-    The C allocator keeps freed blocks of up to 32 MiB between other allocations, from any thread, and the resulting
-    fragmentation raises a process's peak. On an accelerator torch's allocator reuses memory.
-    """
-    num_bytes = numel * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LEAST_TRANSIENT_BYTES or _is_torchs:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return host_pages(num_bytes).view(dtype)
-
-
-@contextmanager
-def transient_memory_seen_by_profilers() -> Iterator[None]:
-    """Makes `transient_memory` use torch's allocator, in all threads: torch's profiler reports only that."""
-    global _is_torchs
-    before, _is_torchs = _is_torchs, True
-    try:
-        yield
-    finally:
-        _is_torchs = before
-
-
-class ReusedMemory:
-    """Allocates memory, and keeps some of it for the next use when it is given back.
-
-    Freeing a gradient's memory and allocating it again costs more than accumulating the gradient, because the system
-    maps and zeroes every page again.
-
-    Args:
-        most_kept: for each size in elements, how many unused tensors are kept; tensors of other sizes are freed.
-        allocate: allocates memory when no tensor of that size is kept.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        most_kept: Mapping[int, int] = MappingProxyType({}),
-        allocate: Callable[[int, torch.dtype, torch.device], Tensor] = transient_memory,
-    ) -> None:
-        self._dtype, self._device, self._allocate = dtype, device, allocate
-        self._most_kept = most_kept
-        # Whether all memory that is given back is kept, regardless of `most_kept`. `keep_all` sets and clears it.
-        self._keeps_all = False
-        # Owns unused memory, by number of elements, for the wrapper's lifetime. `give_back` adds and `take` removes,
-        # on the thread that runs backward or between backwards; `keep_all(False)` drops the surplus, between steps.
-        self._kept: dict[int, list[Tensor]] = {}
-
-    @property
-    def kept(self) -> list[Tensor]:
-        """Memory that is not in use."""
-        return [memory for kept in self._kept.values() for memory in kept]
-
-    def keeps(self, numel: int) -> bool:
-        """Returns whether memory of `numel` elements is ever kept."""
-        return self._keeps_all or numel in self._most_kept
-
-    def keep_all(self, keeps: bool) -> None:
-        """Keeps all memory that is given back from now on. False frees all beyond `most_kept`."""
-        self._keeps_all = keeps
-        if not keeps:
-            for numel, kept in self._kept.items():
-                del kept[self._most_kept.get(numel, 0) :]
-
-    def take(self, numel: int) -> Tensor:
-        """Returns an uninitialized tensor `[numel]`."""
-        kept = self._kept.get(numel)
-        return kept.pop() if kept else self._allocate(numel, self._dtype, self._device)
-
-    def give_back(self, whole: Tensor) -> None:
-        """Takes back a tensor that `take` returned. Call it once no stream or thread uses the tensor any more.
-
-        A tensor that is never given back is freed with its last reference.
-        """
-        kept = self._kept.setdefault(whole.numel(), [])
-        if self._keeps_all or len(kept) < self._most_kept.get(whole.numel(), 0):
-            kept.append(whole)

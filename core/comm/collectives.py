@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ..base._torch_compat import all_gather_single, reduce_scatter_single
-from ..base.device import transient_memory
 from ..base.errors import warn_once
+from ..base.host_memory import transient_memory
 from . import gloo
 from .call import message_tag
 from .gloo import EXCHANGE_TAG, Sum, add_in_fp32, add_in_tree, store

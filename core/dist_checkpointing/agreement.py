@@ -174,15 +174,20 @@ class Offer:
     """Whether ranks that hold the same box may differ, as in a buffer: then the first of them writes it."""
 
 
+def held_parts(tensor: Tensor) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor]:
+    """Returns the boxes of a whole-model tensor that this rank holds, and a view of the storage of each.
+
+    Args:
+        tensor: as `held_boxes` takes it. A copy of another pipeline stage's weight counts as none.
+    """
+    if is_copy(tensor):
+        return {}
+    return {(offsets, tuple(part.shape)): part.detach() for offsets, part in held_boxes(tensor) if part.numel()}
+
+
 def held_pieces(state: Mapping[str, Tensor]) -> dict[Key, Tensor]:
     """Returns views of all boxes that this rank holds of the tensors in `state`."""
-    return {
-        (name, Box(offsets, tuple(values.shape))): values
-        for name, tensor in state.items()
-        if not is_copy(tensor)
-        for offsets, values in held_boxes(tensor)
-        if values.numel()
-    }
+    return {(name, Box(*box)): part for name, tensor in state.items() for box, part in held_parts(tensor).items()}
 
 
 def offers(state: Mapping[str, Tensor]) -> dict[str, Offer]:

@@ -9,38 +9,27 @@ systems' tensors of the wholes.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base.errors import CheckpointError
+from ..base.host_memory import LentMemory
 from ..comm.collectives import exchange
-from .agreement import Ranks, is_of_first_rank
-from .global_view import Box, held_boxes, is_copy, overlap
+from .agreement import Ranks, held_parts, is_of_first_rank
+from .global_view import Box, overlap
 
 T = TypeVar("T")
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of whole tensors that are gathered together."""
-
-
-def held_parts(tensor: Tensor) -> dict[Box, Tensor]:
-    """Returns the boxes of a whole-model tensor that this rank holds, and a view of the storage of each.
-
-    Args:
-        tensor: as `held_boxes` takes it. A copy of another pipeline stage's weight counts as none.
-    """
-    if is_copy(tensor):
-        return {}
-    return {(offsets, tuple(part.shape)): part.detach() for offsets, part in held_boxes(tensor) if part.numel()}
 
 
 def owners_of(boxes: Mapping[int, Mapping[str, Iterable[Box]]]) -> dict[str, dict[Box, list[int]]]:
@@ -208,11 +197,14 @@ class TensorStream:
         # What each of the views travels in. Those that are merged are rounded at the end.
         merged = {name for tensor in outgoing for name in tensor.sources if len(tensor.sources) > 1}
         self.dtypes = {name: view.dtype if name in merged else wire[name] for name, view in self.views.items()}
-        # Memory of whole tensors that are not the model's own; `_gather` takes it.
-        self._memory = _LentMemory(bucket_bytes)
         bundles = [[*of] for _, of in groupby(outgoing, attrgetter("sources"))]
         sized = [(bundle, sum(views[name].nbytes for name in bundle[0].sources)) for bundle in bundles]
         self._buckets = [[*chain(*bundles)] for bundles in in_buckets(sized, bucket_bytes)]
+        # Memory of whole tensors that are not the model's own, a bucket's next to the last tensor of the one before,
+        # which the caller may still have; `_gather` takes it.
+        sizes = [size for _, size in sized]
+        largest = max((size for size in sizes if size <= bucket_bytes), default=0)
+        self._memory = LentMemory(min(bucket_bytes + largest, sum(sizes)))
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and shape of each tensor, in order. No communication: any rank may call it alone."""
@@ -289,48 +281,6 @@ class TensorStream:
                 targets[name] = {box: wholes[name]}
         move(planned, self.held, targets, self.ranks, self.dtypes)
         return wholes
-
-
-class _LentMemory:
-    """Host memory that is lent again once nothing refers to the tensor that it was lent as.
-
-    New memory costs a page fault for each 4 KiB, which takes longer than to receive the bytes over a local network.
-    An accelerator's allocator keeps memory itself.
-
-    Args:
-        limit_bytes: what is kept at most. More is lent, and freed with its last reference.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        # Blocks, those lent last at the end. The array lives as long as the storage of the tensor that a block is lent
-        # as, which is its only owner. `take` adds and removes.
-        self._blocks: list[tuple[Tensor, weakref.ref[Any]]] = []
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns an uninitialized tensor with a storage of its own."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if device.type != "cpu" or not 0 < num_bytes <= self._limit_bytes:
-            return torch.empty(shape, dtype=dtype, device=device)
-        free = [memory for memory, lent in self._blocks if lent() is None]
-        fitting = [memory for memory in free if num_bytes <= len(memory) <= 2 * num_bytes]
-        room = self._limit_bytes - num_bytes - sum(len(memory) for memory, _ in self._blocks)
-        if fitting:
-            memory = min(fitting, key=len)
-            self._forget(memory)
-        else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
-            while room < 0 and free:
-                room += len(free[0])
-                self._forget(free.pop(0))
-            if room < 0:
-                return memory.view(dtype).view(shape)
-        array = memory.numpy()[:num_bytes]
-        self._blocks.append((memory, weakref.ref(array)))
-        return torch.from_numpy(array).view(dtype).view(shape)
-
-    def _forget(self, memory: Tensor) -> None:
-        self._blocks = [block for block in self._blocks if block[0] is not memory]
 
 
 def _sources(bucket: Iterable[Outgoing]) -> list[str]:

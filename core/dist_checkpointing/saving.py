@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base import device
-from ..base.device import host_pages
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
+from ..base.host_memory import host_pages
 from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
 from .agreement import (

@@ -10,8 +10,9 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from ..base.device import current_device, transient_memory
+from ..base.device import current_device
 from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
+from ..base.host_memory import transient_memory
 from ..base.parameters import kept_range, without_waiting
 from ..comm.collectives import Allocate
 from ..comm.lane import comm_lane

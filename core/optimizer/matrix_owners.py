@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..base.errors import OptimizerError
 from ..comm.collectives import all_to_all_by_backend
-from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.gathering import held_parts, in_buckets
+from ..dist_checkpointing.agreement import Ranks, held_parts
+from ..dist_checkpointing.gathering import in_buckets
 from .matrices import Matrix, cost
 
 BUCKET_ELEMENTS = 2**23

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.device import transient_memory_seen_by_profilers
+from ..base.host_memory import transient_memory_seen_by_profilers
 from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel, wrap_model
 from ..distributed.distributed_data_parallel_config import Engine

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..base import device
-from ..base.device import transient_memory_seen_by_profilers
 from ..base.errors import import_extra
+from ..base.host_memory import transient_memory_seen_by_profilers
 from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel
 from ..optimizer import MegatronOptimizer

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import get_args
 
 import torch
@@ -18,19 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..base.dtypes import DTYPES, dtype_name
-from ..base.errors import ConfigError, ShardstackError, WeightsError
-from ..base.text import choices, listed
-from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.gathering import (
-    BUCKET_BYTES,
-    Outgoing,
-    TensorStream,
-    held_parts,
-    move,
-    owners_of,
-    plan_transfers,
-)
-from ..dist_checkpointing.global_view import Box
+from ..base.errors import ConfigError, ShardstackError, WeightsError, check_choices
+from ..base.text import listed
+from ..dist_checkpointing.agreement import Ranks, held_parts
+from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream, move, owners_of, plan_transfers
 from ..dist_checkpointing.model_state import stages_state_dict
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
@@ -85,9 +77,8 @@ class WeightStream(TensorStream):
         bucket_bytes: int = BUCKET_BYTES,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        for what, value, known in (("names", names, get_args(Names)), ("adapters", adapters, get_args(Adapters))):
-            if value not in known:
-                raise ConfigError(f"{what} is {value!r}; {choices(str(value), known)}")
+        given = SimpleNamespace(names=names, adapters=adapters)
+        check_choices(given, names=get_args(Names), adapters=get_args(Adapters))
         # Whose parameters it reads: the model, or this rank's pipeline stages.
         self.wrappers = [wrapper] if isinstance(wrapper, nn.Module) else list(wrapper)
         models = [unwrap_model(stage) for stage in self.wrappers]
@@ -153,9 +144,8 @@ def send_shards(stream: WeightStream, group: ProcessGroup) -> None:
             f"shards of {made[0]} were asked for, which is made out of other tensors; use WeightStream(names='module')"
         )
     stream.check_between_steps()
-    held = {tensor.name: held_parts(stream.views[tensor.sources[0]]) for tensor in stream.outgoing}
-    metas = {meta.name: (dtype_name(meta.dtype), meta.shape) for meta in stream.metadata()}
-    _move_all(held, metas, group, stream.bucket_bytes)
+    sent = {tensor.name: stream.views[tensor.sources[0]] for tensor in stream.outgoing}
+    _move_all(sent, {meta.name: meta.dtype for meta in stream.metadata()}, group, stream.bucket_bytes)
 
 
 def receive_shards(targets: Mapping[str, Tensor], group: ProcessGroup) -> None:
@@ -169,24 +159,20 @@ def receive_shards(targets: Mapping[str, Tensor], group: ProcessGroup) -> None:
     Raises:
         WeightsError: on all ranks, before the first byte: a name, shape or dtype is not that of the stream.
     """
-    held = {name: held_parts(target) for name, target in targets.items()}
-    metas = {name: (dtype_name(target.dtype), tuple(target.shape)) for name, target in targets.items()}
-    _move_all(held, metas, group)
+    _move_all(targets, {name: target.dtype for name, target in targets.items()}, group)
 
 
 def _move_all(
-    held: Mapping[str, Mapping[Box, Tensor]],
-    metas: Mapping[str, tuple[str, tuple[int, ...]]],
-    group: ProcessGroup,
-    bucket_bytes: int = 0,
+    tensors: Mapping[str, Tensor], wire: Mapping[str, torch.dtype], group: ProcessGroup, bucket_bytes: int = 0
 ) -> None:
     """Moves what senders hold into what receivers hold.
 
     Args:
-        metas: dtype and shape of each tensor.
+        wire: what each tensor travels in.
         bucket_bytes: of copies that a rank holds; 0 on receivers.
     """
-    ranks = Ranks(group)
+    ranks, held = Ranks(group), {name: held_parts(tensor) for name, tensor in tensors.items()}
+    metas = {name: (dtype_name(wire[name]), tuple(tensor.shape)) for name, tensor in tensors.items()}
     sides = ranks.all_gather((bucket_bytes, metas, {name: [*boxes] for name, boxes in held.items()}))
     senders = {rank: boxes for rank, (sends, _, boxes) in enumerate(sides) if sends}
     wanted = {rank: boxes for rank, (sends, _, boxes) in enumerate(sides) if not sends}

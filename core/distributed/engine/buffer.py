@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from ...base.device import ReusedMemory, transient_memory
+from ...base.host_memory import ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
 from ...comm.gloo import Sum

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...base._torch_compat import NO_BACKWARD
-from ...base.device import transient_memory
+from ...base.host_memory import transient_memory
 from ...base.parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate

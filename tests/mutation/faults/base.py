@@ -19,4 +19,11 @@ MUTATIONS = (
         "    pass",
         ("tests/unit/base/test_device.py::test_a_failed_attempt_to_join_leaves_the_names_of_groups",),
     ),
+    Mutation(
+        "host memory is lent again while a view of it lives",
+        "core.base.host_memory.LentMemory.take",
+        r"part\[2\]\(\) is not None",
+        "part[2] is None",
+        ("tests/unit/base/test_host_memory.py::test_memory_is_lent_again_once_nothing_refers_to_it",),
+    ),
 )

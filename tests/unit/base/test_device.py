@@ -1,20 +1,15 @@
-"""The device of a rank and its backend: by machine, environment and existing group; and memory that is given back."""
+"""The device of a rank and its backend: by machine, environment and existing group."""
 
 import os
-import re
-from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from core.base import device
-from core.base.device import transient_memory, transient_memory_seen_by_profilers
 from core.base.errors import ConfigError
 from tests.unit._ranks import fake_world
 
@@ -226,51 +221,3 @@ def test_a_work_space_that_is_not_deterministic_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0'.*unset it, or set it to :4096:8"):
         device.compute_deterministically()
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-CPU = torch.device("cpu")
-MIB = 2**20
-
-
-def _resident_bytes(start: int, num_bytes: int) -> int:
-    """Returns the resident memory of all mappings that a range of addresses is in."""
-    resident, overlaps = 0, False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        if (mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
-            first, end = (int(address, 16) for address in mapping.groups())
-            overlaps = first < start + num_bytes and start < end
-        elif overlaps and line.startswith("Rss:"):
-            resident += 1024 * int(line.split()[1])
-    return resident
-
-
-def test_freed_memory_leaves_the_process_from_anywhere():
-    for _ in range(2):
-        torch.empty(4 * MIB).fill_(1.0)  # from now on glibc keeps pieces of this size
-    taken = transient_memory(4 * MIB, torch.float32, CPU).fill_(1.0)
-    place = taken.data_ptr(), taken.nbytes
-    assert _resident_bytes(*place) >= 16 * MIB
-    behind = [torch.ones(1000) for _ in range(100)]
-    view = taken[100:200].view(10, 10)
-    del taken
-    assert view.sum() == 100 and _resident_bytes(*place) >= 16 * MIB  # a view keeps it
-    del view
-    assert len(behind) == 100 and _resident_bytes(*place) < 2 * MIB
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("numel", [1, 1000, MIB + 3])
-def test_transient_memory_has_length_and_dtype(dtype, numel):
-    taken = transient_memory(numel, dtype, CPU)
-    assert (taken.shape, taken.dtype, taken.device) == ((numel,), dtype, CPU)
-    assert taken.fill_(2.0).sum().item() == pytest.approx(2.0 * numel, rel=0.01)
-
-
-def test_profilers_see_transient_memory_on_request():
-    most = []
-    for seen in (transient_memory_seen_by_profilers(), nullcontext()):
-        with seen, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            taken = transient_memory(4 * MIB, torch.float32, CPU)
-        most.append(max((event.self_cpu_memory_usage for event in profiler.key_averages()), default=0))
-        del taken
-    assert most[0] >= 16 * MIB > most[1]

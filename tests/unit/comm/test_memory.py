@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.base.device import current_device, transient_memory
+from core.base.device import current_device
 from core.base.errors import warn_once
+from core.base.host_memory import transient_memory
 from core.comm import collectives
 from core.comm.record import record_of
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from core.base.device import transient_memory_seen_by_profilers
+from core.base.host_memory import transient_memory_seen_by_profilers
 from core.training.memory_profile import _flat
 
 
