@@ -82,7 +82,7 @@ def _counted(sharding: str, folder: str) -> list[int]:
     return counts[1:]
 
 
-@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding.startswith(("optim_grads", "fsdp2"))))
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
 def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
     for with_accumulation, without in run_distributed(_counted, 2, sharding, str(tmp_path)):
         assert with_accumulation == without and without % STEPS == 0 and without > 0
