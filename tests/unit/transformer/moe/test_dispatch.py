@@ -116,6 +116,7 @@ def test_a_layer_on_ranks_equals_one_process(world, sizes, is_split, dispatcher)
 
 
 def _drops_as_one_process(dispatcher: str) -> None:
+    """The capacity is that of a rank's own tokens."""
     fields = {**BIASED, "moe_expert_capacity_factor": 0.6, "moe_token_dispatcher_type": dispatcher}
     x, alone = _inputs(dist.get_rank())[0], _filled(layer_of(**fields))
     expected = alone(x)
@@ -128,12 +129,8 @@ def _drops_as_one_process(dispatcher: str) -> None:
     assert torch.equal(alone.router.step_sums, layer.router.step_sums) and layer.router.step_sums[5] > 0
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_capacity_is_that_of_a_rank_s_own_tokens(dispatcher):
-    run_distributed(_drops_as_one_process, 2, dispatcher)
-
-
 def _all_to_one(dispatcher: str) -> None:
+    """All tokens go to one expert of one rank."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     config = config_of(moe_router_topk=1, moe_router_pre_softmax=True, expert_model_parallel_size=2,
                        moe_token_dispatcher_type=dispatcher, moe_grouped_gemm=dispatcher == "allgather",
@@ -152,8 +149,9 @@ def _all_to_one(dispatcher: str) -> None:
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_all_tokens_to_one_expert_of_one_rank(dispatcher):
-    run_distributed(_all_to_one, 2, dispatcher)
+@pytest.mark.parametrize("job", [_drops_as_one_process, _all_to_one])
+def test_full_and_idle_experts_on_two_ranks(job, dispatcher):
+    run_distributed(job, 2, dispatcher)
 
 
 def _of_other_lengths() -> None:
@@ -173,14 +171,6 @@ def _refuses_other_lengths() -> None:
         layer(torch.randn(3 + rank, BATCH, 8))
 
 
-def test_allgather_refuses_micro_batches_of_other_shapes():
-    run_distributed(_refuses_other_lengths, 2)
-
-
-def test_alltoall_takes_micro_batches_of_other_shapes():
-    run_distributed(_of_other_lengths, 2)
-
-
 def _refuses() -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     with pytest.raises(ParallelConfigError, match=r"expert_model_parallel_size is 1, but .* of 2; call initialize"):
@@ -190,5 +180,6 @@ def _refuses() -> None:
         MoELayer(config_of(**sizes))
 
 
-def test_sizes_that_are_not_those_of_the_groups_are_refused():
-    run_distributed(_refuses, 2)
+@pytest.mark.parametrize("job", [_of_other_lengths, _refuses_other_lengths, _refuses])
+def test_lengths_and_sizes_that_two_ranks_take_or_refuse(job):
+    run_distributed(job, 2)
