@@ -10,5 +10,5 @@ __version__ = "0.1.0"
 
 __getattr__ = absent_names(
     __name__,
-    imported={"ModelParallelConfig": "core.model_parallel_config", "DistributedDataParallel": "core.distributed"},
+    import_paths={"ModelParallelConfig": "core.model_parallel_config", "DistributedDataParallel": "core.distributed"},
 )

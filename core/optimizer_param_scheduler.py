@@ -91,8 +91,8 @@ class OptimizerParamScheduler:
         """Returns weight decay now, before a group's ``wd_mult``."""
         if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
             return self.end_wd
-        done = self.num_steps / self.wd_incr_steps
-        rise = done if self.wd_incr_style == "linear" else _half_cosine(1.0 - done)
+        progress = self.num_steps / self.wd_incr_steps
+        rise = progress if self.wd_incr_style == "linear" else _half_cosine(1.0 - progress)
         return self.start_wd + rise * (self.end_wd - self.start_wd)
 
     def step(self, increment: int) -> None:
@@ -113,8 +113,8 @@ class OptimizerParamScheduler:
             CheckpointError: the schedules differ, and no setting says which one counts.
         """
         if not self.override_opt_param_scheduler:
-            stored = {name: state_dict[name] for name in _CHECKPOINTED if name in state_dict}
-            for name, value in stored.items():
+            values = {name: state_dict[name] for name in _CHECKPOINTED if name in state_dict}
+            for name, value in values.items():
                 ours = getattr(self, name)
                 if ours == value:
                     continue
@@ -135,18 +135,18 @@ class OptimizerParamScheduler:
         """Returns the share of the fall from `max_lr` to `min_lr` that is still to come, 1 to 0."""
         if self.lr_decay_style == "WSD":
             length = self.wsd_decay_steps or 1  # `_check` has seen that it is there
-            done = (self.num_steps - (self.lr_decay_steps - length)) / length
-            if done <= 0.0:
+            progress = (self.num_steps - (self.lr_decay_steps - length)) / length
+            if progress <= 0.0:
                 return 1.0
             if self.lr_wsd_decay_style == "exponential":
-                return 2.0 * math.pow(0.5, done) - 1.0
+                return 2.0 * math.pow(0.5, progress) - 1.0
             if self.lr_wsd_decay_style == "minus_sqrt":
-                return 1.0 - math.sqrt(done)
+                return 1.0 - math.sqrt(progress)
             style = self.lr_wsd_decay_style
         else:
-            done = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+            progress = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
             style = self.lr_decay_style
-        return 1.0 - done if style == "linear" else _half_cosine(done)
+        return 1.0 - progress if style == "linear" else _half_cosine(progress)
 
     def _check(self) -> None:
         check_choices(self, lr_decay_style=LR_DECAY_STYLES, wd_incr_style=WD_INCR_STYLES)
@@ -188,9 +188,9 @@ class OptimizerParamScheduler:
                 )
 
 
-def _half_cosine(done: float) -> float:
-    """Falls from 1 to 0 while `done` goes from 0 to 1."""
-    return 0.5 * (math.cos(math.pi * done) + 1.0)
+def _half_cosine(progress: float) -> float:
+    """Falls from 1 to 0 while `progress` goes from 0 to 1."""
+    return 0.5 * (math.cos(math.pi * progress) + 1.0)
 
 
 def _or_default(param_group: dict[str, Any], name: str, default: float) -> float:

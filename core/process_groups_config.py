@@ -127,9 +127,9 @@ def _group(name: str) -> Group:
 
 
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:
-    known = {entry.name for entry in fields(ProcessGroupCollection)}
-    if unknown := sorted(groups.keys() - known):
-        raise ParallelConfigError(f"a ProcessGroupCollection has no group {unknown[0]!r}; it has {sorted(known)}")
+    names = {entry.name for entry in fields(ProcessGroupCollection)}
+    if wrong := sorted(groups.keys() - names):
+        raise ParallelConfigError(f"a ProcessGroupCollection has no group {wrong[0]!r}; it has {sorted(names)}")
 
 
 def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names: Sequence[str]) -> None:
@@ -146,13 +146,13 @@ def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names:
     if groups is None:
         return
     for name in names:
-        given, own = getattr(groups, name), _group(name)
-        if given is None:
+        theirs, own = getattr(groups, name), _group(name)
+        if theirs is None:
             continue
-        ranks = dist.get_process_group_ranks(given)
-        expected = dist.get_process_group_ranks(own) if own is not None else [dist.get_rank()]
-        if ranks != expected:
+        ranks = dist.get_process_group_ranks(theirs)
+        own_ranks = dist.get_process_group_ranks(own) if own is not None else [dist.get_rank()]
+        if ranks != own_ranks:
             raise ParallelConfigError(
-                f"{caller}: pg_collection.{name} has the ranks {ranks}, but core.parallel_state has {expected}; "
+                f"{caller}: pg_collection.{name} has the ranks {ranks}, but core.parallel_state has {own_ranks}; "
                 "initialise that with the same sizes"
             )

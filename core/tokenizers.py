@@ -58,7 +58,7 @@ class Tokenizer:
         candidates = _KNOWN_ENDS if eod_token is None else (eod_token,)
         self.eod_token = next((token for token in candidates if token in ids), "")
         if not self.eod_token:
-            special = sorted(added.content for added in backend.get_added_tokens_decoder().values())
+            special = sorted(token.content for token in backend.get_added_tokens_decoder().values())
             raise DataError(
                 f"the tokenizer has no end-of-document token {' or '.join(map(repr, candidates))}; name one of its "
                 f"special tokens as eod_token: {', '.join(special[:20]) or 'it has none'}"

@@ -122,7 +122,7 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
         WrapError: a model that is wrapped already.
     """
 
-    _replaced = stock_module.TorchFullyShardedDataParallel
+    _stock_class = stock_module.TorchFullyShardedDataParallel
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
         _mark_embeddings(module)
         super().__init__(
             config,
-            translated(ddp_config),
+            translate_config(ddp_config),
             module,
             DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
             disable_bucketing,
@@ -159,30 +159,28 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
         config.no_sync_func = self.no_sync
 
 
-def translated(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
+def translate_config(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
     """Returns the settings of a wrapper: what a config of Megatron-LM changes, attributes that were set on it besides,
     and what was registered.
 
     Raises:
         ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one, or does not know it.
     """
-    changed = changed_fields(ddp_config)
+    values = changed_fields(ddp_config)
     if not isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        _check_known(
-            changed.keys() - {field.name for field in fields(ddp_config)}, "Megatron-LM's settings were given"
-        )
+        _check_known(values.keys() - {field.name for field in fields(ddp_config)}, "Megatron-LM's settings were given")
     for name, value in registered_settings.items():
-        if changed.get(name, value) != value:
+        if values.get(name, value) != value:
             raise ParallelConfigError(
-                f"{name} is {changed[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
+                f"{name} is {values[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
             )
-    return TorchFullyShardedDataParallelConfig(**(changed | registered_settings))
+    return TorchFullyShardedDataParallelConfig(**(values | registered_settings))
 
 
-def _check_known(names: Set[str], given: str) -> None:
-    known = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
-    for name in names - known:
-        raise ParallelConfigError(f"{given} {name}, which is no setting of FSDP2; {choices(name, known)}")
+def _check_known(names: Set[str], what: str) -> None:
+    allowed = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
+    for name in names - allowed:
+        raise ParallelConfigError(f"{what} {name}, which is no setting of FSDP2; {choices(name, allowed)}")
 
 
 def _reject_unsupported(config: Any) -> None:
@@ -229,7 +227,7 @@ def register(**settings: Any) -> None:
         (module, name)
         for module in modules
         for name, value in list(vars(module).items())
-        if value is TorchFullyShardedDataParallel._replaced
+        if value is TorchFullyShardedDataParallel._stock_class
     ]
     for module, _ in holders:
         if not module.__name__.startswith("megatron."):

@@ -157,9 +157,9 @@ class MeshCollective(Collective):
     ) -> None:
         device.init_process_group()
         super().__init__(dist.get_rank(), dist.get_world_size())
-        for name, requested, actual in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
-            if requested not in (None, actual):
-                raise ParallelConfigError(f"{name} is {requested}, but the process group has {actual}; leave it out")
+        for name, value, actual in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
+            if value not in (None, actual):
+                raise ParallelConfigError(f"{name} is {value}, but the process group has {actual}; leave it out")
         self.process_group = dist.group.WORLD
         self.default_device = device.current_device()
         local_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -271,12 +271,12 @@ class FullyShardTransform(BaseDistributedTransform):
             mesh = mesh._flatten()
         mp_policy = self._mp_policy()
         units: list[UnitChoice] = list(CONTAINERS)
-        chosen: dict[str, Reshard] = {}
+        reshards: dict[str, Reshard] = {}
         if callable(getattr(model, "fully_shard", None)):
             options = {"mesh": mesh, "reshard_after_forward": self.cfg.reshard_after_forward, "mp_policy": mp_policy}
-            chosen = _units_by_own_hook(model, options)
-            units = [model.get_submodule(name) for name in chosen]
-        overrides = tuple(f"{name}={value}" for name, value in chosen.items())
+            reshards = _units_by_own_hook(model, options)
+            units = [model.get_submodule(name) for name in reshards]
+        overrides = tuple(f"{name}={value}" for name, value in reshards.items())
         config = config_of(FSDP2, self.cfg, _SHARDED, reshard_overrides=overrides)
         wrapper = wrap_for_trainer(model, config, mesh, units, in_place=True, mp_policy=mp_policy)
         return _with_accumulation_context(
@@ -307,8 +307,8 @@ def _units_by_own_hook(model: nn.Module, fsdp_kwargs: dict[str, Any]) -> dict[st
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    moved = tensor.detach().to("meta")
-    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    on_meta = tensor.detach().to("meta")
+    return nn.Parameter(on_meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_meta
 
 
 def _reshards(module: FSDPModule, mesh: DeviceMesh) -> Reshard:

@@ -219,7 +219,7 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
         ConfigError: a field that cannot be honoured.
         WrapError: a class that the model has none of.
     """
-    params = _checked(params)
+    params = _check(params)
     if not params.enable_fsdp:
         translate(params, _REPLICATED)
         return Replicas(model, data_parallel_mesh(device_mesh, hybrid=False))
@@ -243,12 +243,12 @@ def model_state_dict(model: nn.Module, params: FSDPParams) -> dict[str, torch.Te
     FULL_STATE_DICT: whole tensors on the CPU, on every rank. SHARDED_STATE_DICT: DTensors of the whole model's
     tensors, which share the model's storage.
     """
-    if _checked(params).state_dict_type is StateDictType.FULL_STATE_DICT:
+    if _check(params).state_dict_type is StateDictType.FULL_STATE_DICT:
         return whole_state_dict(model)
     return dict(global_state_dict(unwrap_model(model)))
 
 
-def _checked(params: FSDPParams) -> FSDPParams:
+def _check(params: FSDPParams) -> FSDPParams:
     params = dataclasses.replace(params)
     params.finalize_and_validate()
     return params

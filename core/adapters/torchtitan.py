@@ -54,7 +54,7 @@ _SETTINGS = (
         "disable_cuda_graphs",
         "a graph replays one micro-batch's collectives in all of them, and here the last one alone reduces; pass "
         "--training.disable_cuda_graphs",
-        lambda disabled: not disabled and device.device_type() == "cuda",
+        lambda is_disabled: not is_disabled and device.device_type() == "cuda",
     ),
     honoured("fsdp_reshard_after_forward", "reshard_after_forward", lambda when: when != "never"),
     honoured("fsdp_reshard_after_forward", "reshard_overrides", lambda when: ("lm_head=True",) * (when == "always")),
@@ -214,9 +214,9 @@ class _LastReduces:
         self._set_sync_of_rest(True)
         self._set_sync_of_head(False, recurse=False)
 
-    def _set_sync_of_rest(self, enabled: bool) -> None:
+    def _set_sync_of_rest(self, is_enabled: bool) -> None:
         for module in self._rest:
-            module.set_requires_gradient_sync(enabled, recurse=False)
+            module.set_requires_gradient_sync(is_enabled, recurse=False)
 
     def _set_sync_of_last(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         self._set_sync_of_head(requires_gradient_sync and self._is_last, recurse=recurse)

@@ -82,11 +82,11 @@ class _UniqueList(list[Any]):
 
 def _or_zeros(accumulate: Callable[[], None], parameter: Any, group: Any) -> None:
     accumulate()
-    unsharded = getattr(parameter, "_unsharded_param", None)  # absent before the first all-gather
-    if not group.reduce_grads or unsharded is None or not unsharded.requires_grad:
+    whole = getattr(parameter, "_unsharded_param", None)  # absent before the first all-gather
+    if not group.reduce_grads or whole is None or not whole.requires_grad:
         return
-    if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
-        unsharded.grad = torch.zeros_like(unsharded)  # torch's post-backward reduces and clears it
+    if whole.grad is None and parameter.unsharded_accumulated_grad is None:
+        whole.grad = torch.zeros_like(whole)  # torch's post-backward reduces and clears it
 
 
 def accumulates_into_leaf(node: Any) -> bool:

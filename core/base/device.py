@@ -31,14 +31,14 @@ def device_type() -> str:
     """Returns ``"cuda"`` or ``"cpu"``: the device of this process's parameters, activations and collectives."""
     if dist.is_available() and dist.is_initialized():
         return "cuda" if "nccl" in dist.get_backend_config() else "cpu"  # get_backend() may say "undefined"
-    requested = os.environ.get("SHARDSTACK_DEVICE")
-    if requested is None:
+    name = os.environ.get("SHARDSTACK_DEVICE")
+    if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if requested not in _BACKENDS:
-        raise ConfigError(f"SHARDSTACK_DEVICE is {requested!r}; {choices(requested, _BACKENDS)}")
-    if requested == "cuda" and not torch.cuda.is_available():
+    if name not in _BACKENDS:
+        raise ConfigError(f"SHARDSTACK_DEVICE is {name!r}; {choices(name, _BACKENDS)}")
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("SHARDSTACK_DEVICE is 'cuda', but torch sees no GPU; unset it, or set it to 'cpu'")
-    return requested
+    return name
 
 
 def current_device() -> torch.device:

@@ -44,8 +44,8 @@ def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtyp
     Raises:
         ParallelConfigError: the name is unknown, or the dtype is not floating point.
     """
-    known = _BY_NAME | _BY_OLDER_NAME
-    dtype = name if name is None or isinstance(name, torch.dtype) else known.get(str(name).removeprefix("torch."))
+    by_name = _BY_NAME | _BY_OLDER_NAME
+    dtype = name if name is None or isinstance(name, torch.dtype) else by_name.get(str(name).removeprefix("torch."))
     if dtype in SHORT_NAMES or name is None:
         return dtype
     raise ParallelConfigError(f"{field} is {name!r}; {choices(str(name), _BY_NAME)}")

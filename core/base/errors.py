@@ -189,19 +189,19 @@ def check_range(
         raise error(problem)
 
 
-def out_of_choices(settings: object, optional: bool = False, /, **known: Sequence[str]) -> Iterator[str]:
+def out_of_choices(settings: object, optional: bool = False, /, **lists: Sequence[str]) -> Iterator[str]:
     """Yields a message for each named attribute of `settings` that is none of its choices. `optional` adds None."""
-    for name, names in known.items():
+    for name, names in lists.items():
         value = getattr(settings, name)
         if value not in names and not (optional and value is None):
             yield f"{name} is {value!r}; {choices(str(value), names, optional)}"
 
 
 def check_choices(
-    settings: object, optional: bool = False, /, *, error: type[ShardstackError] = ConfigError, **known: Sequence[str]
+    settings: object, optional: bool = False, /, *, error: type[ShardstackError] = ConfigError, **lists: Sequence[str]
 ) -> None:
     """Raises `error` for the first named attribute of `settings` that is none of its choices. `optional` adds None."""
-    for problem in out_of_choices(settings, optional, **known):
+    for problem in out_of_choices(settings, optional, **lists):
         raise error(problem)
 
 

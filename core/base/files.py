@@ -177,7 +177,7 @@ tuple."""
 
 def _follow(name: str, stack: list[int]) -> None:
     """Applies an instruction to a stack with the nesting depth of each value's tuples."""
-    to_mark, count, left, makes_tuple = _EFFECTS[name]
+    to_mark, count, pushes, makes_tuple = _EFFECTS[name]
     deepest = 0
     if to_mark:
         while (depth := stack.pop()) != _MARK:
@@ -189,7 +189,7 @@ def _follow(name: str, stack: list[int]) -> None:
             raise BoundsError(f"it is nested more than {MAX_DEPTH} deep")
         stack.append(deepest + 1)
     else:
-        stack.extend(left)
+        stack.extend(pushes)
 
 
 _SHORT = reprlib.Repr()

@@ -35,7 +35,7 @@ FOREIGN_FLAGS: dict[str, str] = _TABLES["flags"]
 
 
 def absent_names(
-    module: str, *, imported: Mapping[str, str] = MappingProxyType({}), functions_import: bool = False
+    module: str, *, import_paths: Mapping[str, str] = MappingProxyType({}), functions_import: bool = False
 ) -> Callable[[str], Any]:
     """Returns a module's ``__getattr__``, which raises an ImportError with a remedy, or else Python's usual error.
 
@@ -43,15 +43,15 @@ def absent_names(
 
     Args:
         module: the module's ``__name__``, as in the table of absent names.
-        imported: modules by the name that is imported from them when it is first used.
+        import_paths: modules by the name that is imported from them when it is first used.
         functions_import: functions, whose names have no capitals, can be imported and raise when they are called, so
             that a file is not lost because of one name that it seldom calls.
     """
     remedies = _by_name(_TABLES["absent"][module])
 
     def getattribute(name: str) -> Any:
-        if name in imported:
-            return getattr(import_module(imported[name]), name)
+        if name in import_paths:
+            return getattr(import_module(import_paths[name]), name)
         if name not in remedies:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         message = f"{module} has no {name}: {remedies[name]}"
@@ -110,9 +110,9 @@ def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arg
     Raises:
         ConfigError: of the class `error`.
     """
-    for name, (value, taken, remedy) in arguments.items():
-        if value is not taken and value != taken:
-            raise error(f"{caller}: {name} is {value!r}, and only {taken!r} is supported; {remedy}")
+    for name, (value, supported, remedy) in arguments.items():
+        if value is not supported and value != supported:
+            raise error(f"{caller}: {name} is {value!r}, and only {supported!r} is supported; {remedy}")
 
 
 def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
@@ -123,9 +123,9 @@ def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
         reason: why ignoring them changes no number.
         arguments: by Megatron-LM's name: the given value, and the default.
     """
-    ignored = sorted(name for name, (value, default) in arguments.items() if value is not default and value != default)
-    if ignored:
-        warn_once(f"{caller} ignores {', '.join(ignored)}: {reason}", stacklevel=4)
+    names = sorted(name for name, (value, default) in arguments.items() if value is not default and value != default)
+    if names:
+        warn_once(f"{caller} ignores {', '.join(names)}: {reason}", stacklevel=4)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -139,18 +139,18 @@ def checks_arguments(function: Function) -> Function:
     """
     caller = function.__qualname__.removesuffix(".__init__")
     table = _TABLES["arguments"][caller]
-    refused, ignored = _by_name(table.get("refused", {})), table.get("ignored", {})
+    remedies, reasons = _by_name(table.get("refused", {})), table.get("ignored", {})
     defaults = {name: entry.default for name, entry in inspect.signature(function).parameters.items()}
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(defaults, args, strict=False)) | kwargs
-        refuse(caller, **{n: (given[n], defaults[n], remedy) for n, remedy in refused.items() if n in given})
-        for names, reason in ignored.items():
+        refuse(caller, **{n: (given[n], defaults[n], remedy) for n, remedy in remedies.items() if n in given})
+        for names, reason in reasons.items():
             ignore(caller, reason, **{n: (given[n], defaults[n]) for n in names.split() if n in given})
         return function(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]
+    return check_and_call  # type: ignore[return-value]
 
 
 Config = TypeVar("Config")
@@ -174,19 +174,19 @@ def takes_megatron_fields(kind: type[Config]) -> type[Config]:
     """
     own = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     numbers = {name for name, entry in own.items() if entry.type in ("int", "float") and entry.default is not None}
-    refused: dict[str, tuple[Any, str]] = {}
-    ignored: dict[str, Any] = {}
-    accepted: dict[str, Any] = {}
+    remedies: dict[str, tuple[Any, str]] = {}
+    inert: dict[str, Any] = {}
+    harmless: dict[str, Any] = {}
     prefixes: tuple[str, ...] = ()
     positional: tuple[str, ...] = ()
     for base in reversed(kind.__mro__):
         table = _TABLES["fields"].get(base.__name__, {})
-        refused |= {name: (_value(value), remedy) for name, (value, remedy) in table.get("refused", {}).items()}
-        ignored |= {name: _value(value) for name, value in table.get("ignored", {}).items()}
-        accepted |= table.get("accepted", {})
+        remedies |= {name: (_value(value), remedy) for name, (value, remedy) in table.get("refused", {}).items()}
+        inert |= {name: _value(value) for name, value in table.get("ignored", {}).items()}
+        harmless |= table.get("accepted", {})
         prefixes += tuple(table.get("inert_prefixes", ()))
         positional = tuple(table.get("positional", positional))
-    defaults = {name: value for name, (value, _) in refused.items()} | ignored | accepted
+    defaults = {name: value for name, (value, _) in remedies.items()} | inert | harmless
     defaults = {name: value for name, value in defaults.items() if name not in own}
     construct = kind.__init__
 
@@ -202,8 +202,8 @@ def takes_megatron_fields(kind: type[Config]) -> type[Config]:
             raise ConfigError(f"{kind.__name__}: {name} is None; give a number, or leave it out")
         absent = [name for name in given if name in defaults or (name.startswith(prefixes) and name not in own)]
         foreign = {name: given.pop(name) for name in absent}
-        refuse(kind.__name__, ConfigError, **{n: (v, *refused[n]) for n, v in foreign.items() if n in refused})
-        unread = {n: (v, ignored.get(n)) for n, v in foreign.items() if n not in refused and n not in accepted}
+        refuse(kind.__name__, ConfigError, **{n: (v, *remedies[n]) for n, v in foreign.items() if n in remedies})
+        unread = {n: (v, inert.get(n)) for n, v in foreign.items() if n not in remedies and n not in harmless}
         ignore(kind.__name__, "nothing here reads them, and no number changes", **unread)
         construct(self, **given)
         vars(self).update(foreign)

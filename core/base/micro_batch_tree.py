@@ -89,8 +89,8 @@ class MicroBatchTree:
         run = self._run(count)
         if number == 0 or number % run:
             return None
-        carried = number // run - 1
-        return (~carried & (carried + 1)).bit_length() - 1
+        pairs_before = number // run - 1
+        return (~pairs_before & (pairs_before + 1)).bit_length() - 1
 
     def num_set_aside(self, count: int) -> int:
         """Returns the largest number of partial sums at one time, without the current sum."""

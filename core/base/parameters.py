@@ -32,14 +32,14 @@ _RANGE = "held_range"
 inside `whole_parameters`. The elements are a view of the wrapper's memory, valid as long as the wrapper exists."""
 
 
-def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
+def keep_range(param: Tensor, elements: tuple[Tensor, int] | None) -> None:
     """Notes on a parameter which of its elements this rank keeps, and where.
 
     Args:
-        kept: `[n]`, contiguous: the elements, and the first one's place in the flattened parameter. None where the
+        elements: `[n]`, contiguous, and the first one's place in the flattened parameter. None where the
             parameter itself has its values.
     """
-    setattr(param, _RANGE, kept)
+    setattr(param, _RANGE, elements)
 
 
 def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
@@ -50,9 +50,9 @@ def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
 
 def fill_range(param: Tensor, whole: Tensor) -> None:
     """Copies this rank's elements from `whole`, of the parameter's shape, and counts that as a write to it."""
-    kept = kept_range(param)
-    if kept is not None:
-        values, start = kept
+    elements = kept_range(param)
+    if elements is not None:
+        values, start = elements
         values.copy_(whole.detach().reshape(-1)[start : start + len(values)])
         torch.autograd.graph.increment_version(param)
 

@@ -25,27 +25,27 @@ def readable_bytes(num_bytes: float) -> str:
 
 def rank_list(ranks: Sequence[int]) -> str:
     """Formats ranks as ``rank 3`` or ``ranks 0, 1, 3``, or of many the first few and the number of the rest."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed([*map(str, ranks)], _NUM_LISTED, ', ')}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_parts([*map(str, ranks)], _NUM_LISTED, ', ')}"
 
 
-def listed(parts: Sequence[str], most: int | None = None, separator: str = "; ") -> str:
+def join_parts(parts: Sequence[str], most: int | None = None, separator: str = "; ") -> str:
     """Joins parts of a sentence. Of many, the first `most` and the number of the rest."""
-    shown = separator.join(parts[:most])
+    text = separator.join(parts[:most])
     more = len(parts) - len(parts[:most])
-    return shown + (f"{separator.rstrip(', ')} and {more} more" if more else "")
+    return text + (f"{separator.rstrip(', ')} and {more} more" if more else "")
 
 
-def choices(value: str, known: Iterable[str], optional: bool = False) -> str:
+def choices(value: str, allowed: Iterable[str], optional: bool = False) -> str:
     """Says which values are allowed instead of `value`: ``it takes one of a, b``. Suggests a similar one first.
 
     `optional` adds None.
     """
-    names = list(dict.fromkeys(known))
+    names = list(dict.fromkeys(allowed))
     near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
     nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")
     if not names:
         return "there is none to choose from"
-    return f"{nearest}it takes {'None or ' * optional}one of {listed(names, _NUM_CHOICES, ', ')}"
+    return f"{nearest}it takes {'None or ' * optional}one of {join_parts(names, _NUM_CHOICES, ', ')}"
 
 
 def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[[T, T], bool]) -> list[list[T]]:

@@ -40,7 +40,7 @@ class CollectiveRecord:
         # Calls by kind and payload; `count` adds, nothing clears.
         self._counts: Counter[tuple[str, str]] = Counter()
         # The text that `record.publish` has written last; it alone uses it, on any thread.
-        self.published = ""
+        self.published_text = ""
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
         """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
@@ -94,7 +94,7 @@ class Collective:
         # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time of a
         # message.
         self.started_at = time.time()
-        # Seconds of the wall clock at the end of the call, on an accelerator when it was enqueued. `ended` sets it, on
+        # Seconds of the wall clock at the end of the call, on an accelerator when it was enqueued. `end` sets it, on
         # any thread; None while the call runs, or if it failed.
         self.ended_at: float | None = None
         # Whether an error ended the call, so that nothing waits in it. `explain` sets it, on any thread,
@@ -102,11 +102,11 @@ class Collective:
         self.has_failed = False
         # Whether a thread waits for its end, which the call or its work sets; valid while the call is under way.
         self.is_waited_for = True
-        # Event at the end of the call on the accelerator; None before `ended` records it, and on other devices. Any
+        # Event at the end of the call on the accelerator; None before `end` records it, and on other devices. Any
         # thread may query it.
         self.event: streams.Event | None = None
 
-    def ended(self) -> None:
+    def end(self) -> None:
         """Records that the result is in memory, or on an accelerator that the call is enqueued on the current
         stream."""
         if self.on_device:
@@ -124,30 +124,30 @@ class Collective:
         return not self.has_failed and not self.is_over
 
     def __enter__(self) -> Collective:
-        _thread.entered.append(self)
+        _thread.calls.append(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        _thread.entered.pop()
+        _thread.calls.pop()
         if error is None:
-            self.ended()
+            self.end()
         else:
             self.explain(error)
 
     def run(self, start: Callable[[], dist.Work | None]) -> dist.Work | None:
         """Calls the collective. Where `start` returns work, the call ends when the returned work is waited for."""
-        _thread.entered.append(self)
+        _thread.calls.append(self)
         try:
             work = start()
         except BaseException as error:
             self.explain(error)
             raise
         finally:
-            _thread.entered.pop()
+            _thread.calls.pop()
         if work is not None:
             self.is_waited_for = False
             return _RecordedWork(self, work)
-        self.ended()
+        self.end()
         return None
 
     def explain(self, error: BaseException) -> None:
@@ -198,7 +198,7 @@ class _RecordedWork(dist.Work):
         except BaseException as error:
             self._call.explain(error)
             raise
-        self._call.ended()
+        self._call.end()
         return True
 
 
@@ -209,7 +209,7 @@ class _Unrecorded(Collective):
         self.ended_at, self.event, self.on_device, self.has_failed = None, None, False, False
         self.is_waited_for = False
 
-    def ended(self) -> None:
+    def end(self) -> None:
         pass
 
     def run(self, start: Callable[[], dist.Work | None]) -> dist.Work | None:
@@ -227,7 +227,7 @@ class _Unrecorded(Collective):
 
 def recorded_collective() -> Collective | None:
     """Returns the innermost recorded collective that this thread is in."""
-    return _thread.entered[-1] if _thread.entered else None
+    return _thread.calls[-1] if _thread.calls else None
 
 
 def message_tag(tag: int) -> int:
@@ -246,7 +246,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         # The collectives that this thread is in, the outermost first. `Collective.__enter__` appends and `__exit__`
         # pops. A collective may be here twice, and on two threads at once: a lane enters its caller's.
-        self.entered: list[Collective] = []
+        self.calls: list[Collective] = []
 
 
 # Each thread has its own state in it.

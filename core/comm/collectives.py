@@ -204,7 +204,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, w
             rest, how = tensor[num_shared:], how.without_mean(size)
             addends = rest.new_empty(size * len(rest))
             _all_gather(addends, rest, group)
-            store(rest, _added(addends, size, how), how.scale, accumulate=False)
+            store(rest, _add_parts(addends, size, how), how.scale, accumulate=False)
 
 
 def is_alone(group: ProcessGroup) -> bool:
@@ -221,7 +221,7 @@ def _for_backend(how: Sum, group: ProcessGroup, tensor: Tensor) -> Sum:
     return how.without_mean(group.size()) if gloo.is_gloo(group, tensor.device) else how
 
 
-def _added(addends: Tensor, num_ranks: int, how: Sum) -> Tensor:
+def _add_parts(addends: Tensor, num_ranks: int, how: Sum) -> Tensor:
     """Adds one part of `addends` of each rank, all of them scratch: in fp32 one after the other, or in a tree."""
     parts = addends.chunk(num_ranks)
     if how.in_fp32(addends.dtype):
@@ -237,9 +237,9 @@ def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Su
     elif _exchanges_directly(group, input_):
         gloo.exchange_and_add(output, input_, group, how)
     elif how.in_fp32(input_.dtype) or how.order is not None:
-        how, received = how.without_mean(group.size()), torch.empty_like(input_)
-        dist.all_to_all_single(received, input_, group=group)
-        store(output, _added(received, group.size(), how), how.scale, how.accumulate)
+        how, addends = how.without_mean(group.size()), torch.empty_like(input_)
+        dist.all_to_all_single(addends, input_, group=group)
+        store(output, _add_parts(addends, group.size(), how), how.scale, how.accumulate)
     else:
         how, target = _for_backend(how, group, input_), torch.empty_like(output) if how.accumulate else output
         reduce_scatter_single(target, input_, group, op=how.op)
@@ -282,7 +282,7 @@ def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> 
     all_reduce_by_backend(torch.zeros(1, device=device), group, what="nothing, to connect the ranks")
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        made: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
-        return made
+        memory: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+        return memory
 
     return allocate

@@ -158,11 +158,11 @@ def exchange_and_add(output: Tensor, input_: Tensor, group: ProcessGroup, how: S
     starts = range(0, len(output), chunk)
     with _inbox_memory(2 * len(peers) * chunk * input_.element_size()) as memory:
         inboxes = memory.view(input_.dtype).view(2, len(peers), chunk)  # one fills while the other is added
-        posted = post(0, inboxes[0])
+        next_messages = post(0, inboxes[0])
         for index, start in enumerate(starts):
-            receives, incoming = posted
+            receives, incoming = next_messages
             if index + 1 < len(starts):
-                posted = post(starts[index + 1], inboxes[(index + 1) % 2])
+                next_messages = post(starts[index + 1], inboxes[(index + 1) % 2])
             _wait_for(receives)
             length = min(chunk, len(output) - start)
             target = output[start : start + length]
@@ -204,14 +204,14 @@ def _peers(group: ProcessGroup) -> list[int]:
 
 
 def _send(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
-    return _started(dist.isend(tensor, group=group, group_dst=peer, tag=message_tag(tag)))
+    return _require(dist.isend(tensor, group=group, group_dst=peer, tag=message_tag(tag)))
 
 
 def _receive(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
-    return _started(dist.irecv(tensor, group=group, group_src=peer, tag=message_tag(tag)))
+    return _require(dist.irecv(tensor, group=group, group_src=peer, tag=message_tag(tag)))
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def _require(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this rank is not in the process group that it was asked to send in")
     return work

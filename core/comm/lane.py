@@ -75,16 +75,16 @@ class _Task(Handle):
         # The lane's thread drops it, with the buffers that it refers to, once it has run.
         self._run: Callable[[], None] | None = run
         # The lane's thread sets it once, after all other fields. Any thread may wait for it.
-        self._ended = threading.Event()
-        # The exception that `run` raised, if any. The lane's thread sets it; valid once `_ended` is set.
+        self._end_event = threading.Event()
+        # The exception that `run` raised, if any. The lane's thread sets it; valid once `_end_event` is set.
         self._error: BaseException | None = None
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self._end_event.is_set()
 
     def has_ended_within(self, seconds: float | None) -> bool:
-        return self._ended.wait(seconds)
+        return self._end_event.wait(seconds)
 
     def execute(self) -> None:
         try:
@@ -94,10 +94,10 @@ class _Task(Handle):
             self._error = error
         finally:
             self._run = None
-            self._ended.set()
+            self._end_event.set()
 
     def wait(self) -> None:
-        self._ended.wait()
+        self._end_event.wait()
         if self._error is not None:
             raise self._error
 
@@ -240,5 +240,5 @@ def wait_for(event: streams.Event) -> None:
 
 def _to_list(numbers: Tensor) -> list[float]:
     """Reads numbers on the host, for all code of a step. `tests/unit/training/test_host_reads.py` counts the calls."""
-    listed: list[float] = numbers.tolist()
-    return listed
+    values: list[float] = numbers.tolist()
+    return values

@@ -86,9 +86,9 @@ def publish(record: CollectiveRecord) -> None:
     last = range(len(recent) - NUM_CALLS_PUBLISHED, len(recent))
     calls = [call for index, call in enumerate(recent) if index in near or index in last]
     text = json.dumps({"num_calls": record.num_calls, "calls": [call.as_json() for call in calls]})
-    if text != record.published:
+    if text != record.published_text:
         _store().set(_key(record.group_name, record.rank), text)
-        record.published = text
+        record.published_text = text
 
 
 def read_published(record: CollectiveRecord, rank: int) -> dict[str, Any] | None:
@@ -260,8 +260,8 @@ _BY_TORCH = "flight_recorder"
 
 def flight_recorder_of(rank: int) -> dict[str, Position]:
     """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked."""
-    published = _read(_key(_BY_TORCH, rank)) or {}
-    return {group: Position(*values) for group, values in published.items()}
+    table = _read(_key(_BY_TORCH, rank)) or {}
+    return {group: Position(*values) for group, values in table.items()}
 
 
 def _listening_interval_s() -> float:
@@ -295,12 +295,12 @@ class _Listener:
         self._stop = threading.Event()
         # Number of the last question that was answered, 0 for none. `_answer` sets it, and resets it to 0 in another
         # store. Only the thread uses it.
-        self._answered = 0
-        # The store that `_answered` counts in, or None. `_answer` sets it; `_run` clears it when the process group was
-        # destroyed. Only the thread uses it.
-        self._answered_in: Any = None
+        self._last_question = 0
+        # The store that counts `_last_question`, or None. `_answer` sets it; `_run` clears it when the process group
+        # was destroyed. Only the thread uses it.
+        self._question_store: Any = None
         # The last call that `_explain_late` has explained, or None. Only the thread uses it.
-        self._explained: Collective | None = None
+        self._last_explained: Collective | None = None
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -317,7 +317,7 @@ class _Listener:
         failures = looks = 0
         while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(_listening_interval_s() / _LOOKS):
             if not dist.is_initialized():  # the process group was destroyed, and may be initialised again
-                self._answered_in = None
+                self._question_store = None
                 continue
             looks += 1
             try:
@@ -337,23 +337,23 @@ class _Listener:
         A host that waits for the device in its driver, as where too much is queued, can raise nothing.
         """
         call = first_unfinished(lambda record: _longest_s(record) + min(5.0, record.limit_s / 20))
-        if call is None or call is self._explained:
+        if call is None or call is self._last_explained:
             return
-        self._explained = call
+        self._last_explained = call
         # In a thread of its own, because an explanation waits for answers, of this listener too.
         threading.Thread(target=_write_explanation, args=(call,), name="late-collective", daemon=True).start()
 
     def _answer(self, store: Any) -> None:
         if not store.check([_QUESTIONS]):  # else reading it would wait
             return
-        if store is not self._answered_in:  # another world
-            self._answered, self._answered_in = 0, store
+        if store is not self._question_store:  # another world
+            self._last_question, self._question_store = 0, store
         question = int(store.get(_QUESTIONS))
-        if question > self._answered:
+        if question > self._last_question:
             _publish_all()
-        for number in range(self._answered + 1, question + 1):
+        for number in range(self._last_question + 1, question + 1):
             store.add(_answers(number), 1)
-            self._answered = number
+            self._last_question = number
 
 
 # The one listener of this process. `record_of` starts its thread.

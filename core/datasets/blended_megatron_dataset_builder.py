@@ -46,8 +46,8 @@ class BlendedMegatronDatasetBuilder:
         path = None if self.config.blend is None else self.config.blend[0][0]
         corpus: Any = self.cls.build_low_level_dataset(path, self.config)  # type: ignore[arg-type]  # None for mock data
         split = "1,1,1" if path is None else self.config.split
-        built: list[GPTDataset | None] = []
+        datasets: list[GPTDataset | None] = []
         for name, size in zip(SPLITS, self.sizes, strict=True):
             first, last = document_range(len(corpus), name, split)
-            built.append(None if first == last else self.cls(corpus, name, self.config, size))
-        return built
+            datasets.append(None if first == last else self.cls(corpus, name, self.config, size))
+        return datasets

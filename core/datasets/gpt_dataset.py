@@ -95,10 +95,10 @@ class GPTDatasetConfig:
         check_range(self, "sequence_length", least=1, takes="a positive number of tokens")
         check_range(self, "random_seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
         for name in ("vocab_size", "eod") if self.tokenizer is not None else ():
-            given, known = getattr(self, name), getattr(self.tokenizer, name)
-            if given not in (None, known):
-                raise ConfigError(f"{name} is {given}, and the tokenizer's is {known}; give one of the two")
-            object.__setattr__(self, name, known)
+            value, of_tokenizer = getattr(self, name), getattr(self.tokenizer, name)
+            if value not in (None, of_tokenizer):
+                raise ConfigError(f"{name} is {value}, and the tokenizer's is {of_tokenizer}; give one of the two")
+            object.__setattr__(self, name, of_tokenizer)
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if self.eod is None and getattr(self, name):
                 raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
@@ -274,8 +274,8 @@ class MockGPTDataset(GPTDataset):
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
     """Returns the documents `[first, last)` of a split. Rounds shares as Megatron-LM does."""
-    parsed = parse_shares(shares)
-    bounds = [*itertools.accumulate((share / sum(parsed) for share in parsed), initial=0.0)]
+    share_list = parse_shares(shares)
+    bounds = [*itertools.accumulate((share / sum(share_list) for share in share_list), initial=0.0)]
     which = SPLITS.index(split)
     return round(bounds[which] * num_documents), round(bounds[which + 1] * num_documents)
 

@@ -104,12 +104,12 @@ class IndexFile:
             self.dtype = DType.dtype_from_code(code)
         except DataError as error:
             raise DataError(f"{path}: {error}; the index is damaged, prepare the corpus again") from None
-        expected = HEADER.size + 12 * num_sequences + 8 * num_indices
-        if size not in (expected, expected + num_sequences):  # with modes: one byte more for each sequence
-            state = "truncated" if size < expected else "too long"
+        index_bytes = HEADER.size + 12 * num_sequences + 8 * num_indices
+        if size not in (index_bytes, index_bytes + num_sequences):  # with modes: one byte more for each sequence
+            state = "truncated" if size < index_bytes else "too long"
             raise DataError(
                 f"{path}: {state}, {size} bytes where {num_sequences} sequences and {num_indices} document indices "
-                f"take {expected}; prepare the corpus again"
+                f"take {index_bytes}; prepare the corpus again"
             )
         content = np.memmap(path, dtype=np.uint8, mode="r")
         self.lengths = np.frombuffer(content, "<i4", num_sequences, HEADER.size)
@@ -129,13 +129,13 @@ class IndexFile:
             num_bytes = bin_path.stat().st_size
         except OSError as error:
             raise DataError(_cannot_open(bin_path, error)) from None
-        expected = 0
+        token_bytes = 0
         if len(self.lengths):
-            expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if num_bytes != expected:
-            state = "truncated" if num_bytes < expected else "longer than its index says"
+            token_bytes = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if num_bytes != token_bytes:
+            state = "truncated" if num_bytes < token_bytes else "longer than its index says"
             raise DataError(
-                f"{bin_path}: {state}, {num_bytes} bytes where the index says {expected}; prepare the corpus again"
+                f"{bin_path}: {state}, {num_bytes} bytes where the index says {token_bytes}; prepare the corpus again"
             )
 
     def _check_order(self, path: Path) -> None:

@@ -74,12 +74,12 @@ def build_indices(
     draws = np.random.RandomState(seed)  # numpy never changes its stream: an order is the same in all versions
     epochs = [num_epochs] if separate_from is None else [num_epochs - 1, 1]
     documents = np.arange(first_document, last_document, dtype=_index_dtype(last_document))
-    document_index = np.concatenate([_shuffled(np.tile(documents, count), draws) for count in epochs])
+    document_index = np.concatenate([_shuffle(np.tile(documents, count), draws) for count in epochs])
     total_samples = (num_epochs * tokens_per_epoch - 1) // sequence_length
     sample_index = locate_samples(lengths, document_index, sequence_length, total_samples)
     bounds = [0, total_samples] if separate_from is None else [0, separate_from, total_samples]
     dtype = np.uint32 if total_samples < np.iinfo(np.uint32).max - 1 else np.int64
-    parts = [_shuffled(np.arange(start, stop, dtype=dtype), draws) for start, stop in itertools.pairwise(bounds)]
+    parts = [_shuffle(np.arange(start, stop, dtype=dtype), draws) for start, stop in itertools.pairwise(bounds)]
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": np.concatenate(parts)}
 
 
@@ -88,16 +88,16 @@ def locate_samples(
 ) -> NDArray[Any]:
     """Returns where samples start, and the last ends: (position in `document_index`, token) `[n + 1, 2]`."""
     result = np.empty((num_samples + 1, 2), _index_dtype(len(document_index)))
-    located = 0
+    first = 0
     tokens_before = 0
     for block in range(0, len(document_index), _BLOCK_DOCUMENTS):
         ends = np.cumsum(lengths[document_index[block : block + _BLOCK_DOCUMENTS]], dtype=np.int64)
         stop = min(num_samples + 1, -(-(tokens_before + int(ends[-1])) // sequence_length))
-        starts = np.arange(located, stop, dtype=np.int64) * sequence_length - tokens_before
+        starts = np.arange(first, stop, dtype=np.int64) * sequence_length - tokens_before
         position = np.searchsorted(ends, starts, side="right")  # right: no sample starts in a document without tokens
-        result[located:stop, 0] = position + block
-        result[located:stop, 1] = starts - np.where(position > 0, ends[position - 1], 0)
-        located = stop
+        result[first:stop, 0] = position + block
+        result[first:stop, 1] = starts - np.where(position > 0, ends[position - 1], 0)
+        first = stop
         tokens_before += int(ends[-1])
     return result
 
@@ -119,14 +119,14 @@ def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], A
     arrays = _load(entry, text)
     if arrays is not None:
         return arrays
-    with _one_at_a_time(directory) as locked:
+    with _one_at_a_time(directory) as has_lock:
         arrays = _load(entry, text)
         if arrays is None:
-            built = build()
+            new_arrays = build()
             try:
-                if locked:
+                if has_lock:
                     _sweep(directory)
-                _store(entry, text, built)
+                _store(entry, text, new_arrays)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise _unwritable(directory, error) from error
@@ -135,7 +135,7 @@ def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], A
                     "rank and each start; make room",
                     stacklevel=2,
                 )
-            arrays = _load(entry, text) or built
+            arrays = _load(entry, text) or new_arrays
     return arrays
 
 
@@ -164,15 +164,15 @@ def identity_of(corpus: IndexedDataset) -> list[dict[str, Any]]:
     lengths of sequences, which alone decide the order of samples, are hashed.
     """
     stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]
-    named: list[dict[str, Any]] = [
+    identities: list[dict[str, Any]] = [
         {"name": name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats
     ]
-    named[0]["lengths_crc32"] = zlib.crc32(np.ascontiguousarray(corpus.sequence_lengths).data.cast("B"))
-    named[1]["changed_ns"] = stats[1][1].st_ctime_ns
-    return named
+    identities[0]["lengths_crc32"] = zlib.crc32(np.ascontiguousarray(corpus.sequence_lengths).data.cast("B"))
+    identities[1]["changed_ns"] = stats[1][1].st_ctime_ns
+    return identities
 
 
-def _shuffled(values: NDArray[Any], draws: np.random.RandomState) -> NDArray[Any]:
+def _shuffle(values: NDArray[Any], draws: np.random.RandomState) -> NDArray[Any]:
     draws.shuffle(values)
     return values
 
@@ -243,13 +243,13 @@ def _one_at_a_time(directory: Path) -> Iterator[bool]:
     except OSError as error:
         raise _unwritable(directory, error) from error
     with file:
-        locked = False
+        has_lock = False
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
-            locked = True
-        yield locked
+            has_lock = True
+        yield has_lock
 
 
 def _unwritable(directory: Path, error: OSError) -> DataError:

@@ -51,11 +51,11 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
 
 def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str | None:
     """Returns the name of the sharded parameter that the innermost possible frame uses, or None."""
-    named = dict(root.named_parameters())
-    by_identity = {id(parameter): name for name, parameter in named.items()}
+    parameters = dict(root.named_parameters())
+    by_identity = {id(parameter): name for name, parameter in parameters.items()}
     by_storage = {
         _storage(parameter): name
-        for name, parameter in named.items()
+        for name, parameter in parameters.items()
         if isinstance(parameter, DTensor) and parameter.to_local().numel()
     }
     for frame, line in reversed(frames):

@@ -37,20 +37,20 @@ def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
     holds: of torch's allocations on an accelerator, of the resident set on the host, Python itself included.
     """
     table = dict.fromkeys(CATEGORIES, 0)
-    seen: set[int] = set()
+    addresses: set[int] = set()
 
     def add(category: str, tensor: Tensor | None) -> None:
         local = None if tensor is None else local_part(tensor)
         if local is None or local.device.type != device_type:
             return
         storage = local.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.data_ptr() not in addresses:
+            addresses.add(storage.data_ptr())
             table[category] += storage.nbytes()
 
-    held = wrapper.held_tensors()
+    tensors = wrapper.held_tensors()
     for category in (PARAMETERS, GATHERED, WHOLE_GRADIENTS, GRADIENTS):  # whole gradients are named twice
-        for tensor in held[category]:
+        for tensor in tensors[category]:
             add(category, tensor)
     for optimizer in known_optimizers():
         for group in optimizer.param_groups:
@@ -121,10 +121,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
-    requested = requested_bytes(str(error))
+    num_bytes = requested_bytes(str(error))
     table = memory_by_category(wrapper, device_type)
-    settings = sorted(savings(wrapper, table, requested, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
-    what = f"could not allocate {readable_bytes(requested)} more" if requested else "could not allocate more"
+    settings = sorted(savings(wrapper, table, num_bytes, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
+    what = f"could not allocate {readable_bytes(num_bytes)} more" if num_bytes else "could not allocate more"
     lines = [
         f"rank {dist.get_rank()} {what} of {'the accelerator' if device_type == 'cuda' else 'the host'}'s memory. "
         "Where it is on this rank:",
@@ -142,7 +142,7 @@ def requested_bytes(message: str) -> int:
     return int(float(match[1]) * _POWERS[match[2].lower()]) if match else 0
 
 
-def savings(wrapper: Any, table: dict[str, int], requested: int, device_type: str) -> Iterator[tuple[str, int]]:
+def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type: str) -> Iterator[tuple[str, int]]:
     """Yields settings that the model does not use yet, with an estimate of the bytes that each would save this rank.
 
     Sharding over `n` ranks keeps ``1 / n`` of a tensor on each rank. Freeing gathered parameters keeps two units at a
@@ -151,7 +151,7 @@ def savings(wrapper: Any, table: dict[str, int], requested: int, device_type: st
     """
     plan, config = wrapper.plan, wrapper.config
     num_ranks, asked_by = wrapper.process_group.size(), plan.asked_by
-    spared = 1.0 - 1.0 / num_ranks
+    spared_share = 1.0 - 1.0 / num_ranks
     is_fully_sharded = plan.shards_parameters
     units = [unit for unit in plan.units if unit.params] if is_fully_sharded else []
     num_units = max(1, len(units))
@@ -159,24 +159,24 @@ def savings(wrapper: Any, table: dict[str, int], requested: int, device_type: st
     stay_gathered = is_fully_sharded and sum(unit.is_freed and not unit.kept_among for unit in units) < num_units - 2
     recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
     in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16")) and not plan.casts_parameters
-    replicated = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
-    kept_whole = sum(table[name] for name in replicated.get(plan.strategy, (PARAMETERS,)))
+    replicated_categories = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
+    kept_whole = sum(table[name] for name in replicated_categories.get(plan.strategy, (PARAMETERS,)))
     shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
     can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.cpu_offload
     ahead = is_fully_sharded and plan.gathers_ahead
     by_micro_batch = not plan.reduces_every_micro_batch
 
     activations, whole_gradients = table[REST] * (1 - 1 / _num_layers(wrapper.module)), table[WHOLE_GRADIENTS]
-    in_use, freed = table[REST] + requested, table[GATHERED] * max(0.0, 1 - 2 / num_units)
+    in_use, freed_bytes = table[REST] + missing_bytes, table[GATHERED] * max(0.0, 1 - 2 / num_units)
     one_unit = table[PARAMETERS] * num_ranks / num_units
     # Whether each applies, what it is, the field of the plan that another setting asks for, and the bytes.
     candidates: list[tuple[bool, str, str, float]] = [
         (True, "half the micro-batch, with twice as many micro-batches", "", in_use / 2),
         (not recomputes, "recomputation of activations", "recomputes", activations),
         (in_fp32, "computation in bf16 (config.bf16=True)", "", (table[GATHERED] + in_use) / 2),
-        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared * kept_whole),
-        (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed),
-        (by_micro_batch, "reducing each micro-batch", "reduces_every_micro_batch", spared * whole_gradients),
+        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared_share * kept_whole),
+        (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed_bytes),
+        (by_micro_batch, "reducing each micro-batch", "reduces_every_micro_batch", spared_share * whole_gradients),
         (ahead, "no unit gathered ahead", "gathers_ahead", one_unit),
         (can_offload, "shards on the host", "cpu_offload", shards),
     ]

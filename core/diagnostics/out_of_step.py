@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import OutOfStepError, ShardstackError
-from ..base.text import listed, rank_list, readable_bytes
+from ..base.text import join_parts, rank_list, readable_bytes
 from ..comm import gloo, record
 from ..comm.call import Collective, explain_failures_with
 from ..comm.record import (
@@ -67,14 +67,14 @@ def is_failure_of_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or _BACKEND_FAILED.search(str(error)) is not None
 
 
-_deferred: list[bool] = []
+_is_deferred: list[bool] = []
 """Holds an entry while failures of collectives are not explained. `defer_explanations` sets and clears it."""
 
 
-def defer_explanations(deferred: bool) -> None:
+def defer_explanations(is_deferred: bool) -> None:
     """Sets whether failures of collectives are raised as they are: where a lost rank is their likely cause, which
     a launcher names, nobody waits for the answers of others."""
-    _deferred[:] = [True] if deferred else []
+    _is_deferred[:] = [True] if is_deferred else []
 
 
 def raise_out_of_step(error: BaseException, call: Collective | None = None) -> None:
@@ -86,7 +86,7 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
     Raises:
         OutOfStepError: from `error`.
     """
-    if _deferred or not is_failure_of_backend(error):
+    if _is_deferred or not is_failure_of_backend(error):
         return
     if call is None:
         raise OutOfStepError(_message_without_record(error)) from error
@@ -118,10 +118,10 @@ def _message_without_record(error: BaseException) -> str:
 
 def _message(error: BaseException, call: Collective) -> str:
     record = call.record
-    waited = time.time() - call.started_at
+    waited_s = time.time() - call.started_at
     if not may_ask_other_ranks():
         return (
-            f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for "
+            f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited_s:.0f} s for "
             f"{_name(call)}, its call {call.number} in this group, which did not complete; {MOST_ASKING} ranks failed "
             f"before it, and their messages say where the others are. The backend said: {_first_line(error)}"
         )
@@ -131,7 +131,7 @@ def _message(error: BaseException, call: Collective) -> str:
     states: dict[_State, list[int]] = defaultdict(list)
     for rank in others:
         states[_state_of(read_published(record, rank), call)].append(record.ranks[rank])
-    states_text = listed([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
+    states_text = join_parts([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if state.is_behind for rank in ranks]
     by_torch, own = "", positions().get(record.group_name)
     if own is not None and not own.is_over:
@@ -141,7 +141,7 @@ def _message(error: BaseException, call: Collective) -> str:
         by_torch, behind = f" ({places})", first or behind
     look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
-        f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for {_name(call)}, "
+        f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited_s:.0f} s for {_name(call)}, "
         f"its call {call.number} in this group, which did not complete{by_torch}: "
         f"{states_text}. Every rank must make the same sequence of forwards, backwards and steps; look at {look_at} "
         f"for a skipped micro-batch, another branch, an endless wait for data or a crash. {_advice(call)}"
@@ -169,7 +169,7 @@ def _by_flight_recorder(at: Mapping[int, Position | None], own: Position) -> tup
     ranks_at: dict[str, list[int]] = defaultdict(list)
     for rank, position in position_of:
         ranks_at["at none" if position is None else f"at {position}"].append(rank)
-    places = listed([f"{rank_list(ranks)} {position}" for position, ranks in ranks_at.items()])
+    places = join_parts([f"{rank_list(ranks)} {position}" for position, ranks in ranks_at.items()])
     behind = [rank for rank, position in position_of if position is None or position.number < own.number]
     return f"torch's flight recorder has {places}", [] if own.is_over else behind
 
@@ -183,11 +183,11 @@ class _State(NamedTuple):
     """It has not come to the collective, or waits in another one."""
 
 
-def _state_of(published: dict[str, Any] | None, call: Collective) -> _State:
+def _state_of(record_there: dict[str, Any] | None, call: Collective) -> _State:
     """Compares what a rank has published with the collective that failed."""
-    if published is None:
+    if record_there is None:
         return _State("has not answered: it has called nothing in this group, is paused, or has ended", True)
-    calls = [_Published(entry) for entry in published["calls"]]
+    calls = [_Published(entry) for entry in record_there["calls"]]
     same = next((c for c in calls if c.identity == (call.kind, call.what, call.occurrence)), None)
     if same is not None:
         return _State("waited in the same" if same.ended_at is None else "was through with it", False)
@@ -244,7 +244,7 @@ class DeadlockWatch:
     def __init__(self) -> None:
         # What the last look has seen: the calls that this rank waits in, and what the other rank has published. Empty
         # unless this rank waits. `look` sets it.
-        self._seen: tuple[Any, ...] = ()
+        self._last_wait: tuple[Any, ...] = ()
         # Number of looks, by which other ranks see that this one is alive; never reset.
         self._looks = 0
 
@@ -252,7 +252,7 @@ class DeadlockWatch:
         """Looks once. Closes the connections of this rank's calls if it and another rank wait for each other."""
         calls = record.awaited_calls() if _is_in_collectives(threading.main_thread()) else []
         if not calls or time.time() - min(call.started_at for call in calls) < PATIENCE_S:
-            self._seen = ()
+            self._last_wait = ()
             return
         own, group = [_identity(call) for call in calls], calls[0].record
         self._looks += 1
@@ -261,7 +261,7 @@ class DeadlockWatch:
         record.write_to_store(f"waits/{dist.get_rank()}", [self._looks, own])
         other = group.ranks[(group.rank + 1) % group.num_ranks]
         waits = record.read_from_store(f"waits/{other}")
-        before, self._seen = self._seen, (own, waits)
+        before, self._last_wait = self._last_wait, (own, waits)
         if _own_deadlock() != own:
             if not before or None in (waits, before[1]) or (before[0], before[1][1]) != (own, waits[1]):
                 return  # one of the two goes on
@@ -300,17 +300,17 @@ def _identity(call: Collective) -> list[Any]:
 
 def _has_begun_any(waits: list[list[Any]]) -> bool:
     """Returns whether this rank has begun one of these calls, or does not know a group of them."""
-    begun = {of.group_name: [_identity(call) for call in list(of.calls)] for of in record.live_records()}
-    return any(wait[0] not in begun or wait in begun[wait[0]] for wait in waits)
+    own_calls = {of.group_name: [_identity(call) for call in list(of.calls)] for of in record.live_records()}
+    return any(wait[0] not in own_calls or wait in own_calls[wait[0]] for wait in waits)
 
 
 def _is_joined_by(rank: int, call: Collective) -> bool:
     """Returns whether a rank has begun the same call, or is not in its group."""
     if rank not in call.record.ranks:
         return True
-    published = record.read_published(call.record, call.record.ranks.index(rank))
+    record_there = record.read_published(call.record, call.record.ranks.index(rank))
     identity = [call.occurrence, call.kind, call.what]
-    return published is not None and any(entry[1:4] == identity for entry in published["calls"])
+    return record_there is not None and any(entry[1:4] == identity for entry in record_there["calls"])
 
 
 def _close_connections(call: Collective) -> None:

@@ -73,16 +73,16 @@ def mark_of(param: Any) -> StepMark | None:
 def note_own_optimizer(optimizer: Optimizer) -> None:
     """Makes the hooks skip an optimizer that calls its wrappers itself."""
     setattr(optimizer, _IS_OWN, True)
-    _known.add(optimizer)
+    _optimizers.add(optimizer)
 
 
 def known_optimizers() -> list[Optimizer]:
     """Returns the optimizers of `core.optimizer`, and those that have stepped marked parameters, as far as they
     exist."""
-    return list(_known)
+    return list(_optimizers)
 
 
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """`note_own_optimizer` and the hook before a step add to it. Freed optimizers drop out."""
 
 
@@ -102,7 +102,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     setattr(optimizer, _MET, marks)
     if not marks:
         return
-    _known.add(optimizer)
+    _optimizers.add(optimizer)
     name = type(optimizer).__name__
     for mark in marks:
         mark.refuse(name)

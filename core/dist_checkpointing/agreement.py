@@ -35,11 +35,11 @@ class Ranks:
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
-        joined = dist.is_available() and dist.is_initialized() and not alone
+        has_ranks = dist.is_available() and dist.is_initialized() and not alone
         # Fixed: make a new instance after the process group is destroyed or replaced.
         self.group = group
-        self.size = dist.get_world_size(group) if joined else 1
-        self.rank = dist.get_rank(group) if joined else 0
+        self.size = dist.get_world_size(group) if has_ranks else 1
+        self.rank = dist.get_rank(group) if has_ranks else 0
         if self.rank < 0:
             raise CheckpointError(
                 f"rank {dist.get_rank()} does not belong to the process group that it gave; only members may call"
@@ -53,9 +53,9 @@ class Ranks:
         """Returns the small objects of all ranks, in rank order."""
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def from_first(self, make: Callable[[], T], doing: str = "") -> T:
         """Calls `make` on the group's first rank, and returns its result, or raises its error, on all ranks.
@@ -78,14 +78,14 @@ class Ranks:
         Returns:
             this rank's entry of the result.
         """
-        gathered: list[Any] = [value] * self.size
+        values: list[Any] = [value] * self.size
         own: list[Any] = [None]
         group, first = self.group, self._first_global_rank()
         if self.size > 1:
-            dist.gather_object(value, gathered if self.is_first else None, dst=first, group=group)
-        error, outcome = self._attempt(lambda: decide(gathered), doing) if self.is_first else (None, (None, ""))
-        decided, message = outcome
-        outcomes = [(entry, message) for entry in decided or [None] * self.size]
+            dist.gather_object(value, values if self.is_first else None, dst=first, group=group)
+        error, outcome = self._attempt(lambda: decide(values), doing) if self.is_first else (None, (None, ""))
+        decisions, message = outcome
+        outcomes = [(entry, message) for entry in decisions or [None] * self.size]
         if self.size > 1:
             dist.scatter_object_list(own, outcomes if self.is_first else None, src=first, group=group)
         return self._result(own[0] if self.size > 1 else outcomes[0], error, doing)  # type: ignore[no-any-return]
@@ -210,25 +210,25 @@ def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
     if not any(of_ranks):
         raise CheckpointError("no rank gave a tensor to save")
     holders: dict[Key, list[int]] = {}
-    for rank, offered in enumerate(of_ranks):
-        for name, offer in offered.items():
+    for rank, offers_of_rank in enumerate(of_ranks):
+        for name, offer in offers_of_rank.items():
             for box in offer.boxes:
                 holders.setdefault((name, box), []).append(rank)
-    planned: list[list[Key]] = [[] for _ in of_ranks]
+    keys: list[list[Key]] = [[] for _ in of_ranks]
     num_bytes = [0] * len(of_ranks)
     for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         offer = of_ranks[ranks[0]][name]
         writer = ranks[0] if offer.of_first_rank else min(ranks, key=num_bytes.__getitem__)
-        planned[writer].append((name, box))
+        keys[writer].append((name, box))
         num_bytes[writer] += math.prod(box.sizes) * offer.dtype.itemsize
-    return planned
+    return keys
 
 
 ALIGNMENT_BYTES = 64
 """Each piece begins at a multiple of it in its file."""
 
 
-def joined(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
+def join_entries(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
     """Returns each tensor with the pieces of all ranks, and the bytes of each file."""
     tensors: dict[str, TensorEntry] = {}
     file_bytes: dict[str, int] = {}

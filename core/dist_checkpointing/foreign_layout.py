@@ -81,13 +81,13 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
             count = rows[run.source] = max(rows.get(run.source, 0), run.source_start + run.count)
             row = ours[recipe.name][1 if run.index is None else 2 :]
             rest = (run.source_column + row[0], *row[1:]) if row else ()
-            stacked = tuple(place + 1 for place in run.source_index)
+            leading = tuple(place + 1 for place in run.source_index)
             if run.source in shapes:
-                known = shapes[run.source]
-                stacked = tuple(map(max, zip(stacked, known[: len(stacked)], strict=True)))
-                before = known[len(stacked) : -1] if run.transposed else known[len(stacked) + 1 :]
+                shape_so_far = shapes[run.source]
+                leading = tuple(map(max, zip(leading, shape_so_far[: len(leading)], strict=True)))
+                before = shape_so_far[len(leading) : -1] if run.transposed else shape_so_far[len(leading) + 1 :]
                 rest = tuple(map(max, zip(rest, before, strict=True)))
-            shapes[run.source] = (*stacked, *rest, count) if run.transposed else (*stacked, count, *rest)
+            shapes[run.source] = (*leading, *rest, count) if run.transposed else (*leading, count, *rest)
     return shapes
 
 
@@ -106,15 +106,15 @@ def make_foreign(
 
 def foreign_tensors(recipes: Iterable[Recipe], views: Mapping[str, torch.Tensor]) -> list[Outgoing]:
     """Returns what goes out as the foreign tensors that recipes name, in order, each made of one of ours."""
-    recipes, sent = list(recipes), list[Outgoing]()
+    recipes, outgoing = list(recipes), list[Outgoing]()
     shapes = foreign_shapes(recipes, {recipe.name: tuple(views[recipe.name].shape) for recipe in recipes})
     for recipe in recipes:
         for name in dict.fromkeys(run.source for run in recipe.runs):
             shape = shapes[name]
             is_same = recipe.runs == (Run(name, shape[0] if shape else 1),) and views[recipe.name].shape == shape
             make: Any = itemgetter(recipe.name) if is_same else partial(make_foreign, name, shape, [recipe])
-            sent.append(Outgoing(name, shape, (recipe.name,), make))
-    return sent
+            outgoing.append(Outgoing(name, shape, (recipe.name,), make))
+    return outgoing
 
 
 @torch.no_grad()
@@ -157,18 +157,18 @@ def _check(
         raise CheckpointError(
             f"{empty[0]} is on the meta device: nothing was loaded; wrap the model, or call to_empty"
         )
-    named = {recipe.name for recipe in recipes}
-    problems = [f"the model has no {name}" for name in sorted(named - targets.keys())]
-    problems += [f"nothing there makes up {name}" for name in sorted(targets.keys() - named)]
-    known = [recipe for recipe in recipes if recipe.name in targets]
-    expected = foreign_shapes(known, {name: tuple(tensor.shape) for name, tensor in targets.items()})
-    problems += [f"missing there: {name}" for name in sorted(expected.keys() - index.tensors.keys())]
-    problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - expected.keys() - ignored)]
-    for name in sorted(expected.keys() & index.tensors.keys()):
+    names = {recipe.name for recipe in recipes}
+    problems = [f"the model has no {name}" for name in sorted(names - targets.keys())]
+    problems += [f"nothing there makes up {name}" for name in sorted(targets.keys() - names)]
+    ours = [recipe for recipe in recipes if recipe.name in targets]
+    shapes = foreign_shapes(ours, {name: tuple(tensor.shape) for name, tensor in targets.items()})
+    problems += [f"missing there: {name}" for name in sorted(shapes.keys() - index.tensors.keys())]
+    problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - shapes.keys() - ignored)]
+    for name in sorted(shapes.keys() & index.tensors.keys()):
         entry = index.tensors[name]
-        if entry.shape != expected[name]:
-            problems.append(f"{name} is {list(entry.shape)} there, and the model takes {list(expected[name])}")
-    for recipe in known:
+        if entry.shape != shapes[name]:
+            problems.append(f"{name} is {list(entry.shape)} there, and the model takes {list(shapes[name])}")
+    for recipe in ours:
         target = targets[recipe.name]
         num_row_dims = 2 if any(run.index is not None for run in recipe.runs) else 1
         rows = math.prod(target.shape[:num_row_dims]) if target.dim() else 0
@@ -192,25 +192,25 @@ def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source
 
 
 def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
-    for offsets, held in held_boxes(target):
+    for offsets, part in held_boxes(target):
         if recipe.padded:
-            held.zero_()
-        for run in recipe.runs if held.numel() else ():
+            part.zero_()
+        for run in recipe.runs if part.numel() else ():
             if run.index is None:
-                _fill_rows(held, offsets, run, source)
-            elif offsets[0] <= run.index < offsets[0] + held.shape[0]:
-                _fill_rows(held[run.index - offsets[0]], offsets[1:], run, source)
+                _fill_rows(part, offsets, run, source)
+            elif offsets[0] <= run.index < offsets[0] + part.shape[0]:
+                _fill_rows(part[run.index - offsets[0]], offsets[1:], run, source)
 
 
-def _fill_rows(held: torch.Tensor, offsets: Sequence[int], run: Run, source: BoxReader) -> None:
-    first, last = offsets[0], offsets[0] + held.shape[0]
-    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], held.shape[1:], strict=True)]
+def _fill_rows(part: torch.Tensor, offsets: Sequence[int], run: Run, source: BoxReader) -> None:
+    first, last = offsets[0], offsets[0] + part.shape[0]
+    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True)]
     begin = max(0, -(-(first - run.start) // run.step))
     end = min(run.count, -(-(last - run.start) // run.step))
     if begin >= end:
         return
     start = run.start + begin * run.step - first
-    rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
+    rows = part[start : start + (end - begin - 1) * run.step + 1 : run.step]
     if run.source_column:
         rest[0] = slice(rest[0].start + run.source_column, rest[0].stop + run.source_column)
     rows.copy_(_transpose_if_columns(run, source.read(run.source, _source_box(run, slice(begin, end), rest))))
@@ -249,17 +249,17 @@ class BoxReader(PieceReader):
         offsets, sizes = [start for start, _ in bounds], [stop - start for start, stop in bounds]
         overlaps = list(self.overlaps(name, offsets, sizes))
         if len(overlaps) == 1:
-            whole = self.stored(name, overlaps[0][0])[overlaps[0][2]]
+            whole = self.piece_values(name, overlaps[0][0])[overlaps[0][2]]
         else:
             whole = torch.empty(sizes, dtype=self.index.tensors[name].dtype)
             for piece, inside, within in overlaps:
-                whole[inside] = self.stored(name, piece)[within]
+                whole[inside] = self.piece_values(name, piece)[within]
         values: torch.Tensor = whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
         return values
 
-    def stored(self, name: str, piece: Piece) -> Any:
+    def piece_values(self, name: str, piece: Piece) -> Any:
         if self.index.encoding != "safetensors":
-            return super().stored(name, piece)
+            return super().piece_values(name, piece)
         if piece.file not in self.files:
             self.files[piece.file] = open_safetensors(self.folder / piece.file)
         return self.files[piece.file].get_slice(name)

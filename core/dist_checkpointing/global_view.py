@@ -56,13 +56,13 @@ def global_view(param: Tensor, tensor: Tensor | None = None) -> Tensor:
         ParallelConfigError: the split is interleaved (``partition_stride`` above 1), or the piece does not have the
             shape that its layout gives.
     """
-    value = _detached(param if tensor is None else tensor)
+    value = _detach(param if tensor is None else tensor)
     local = local_part(value)
-    held = local_part(_detached(param))
-    if local.shape != held.shape:
+    own_part = local_part(_detach(param))
+    if local.shape != own_part.shape:
         raise ParallelConfigError(
             f"a tensor of shape {tuple(local.shape)} cannot be viewed like a parameter whose piece on this rank has "
-            f"shape {tuple(held.shape)}; give the tensor that belongs to this piece"
+            f"shape {tuple(own_part.shape)}; give the tensor that belongs to this piece"
         )
     mesh, placements, shape = _layout(param, local.device.type)
     if mesh is None:
@@ -95,7 +95,7 @@ def local_slices(param: Tensor) -> tuple[slice, ...]:
 
 def local_tensor(value: Tensor) -> Tensor:
     """Returns this rank's piece of `value` as a plain, detached tensor that shares its storage."""
-    return local_part(_detached(value))
+    return local_part(_detach(value))
 
 
 def _layout(param: Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
@@ -180,7 +180,7 @@ def _partition_dim(param: Tensor) -> int:
     return dim
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
 
 
@@ -251,8 +251,8 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
         )
     origin = [part.start for part in local_slices(param)]
     boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
-    moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
-    return FlatRange(values.detach(), tuple(global_shape(param)), moved)
+    own_boxes = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
+    return FlatRange(values.detach(), tuple(global_shape(param)), own_boxes)
 
 
 def whole_view(tensor: Tensor) -> Tensor:
@@ -332,37 +332,37 @@ def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 class FlatRange(Tensor):
     """A tensor with the whole model's shape and dtype. This rank has a run of its elements in one flat tensor.
 
-    Made for checkpoints: `save` writes it and `load` fills it in place. It has no arithmetic; compute with `held`.
+    Made for checkpoints: `save` writes it and `load` fills it in place. It has no arithmetic; compute with `elements`.
     """
 
-    held: Tensor
+    elements: Tensor
     """`[n]`: the elements of this rank."""
 
     boxes: list[Box]
-    """Their boxes in the whole tensor, in the order of `held`."""
+    """Their boxes in the whole tensor, in the order of `elements`."""
 
     @staticmethod
-    def __new__(cls, held: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
-        tensor: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
-        tensor.held = held
+    def __new__(cls, elements: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
+        tensor: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=elements.dtype, device=elements.device)
+        tensor.elements = elements
         tensor.boxes = boxes
         return tensor
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Returns for each box its offsets in the whole tensor and a view of `held` in the box's shape."""
+        """Returns for each box its offsets in the whole tensor and a view of `elements` in the box's shape."""
         sizes = [sizes for _, sizes in self.boxes]
-        runs = self.held.split([math.prod(size) for size in sizes]) if sizes else ()
+        runs = self.elements.split([math.prod(size) for size in sizes]) if sizes else ()
         return [(offsets, run.view(size)) for (offsets, size), run in zip(self.boxes, runs, strict=True)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FlatRange(shape={list(self.shape)}, dtype={self.dtype}, {len(self.held)} elements here)"
+        return f"FlatRange(shape={list(self.shape)}, dtype={self.dtype}, {len(self.elements)} elements here)"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             whole: FlatRange = args[0]
-            return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
+            return FlatRange(whole.elements, tuple(whole.shape), whole.boxes)
         raise CheckpointError(
-            f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
-            "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
+            f"{func} was called on a tensor that this rank holds a flat range of; compute with its `elements`, or "
+            "save it and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )

@@ -46,7 +46,7 @@ from .agreement import (
     Ranks,
     held_pieces,
     is_of_first_rank,
-    joined,
+    join_entries,
     offers,
     planned_pieces,
     spread,
@@ -109,8 +109,8 @@ class HostCopies:
         ranks.on_all(lambda: self._allocate(sizes, places + more_places))
         if is_first_of_node:
             of_node = [more for (_, _, more), at in zip(of_ranks, nodes, strict=True) if at == node]
-            indexed, file_bytes = joined([own for _, own, _ in of_ranks] + of_node)
-            write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(indexed, file_bytes)))
+            all_entries, file_bytes = join_entries([own for _, own, _ in of_ranks] + of_node)
+            write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(all_entries, file_bytes)))
         device.set_backend_defaults()  # the maker of the default group may not have asked for it
         # For messages between partners alone, which the thread below waits for; None without partners.
         self._group = dist.new_group(backend="gloo") if self._partner is not None else None
@@ -136,8 +136,8 @@ class HostCopies:
     def start(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
         """Begins to copy. Call `wait` before a tensor changes, buffers excepted, which are copied at once."""
         self.wait()
-        held = held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
-        values = [held[key] for key in self._keys]
+        pieces = held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
+        values = [pieces[key] for key in self._keys]
         version, self._next = self._next, 1 - self._next
         mark = {"step": step, "metadata": dict(metadata)}
         self._running = self._thread.submit(self._copy, version, values, mark)
@@ -168,8 +168,8 @@ class HostCopies:
 
     def _exchange(self, folder: Path, memory: Mapping[str, Tensor], text: Tensor) -> None:
         """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is."""
-        sent = [torch.tensor([len(text)]), text, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)]
-        works = [dist.isend(part, self._partner, group=self._group) for part in sent if len(part)]
+        messages = [torch.tensor([len(text)]), text, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)]
+        works = [dist.isend(part, self._partner, group=self._group) for part in messages if len(part)]
         for rank in self._sources:
             length = torch.empty(1, dtype=torch.int64)
             dist.recv(length, rank, group=self._group)
@@ -185,7 +185,7 @@ class HostCopies:
     def _allocate(self, sizes: Mapping[str, int], places: Sequence[tuple[Piece, torch.dtype]]) -> None:
         folder = self._folder / f"version_{len(self._memory)}"
         folder.mkdir(parents=True, exist_ok=True)
-        memory = {file: _mapped(folder / file, size) for file, size in sizes.items()}
+        memory = {file: _map_file(folder / file, size) for file, size in sizes.items()}
         self._memory.append(memory)
         self._copies.append(
             [
@@ -204,12 +204,12 @@ def partners(nodes: Sequence[int]) -> list[int | None]:
     machines = sorted(set(nodes))
     if len(machines) == 1:
         return [None] * len(nodes)
-    found: list[int | None] = []
+    partner_ranks: list[int | None] = []
     for rank, node in enumerate(nodes):
         after = machines[(machines.index(node) + 1) % len(machines)]
         there = [other for other, at in enumerate(nodes) if at == after]
-        found.append(there[list(nodes[:rank]).count(node) % len(there)])
-    return found
+        partner_ranks.append(there[list(nodes[:rank]).count(node) % len(there)])
+    return partner_ranks
 
 
 def spread_over_nodes(
@@ -218,20 +218,22 @@ def spread_over_nodes(
     """Returns the boxes that each rank copies: those that it has a partner for, and its machine's share of those that
     ranks of every machine hold. Of a single machine all are of the first kind."""
     machines_of: dict[Key, set[int]] = {}
-    for offered, node in zip(of_ranks, nodes, strict=True):
-        for name, offer in offered.items():
+    for of_rank, node in zip(of_ranks, nodes, strict=True):
+        for name, offer in of_rank.items():
             for box in () if offer.of_first_rank else offer.boxes:
                 machines_of.setdefault((name, box), set()).add(node)
     everywhere = {key for key, machines in machines_of.items() if len(machines) == len(set(nodes)) > 1}
 
-    def part(offered: Mapping[str, Offer], shared: bool) -> dict[str, Offer]:
-        kept = {name: [box for box in o.boxes if ((name, box) in everywhere) == shared] for name, o in offered.items()}
-        return {name: dataclasses.replace(o, boxes=tuple(kept[name])) for name, o in offered.items()}
+    def part(of_rank: Mapping[str, Offer], shared: bool) -> dict[str, Offer]:
+        return {
+            name: dataclasses.replace(o, boxes=tuple(b for b in o.boxes if ((name, b) in everywhere) == shared))
+            for name, o in of_rank.items()
+        }
 
-    own = spread([part(offered, False) for offered in of_ranks])
+    own = spread([part(of_rank, False) for of_rank in of_ranks])
     shared: list[list[Key]] = [[] for _ in nodes]
     for node in set(nodes):
-        of_node = [part(offered, True) if at == node else {} for offered, at in zip(of_ranks, nodes, strict=True)]
+        of_node = [part(of_rank, True) if at == node else {} for of_rank, at in zip(of_ranks, nodes, strict=True)]
         for keys, more in zip(shared, spread(of_node) if any(of_node) else [], strict=False):
             keys += more
     return list(zip(own, shared, strict=True))
@@ -258,7 +260,7 @@ def fetch_newest(
     nodes = ranks.all_gather(node)
     local = [rank for rank, at in enumerate(nodes) if at == node]
     scans = ranks.all_gather(_scan(root, local.index(ranks.rank), len(local)))
-    of_ranks, damaged = [found for found, _ in scans], [path for _, paths in scans for path in paths]
+    of_ranks, damaged_files = [copies for copies, _ in scans], [path for _, paths in scans for path in paths]
     holders: dict[tuple[str, str, int], list[int]] = {}
     for rank, versions in enumerate(of_ranks):
         for version, (_, steps) in versions.items():
@@ -267,23 +269,23 @@ def fetch_newest(
     complete = [
         (step, version, -rank)
         for rank, versions in enumerate(of_ranks)
-        for version, (needed, steps) in versions.items()
+        for version, (files, steps) in versions.items()
         for step in set(steps.values())
-        if all((version, file, step) in holders for file in needed)
+        if all((version, file, step) in holders for file in files)
     ]
     if not complete:
-        return None, damaged
+        return None, damaged_files
     step, version, planner = max(complete)
     folder = root / version
     folder.mkdir(parents=True, exist_ok=True)
-    described: tuple[str, dict[str, Any]] = "", {}
+    description: tuple[str, dict[str, Any]] = "", {}
     if ranks.rank == -planner:
         file = next(file for file, of_file in of_ranks[ranks.rank][version][1].items() if of_file == step)
-        described = (folder.parent / _PLAN_FILE).read_text(), _mark(folder, file)["metadata"]
-    text, metadata = ranks.all_gather(described)[-planner]
+        description = (folder.parent / _PLAN_FILE).read_text(), _mark(folder, file)["metadata"]
+    text, metadata = ranks.all_gather(description)[-planner]
     index = dataclasses.replace(decode_index(text), metadata=metadata)
-    asked = ranks.all_gather(PieceReader(folder, index).files_of(targets()))
-    missing = {(file, at) for files, at in zip(asked, nodes, strict=True) for file in files}
+    files_of_ranks = ranks.all_gather(PieceReader(folder, index).files_of(targets()))
+    missing = {(file, at) for files, at in zip(files_of_ranks, nodes, strict=True) for file in files}
     missing -= {(file, nodes[rank]) for file in index.file_bytes for rank in holders[version, file, step]}
     if ranks.rank == local[0]:
         write_durably(folder / INDEX_FILE, encode_index(index))
@@ -293,7 +295,7 @@ def fetch_newest(
     for file, at in sorted(missing):
         source, target = holders[version, file, step][0], nodes.index(at)
         if ranks.rank in (source, target):
-            data = _mapped(folder / file, index.file_bytes[file], new=ranks.rank == target)
+            data = _map_file(folder / file, index.file_bytes[file], new=ranks.rank == target)
             for part in data.split(_PIECE_BYTES):
                 if ranks.rank == source:
                     dist.send(part, target, group=group)
@@ -304,7 +306,7 @@ def fetch_newest(
             with (folder / file).open("ab") as unread:  # that no rank here reads: it takes no memory
                 unread.truncate(size)
     ranks.all_gather(None)
-    return folder, damaged
+    return folder, damaged_files
 
 
 def _scan(root: Path, share: int, num_shares: int) -> tuple[dict[str, tuple[list[str], dict[str, int]]], list[str]]:
@@ -314,28 +316,28 @@ def _scan(root: Path, share: int, num_shares: int) -> tuple[dict[str, tuple[list
         for each version the files that the machine's plan names, and the step of those that are complete here. The
         damaged ones.
     """
-    found, damaged = {}, []
+    copies, damaged_files = {}, []
     for plan in sorted(root.glob(f"generation_*/{_PLAN_FILE}")):
-        needed = list(decode_index(plan.read_text()).file_bytes)
+        files = list(decode_index(plan.read_text()).file_bytes)
         for folder in sorted(plan.parent.glob("version_*")):
             steps = {}
             for path in sorted(folder.glob("*.bin"))[share::num_shares]:
                 mark = _mark(folder, path.name)
                 if path.name not in mark.get(_SUMS, {}):
                     continue
-                if word_sum(_mapped(path, path.stat().st_size, new=False)) == mark[_SUMS][path.name]:
+                if word_sum(_map_file(path, path.stat().st_size, new=False)) == mark[_SUMS][path.name]:
                     steps[path.name] = mark["step"]
                 else:
-                    damaged.append(str(path))
-            found[str(folder.relative_to(root))] = needed, steps
-    return found, damaged
+                    damaged_files.append(str(path))
+            copies[str(folder.relative_to(root))] = files, steps
+    return copies, damaged_files
 
 
 def _remove_all_but_loaded(root: Path) -> None:
     """Removes all versions but the one that ranks have loaded last, so that two are the most in a recovery too."""
-    loaded = max(root.glob(f"*/*/{INDEX_FILE}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    newest = max(root.glob(f"*/*/{INDEX_FILE}"), key=lambda path: path.stat().st_mtime_ns, default=None)
     for folder in root.glob("generation_*/version_*"):
-        if loaded is None or folder != loaded.parent:
+        if newest is None or folder != newest.parent:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -354,7 +356,7 @@ def _places(
     return entries, end, places
 
 
-def _mapped(path: Path, num_bytes: int, *, new: bool = True) -> Tensor:
+def _map_file(path: Path, num_bytes: int, *, new: bool = True) -> Tensor:
     """Returns the bytes of a file in memory, which it makes if `new`."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -380,9 +382,9 @@ def _mark(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _write_mark(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text)
-    unfinished.rename(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def _at_once(tensor: Tensor) -> Tensor:

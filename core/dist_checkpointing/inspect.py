@@ -53,25 +53,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        opened = open_checkpoint(options.checkpoint)
-        verified = "" if options.no_verify_checkpoint else _verified(opened)
+        checkpoint = open_checkpoint(options.checkpoint)
+        verdict = "" if options.no_verify_checkpoint else _verify_line(checkpoint)
     except (CheckpointError, MissingExtraError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sys.stdout.write(describe(opened, expand=options.expand))
-    sys.stderr.write(verified)
+    sys.stdout.write(describe(checkpoint, expand=options.expand))
+    sys.stderr.write(verdict)
     return 0
 
 
-def _verified(opened: Opened) -> str:
+def _verify_line(checkpoint: Opened) -> str:
     """Compares a checkpoint's files with its hashes. Returns a line about it, or raises CheckpointError on damage."""
-    if any(entry.content_hash is None for entry in opened.index.tensors.values()):
-        return f"{opened.folder} has no hashes, so that its files could not be compared with the saved tensors\n"
-    alone, started = Ranks(), time.perf_counter()
-    with another_offered(opened.folder, alone):
-        if problems := damage(opened.folder, alone):
+    if any(entry.content_hash is None for entry in checkpoint.index.tensors.values()):
+        return f"{checkpoint.folder} has no hashes, so that its files could not be compared with the saved tensors\n"
+    alone, started_at = Ranks(), time.perf_counter()
+    with another_offered(checkpoint.folder, alone):
+        if problems := damage(checkpoint.folder, alone):
             raise CheckpointError("; ".join(problems))
-    return verified_line(opened.folder, opened.index, set(opened.index.tensors), time.perf_counter() - started) + "\n"
+    seconds = time.perf_counter() - started_at
+    return verified_line(checkpoint.folder, checkpoint.index, set(checkpoint.index.tensors), seconds) + "\n"
 
 
 @dataclass(frozen=True)
@@ -98,22 +99,22 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
     return Opened(checkpoint, read_index(checkpoint))
 
 
-def describe(opened: Opened, *, expand: bool = False) -> str:
+def describe(checkpoint: Opened, *, expand: bool = False) -> str:
     """Returns a page about a checkpoint: its metadata and its tensors.
 
     Args:
         expand: list every layer, with the hash of each tensor; else equal layers are one entry.
     """
-    index = opened.index
+    index = checkpoint.index
     total, count = sum(entry.num_bytes for entry in index.tensors.values()), len(index.tensors)
     by_torch = "torch.distributed.checkpoint, no metadata"
     kind = by_torch if index.encoding == "torch.save" else "tensors alone, no metadata"
     files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
-    held = f"{count} tensors" if count != 1 else "1 tensor"
+    tensors = f"{count} tensors" if count != 1 else "1 tensor"
     lines = [
-        str(opened.folder),
+        str(checkpoint.folder),
         *([] if index.metadata else [f"  {kind}"]),
-        f"  {held}, {readable_bytes(total)} in {files}",
+        f"  {tensors}, {readable_bytes(total)} in {files}",
     ]
     weights = {name: entry.content_hash for name, entry in index.tensors.items() if name.startswith(MODEL)}
     hashes = {name: value for name, value in weights.items() if value is not None}
@@ -158,8 +159,8 @@ def _tensor_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[
     width = max((len(label) for label, _ in rows), default=0)
     for label, run in rows:
         first = run[0][1]
-        hashed = f"  {first.content_hash:016x}" if expand and first.content_hash is not None else ""
-        yield f"  {label:<{width}}  {readable_bytes(len(run) * first.num_bytes):>10}  {_kind(first)}{hashed}"
+        hash_text = f"  {first.content_hash:016x}" if expand and first.content_hash is not None else ""
+        yield f"  {label:<{width}}  {readable_bytes(len(run) * first.num_bytes):>10}  {_kind(first)}{hash_text}"
 
 
 def _by_pattern(item: tuple[str, TensorEntry]) -> tuple[list[str], list[int]]:

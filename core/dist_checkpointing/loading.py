@@ -74,15 +74,15 @@ def load(
     casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
     state |= {name: stand_in for name, (_, stand_in) in casts.items()}
     problems = _mismatches(state, index)
-    stored = index.tensors.keys() | index.others
+    names_there = index.tensors.keys() | index.others
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
     answers = ranks.all_gather(
-        (problems + absent if strict else problems, stored - state.keys(), len(absent) == len(state))
+        (problems + absent if strict else problems, names_there - state.keys(), len(absent) == len(state))
     )
     if strict:
-        unclaimed = set.intersection(*(names for _, names, _ in answers))
-        unclaimed = {name for name in unclaimed if optional is None or not name.startswith(optional)}
-        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unclaimed)]
+        unclaimed_names = set.intersection(*(names for _, names, _ in answers))
+        unclaimed_names = {name for name in unclaimed_names if optional is None or not name.startswith(optional)}
+        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unclaimed_names)]
     else:
         problems = []
     problems = list(dict.fromkeys([problem for of_rank, _, _ in answers for problem in of_rank] + problems))
@@ -90,8 +90,8 @@ def load(
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     refuse(f"{folder} is a checkpoint of another model or layout", problems)
     targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
-    resharded = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
-    line = _verify(targets, source, index, resharded, verify, ranks)
+    resharded_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
+    line = _verify(targets, source, index, resharded_names, verify, ranks)
     if report is not None:
         report(line)
     for tensor, stand_in in casts.values():
@@ -124,17 +124,17 @@ def _verify(
 ) -> str:
     """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank. Reports
     it."""
-    started = time.perf_counter()
-    hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
-    names = set().union(*ranks.all_gather(set(state) if all_ else resharded)) & hashed
+    started_at = time.perf_counter()
+    hashed_names = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
+    names = set().union(*ranks.all_gather(set(state) if all_ else resharded)) & hashed_names
     if differing := differing_tensors(state, index, names, ranks) if names else []:
         files = damage(folder, ranks) or ["its files are undamaged, and were assembled wrongly: report it"]
         refuse(f"{folder}: the loaded tensors differ from the saved ones ({'; '.join(files)})", differing)
     if not all_:
         return f"{folder} was not compared with its hashes, as was asked"
-    if not hashed:
+    if not hashed_names:
         return f"{folder} has no hashes, so that the loaded tensors could not be compared with the saved ones"
-    return verified_line(folder, index, names, time.perf_counter() - started)
+    return verified_line(folder, index, names, time.perf_counter() - started_at)
 
 
 def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names: set[str], ranks: Ranks) -> list[str]:
@@ -144,7 +144,7 @@ def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names
         state: this rank's part of the loaded tensors.
         names: tensors with hashes in the index; the same on all ranks.
     """
-    held = {name: _box_hashes(state[name]) for name in sorted(names & state.keys())}
+    hashes = {name: _box_hashes(state[name]) for name in sorted(names & state.keys())}
 
     def compare(of_ranks: list[dict[str, list[BoxHash]]]) -> list[list[str]]:
         differing = [
@@ -154,7 +154,7 @@ def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names
         ]
         return [differing] * len(of_ranks)
 
-    return ranks.decided_by_first(held, compare)
+    return ranks.decided_by_first(hashes, compare)
 
 
 def held_hashes(state: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
@@ -182,7 +182,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     pieces = [
         (name, piece) for name, entry in index.tensors.items() for piece in entry.pieces if piece.hash is not None
     ]
-    pieces.sort(key=lambda named: (named[1].file, named[1].start))
+    pieces.sort(key=lambda entry: (entry[1].file, entry[1].start))
     mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
     reader = PieceReader(folder, index)
     bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(reader, name, piece)])
@@ -226,25 +226,25 @@ def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 def advice(folder: Path, ranks: Ranks) -> str:
     """Says which checkpoint to load instead of `folder`. Collective."""
-    whole = newest_good(folder.parent, ranks, excluded=folder)
-    if whole is None:
+    good_folder = newest_good(folder.parent, ranks, excluded=folder)
+    if good_folder is None:
         return f"no other checkpoint in {folder.parent} is whole"
-    return f"{whole.name} in the same folder is whole: continue from it with --load {whole}"
+    return f"{good_folder.name} in the same folder is whole: continue from it with --load {good_folder}"
 
 
 def _is_damaged(reader: PieceReader, name: str, piece: Piece) -> bool:
     try:
-        values = reader.stored(name, piece)
+        values = reader.piece_values(name, piece)
     except (OSError, ValueError):  # removed, or cut short, since its length was compared
         return True
     return box_hash(values, piece.offsets, reader.index.tensors[name].shape) != piece.hash
 
 
-def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
+def _differs(box_hashes: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
     entry = index.tensors[name]
     whole = Box((0,) * len(entry.shape), entry.shape)
     hashes: dict[Box, int] = {}
-    for box, value in held:
+    for box, value in box_hashes:
         if hashes.setdefault(box, value) != value:
             return True  # replicas that are not equal
     if whole in hashes and hashes.pop(whole) != entry.content_hash:

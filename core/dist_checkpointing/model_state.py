@@ -47,8 +47,8 @@ def stages_state_dict(modules: nn.Module | Sequence[nn.Module]) -> dict[str, tor
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return own
     views: dict[str, torch.Tensor] = {}
-    described = [(name, view.dtype, tuple(view.shape), is_of_first_rank(view)) for name, view in own.items()]
-    for of_rank in Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(described):
+    descriptions = [(name, view.dtype, tuple(view.shape), is_of_first_rank(view)) for name, view in own.items()]
+    for of_rank in Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(descriptions):
         for name, dtype, shape, is_buffer in of_rank:
             absent = FlatRange(torch.empty(0, dtype=dtype, device=current_device()), shape, [])
             views.setdefault(name, own.get(name, of_first_rank(absent) if is_buffer else absent))
@@ -129,10 +129,10 @@ def load_model_state_dict(
     """
     targets = _targets(module)
     ranks = Ranks(process_group, alone=not any(isinstance(value, DTensor) for value in state_dict.values()))
-    known = {name for names, _ in targets for name in names}
+    names_of_targets = {name for names, _ in targets for name in names}
     keys = _IncompatibleKeys(
         missing_keys=[name for names, _ in targets if state_dict.keys().isdisjoint(names) for name in names],
-        unexpected_keys=[name for name in state_dict if name not in known],
+        unexpected_keys=[name for name in state_dict if name not in names_of_targets],
     )
     ranks.on_all(lambda: _check(targets, state_dict, keys, strict))
     with torch.no_grad():
@@ -202,11 +202,11 @@ def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True  # given twice; other types were reported before
-    return one.shape == other.shape and torch.equal(_held(one), _held(other))
+    return one.shape == other.shape and torch.equal(_own_values(one), _own_values(other))
 
 
-def _held(value: torch.Tensor) -> torch.Tensor:
-    return value.held if isinstance(value, FlatRange) else local_tensor(value)
+def _own_values(value: torch.Tensor) -> torch.Tensor:
+    return value.elements if isinstance(value, FlatRange) else local_tensor(value)
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
@@ -234,4 +234,4 @@ def _copy_range(value: FlatRange, target: torch.Tensor) -> None:
         raise CheckpointError(
             "a state dict holds flat ranges of another wrapper's; save it with core.dist_checkpointing and load that"
         )
-    own.held.copy_(value.held)
+    own.elements.copy_(value.elements)

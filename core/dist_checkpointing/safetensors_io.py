@@ -70,12 +70,12 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
     tensors: dict[str, TensorEntry] = {}
     file_bytes: dict[str, int] = {}
     for name in sorted(set(places.values())) if places is not None else [SINGLE_FILE]:
-        held = _entries(folder / name)
+        entries = _entries(folder / name)
         file_bytes[name] = (folder / name).stat().st_size
-        wrong = sorted(key for key in held if places is not None and places.get(key) != name)
+        wrong = sorted(key for key in entries if places is not None and places.get(key) != name)
         if wrong:
             raise CheckpointError(f"{folder / name} holds {wrong[0]}, which {SHARDS_INDEX_FILE} does not say")
-        tensors |= held
+        tensors |= entries
     missing = sorted(places.keys() - tensors.keys()) if places is not None else []
     if missing:
         raise CheckpointError(
@@ -231,10 +231,10 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
     return {name: _entry(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
-def _entry(path: Path, name: str, stored: Any) -> TensorEntry:
-    dtype, shape = _DTYPES.get(stored.get_dtype()), tuple(stored.get_shape())
+def _entry(path: Path, name: str, slices: Any) -> TensorEntry:
+    dtype, shape = _DTYPES.get(slices.get_dtype()), tuple(slices.get_shape())
     if dtype is None:
-        raise CheckpointError(f"{path}: {name} is {stored.get_dtype()!r}, which no tensor here can be")
+        raise CheckpointError(f"{path}: {name} is {slices.get_dtype()!r}, which no tensor here can be")
     num_bytes = _bytes(dtype, shape)
     return TensorEntry(dtype, shape, (Piece((0,) * len(shape), shape, path.name, 0, num_bytes),) if num_bytes else ())
 

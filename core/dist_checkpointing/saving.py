@@ -37,7 +37,7 @@ from .agreement import (
     Offer,
     Ranks,
     held_pieces,
-    joined,
+    join_entries,
     offers,
     planned_pieces,
     spread,
@@ -80,8 +80,8 @@ def save(
     state, metadata = sharded_state_dict, {} if metadata is None else metadata
     ranks, folder = Ranks(process_group), folders.absolute_folder(checkpoint_dir)
     keys = planned_pieces(state, metadata, folder, ranks, spread)
-    held = held_pieces(state)
-    _Writer(folder, metadata, keep).write(offers(state), keys, [held[key] for key in keys], ranks)
+    pieces = held_pieces(state)
+    _Writer(folder, metadata, keep).write(offers(state), keys, [pieces[key] for key in keys], ranks)
 
 
 _GROUP_LIMIT = timedelta(hours=6)
@@ -103,7 +103,7 @@ class AsyncSaver:
         # Owns the host copies that the thread writes. The next `save` overwrites them, after `wait`.
         self._staging = HostStaging()
         # What this rank held at the last plan, and the pieces that it writes of it; empty before. `_plan` sets both.
-        self._offered: dict[str, Offer] = {}
+        self._last_offers: dict[str, Offer] = {}
         self._keys: list[Key] = []
         # The thread that writes the last checkpoint. `save` starts it, `wait` joins and clears it.
         self._thread: threading.Thread | None = None
@@ -132,8 +132,8 @@ class AsyncSaver:
         ranks, folder = Ranks(self._group), folders.absolute_folder(directory)
         try:
             self._plan(state, metadata, folder, ranks)
-            held = held_pieces(state)
-            copies = self._staging.copy([held[key] for key in self._keys])
+            pieces = held_pieces(state)
+            copies = self._staging.copy([pieces[key] for key in self._keys])
             writer = _Writer(folder, metadata, keep)
         except CheckpointError as error:
             self._error = error
@@ -144,7 +144,7 @@ class AsyncSaver:
         self._thread.start()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether this rank knows that the checkpoint could not be written. Other ranks may learn it later."""
         return self._error is not None
 
@@ -169,17 +169,17 @@ class AsyncSaver:
 
     def _plan(self, state: Mapping[str, Tensor], metadata: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:
         """Plans the pieces of `state`, unless no rank's layout has changed since the last plan."""
-        offered = {} if unsavable(state, metadata) else offers(state)
-        known = torch.tensor(int(offered == self._offered != {}))
+        own_offers = {} if unsavable(state, metadata) else offers(state)
+        is_known = torch.tensor(int(own_offers == self._last_offers != {}))
         if self._group is not None:
-            all_reduce_by_backend(known, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
-        if not known:
+            all_reduce_by_backend(is_known, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
+        if not is_known:
             self._keys = planned_pieces(state, metadata, folder, ranks, spread)
-            self._offered = offered
+            self._last_offers = own_offers
 
     def _write(self, copies: list[Tensor], writer: _Writer, ranks: Ranks) -> None:
         try:
-            writer.write(self._offered, self._keys, copies, ranks)
+            writer.write(self._last_offers, self._keys, copies, ranks)
         except BaseException as error:  # raised in the thread that asked for it
             self._error = error
 
@@ -230,19 +230,19 @@ class _Writer:
         """Key of the folder's lock on the first rank, while `write` runs. None on other ranks."""
 
     def write(
-        self, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor], ranks: Ranks
+        self, own_offers: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor], ranks: Ranks
     ) -> None:
         """Writes the planned boxes of all ranks, and publishes the checkpoint. Collective.
 
         Args:
-            offered: what this rank holds.
+            own_offers: what this rank holds.
             keys: the boxes to write, a result of `planned_pieces`.
             tensors: their values.
         """
         doing, file = f"saving {self.folder}: ", f"rank_{ranks.rank:05d}.bin"
         try:
             ranks.from_first(self._begin, doing)
-            entries = ranks.on_all(lambda: self._write_file(file, offered, keys, tensors), doing)
+            entries = ranks.on_all(lambda: self._write_file(file, own_offers, keys, tensors), doing)
             ranks.decided_by_first(entries, self._finish, doing)
         except BaseException:
             if self._lock is not None:
@@ -258,31 +258,31 @@ class _Writer:
         folders.begin(self.folder)
 
     def _write_file(
-        self, file: str, offered: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
+        self, file: str, own_offers: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
     ) -> dict[str, TensorEntry]:
         """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none."""
-        pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
+        pieces: dict[str, list[Piece]] = {name: [] for name, offer in own_offers.items() if 0 in offer.shape}
         in_file: list[Piece] = []
         if keys:
             path = folders.temporary_folder(self.folder) / file
             with path.open("wb") as stream:
                 for (name, box), tensor in zip(keys, tensors, strict=True):
-                    hashed = box_hash(tensor, box.offsets, offered[name].shape)
+                    hash_value = box_hash(tensor, box.offsets, own_offers[name].shape)
                     start, num_bytes = _append(stream, tensor)
-                    in_file.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hashed))
+                    in_file.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hash_value))
                     pieces.setdefault(name, []).append(in_file[-1])
                 stream.flush()
                 os.fsync(stream.fileno())
             if self.keep is not None:  # older checkpoints are removed only if the new one can be read
                 _check_written(path, in_file, tensors)
         return {
-            name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of_name))
+            name: TensorEntry(own_offers[name].dtype, own_offers[name].shape, tuple(of_name))
             for name, of_name in pieces.items()
         }
 
     def _finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[None]:
         """Writes the index of all ranks' pieces, and publishes the folder."""
-        tensors, file_bytes = joined(of_ranks)
+        tensors, file_bytes = join_entries(of_ranks)
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
         write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)

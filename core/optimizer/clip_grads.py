@@ -87,12 +87,12 @@ class GradientStatistics:
         for over, parts in self._by_model_group():
             of_model = torch.zeros_like(total)
             for part in parts:
-                counted = part.counted(grads)
-                sums = _sum_on_device([grad for grad in counted if grad.device.type != "cpu"], count_zeros, device)
-                if on_host := [grad for grad in counted if grad.device.type == "cpu"]:
+                shards = part.own_grads(grads)
+                sums = _sum_on_device([grad for grad in shards if grad.device.type != "cpu"], count_zeros, device)
+                if on_host := [grad for grad in shards if grad.device.type == "cpu"]:
                     sums += _sum_on_host(on_host, count_zeros).to(device)
                 part.add(sums, of_model)
-            total += _reduced(of_model, over, "the gradient norm over the model")
+            total += _reduce(of_model, over, "the gradient norm over the model")
         return torch.stack([total[0].sqrt(), total[1]])
 
     def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> Tensor:
@@ -101,22 +101,22 @@ class GradientStatistics:
         largest = torch.zeros((), dtype=torch.float64, device=device)
         for over, parts in self._by_model_group():
             for part in parts:
-                of_part = largest_magnitude(part.counted(grads), device)
+                of_part = largest_magnitude(part.own_grads(grads), device)
                 for group in part.groups:
                     all_reduce_by_backend(of_part, group, what="the largest gradient", op=dist.ReduceOp.MAX)
                 largest = torch.maximum(largest, of_part)
-            _reduced(largest, over, "the largest gradient", dist.ReduceOp.MAX)
+            _reduce(largest, over, "the largest gradient", dist.ReduceOp.MAX)
         exponent = exponent_of_unit(largest)
         total = torch.zeros(3, dtype=torch.int64, device=device)
         for over, parts in self._by_model_group():
             of_model = torch.zeros_like(total)
             for part in parts:
-                counted = part.counted(grads)
+                shards = part.own_grads(grads)
                 zeros = total.new_zeros(1)
-                if counted and count_zeros:
-                    zeros += _count_zeros(counted).to(device)
-                part.add(torch.cat([sum_of_squares(counted, exponent), zeros]), of_model)
-            total += _reduced(of_model, over, "the gradient norm over the model")
+                if shards and count_zeros:
+                    zeros += _count_zeros(shards).to(device)
+                part.add(torch.cat([sum_of_squares(shards, exponent), zeros]), of_model)
+            total += _reduce(of_model, over, "the gradient norm over the model")
         norm = torch.where(sum_fits(largest), root_of_digits(total[:2], exponent), math.inf)
         return torch.stack([norm, total[2].double()])
 
@@ -138,7 +138,7 @@ class _Part:
     members: list[int]
     """Indices of the parameters that count on this rank."""
 
-    def counted(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    def own_grads(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Returns the gradients that count here."""
         return [grad for grad in (grads[i] for i in self.members) if grad is not None and grad.numel()]
 
@@ -150,7 +150,7 @@ class _Part:
             total += sums
 
 
-def _reduced(
+def _reduce(
     total: Tensor, group: dist.ProcessGroup | None, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduces in place over the ranks with other parts of the model. Returns `total`."""

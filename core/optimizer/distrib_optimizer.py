@@ -207,11 +207,11 @@ def get_megatron_optimizer(
 
 def _planned_ranges(wrapper: _FlatDataParallel) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
     """Yields the planned parameters that are still in the model, with the arguments of their `MainRange`."""
-    planned = wrapper.plan.trained_params
+    plans = wrapper.plan.trained_params
     for name, param in unwrap_model(wrapper).named_parameters():
-        if name in planned and owner_of(param) is wrapper and param.is_contiguous():
+        if name in plans and owner_of(param) is wrapper and param.is_contiguous():
             index = wrapper.plan.over_ranks_of(kind_of(param)).updated_part
-            start, end = planned[name].bounds[index : index + 2]
+            start, end = plans[name].bounds[index : index + 2]
             yield param, (wrapper, start, end)
 
 

@@ -139,9 +139,9 @@ def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
         `[n]` in double, on the device of the rows.
     """
     own = torch.stack(list(rows)).double()
-    gathered = own.new_empty(group.size() * own.numel())
-    all_gather(gathered, own.flatten(), group, what="the losses of micro-batches")
-    return sum_in_any_order(gathered.view(-1, own.shape[1]))
+    of_ranks = own.new_empty(group.size() * own.numel())
+    all_gather(of_ranks, own.flatten(), group, what="the losses of micro-batches")
+    return sum_in_any_order(of_ranks.view(-1, own.shape[1]))
 
 
 def sum_in_any_order(addends: Tensor) -> Tensor:

@@ -121,11 +121,11 @@ class MainParam:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
         """
         reject_replaced("the optimizer", self.param)
-        held = self.owner._parameters.get(self.attribute)
+        parameter = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter instead of the sharded one. If some ranks
         # keep the unit whole between forward and backward, it then holds a DTensor on the mesh of these ranks.
-        replaced = held is not self.param and _mesh_of(held) == _mesh_of(self.param)
-        if replaced or local_part(self.param).data_ptr() != self._address:
+        is_replaced = parameter is not self.param and _mesh_of(parameter) == _mesh_of(self.param)
+        if is_replaced or local_part(self.param).data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
@@ -222,10 +222,10 @@ class WrittenParams:
         Waits for the device once. An element that still equals its rounded master keeps the master's full precision,
         because a checkpoint's weights may be loaded after its masters.
         """
-        written = self.find_written()
-        if written is None:
+        flags = self.find_written()
+        if flags is None:
             return
-        for p, is_written in zip(self._params, HostRead(written).wait(), strict=True):
+        for p, is_written in zip(self._params, HostRead(flags).wait(), strict=True):
             if is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))

@@ -67,18 +67,18 @@ def choose_optimizers(
     reasons = {}
     for p in params:
         matching = [name for name, of in patterns.items() if any(fnmatchcase(p.name, pattern) for pattern in of)]
-        requested = override_of(overrides or {}, p.name, p.param).get("optimizer", next(iter(matching), None))
-        if requested not in (None, *patterns):
+        rule = override_of(overrides or {}, p.name, p.param).get("optimizer", next(iter(matching), None))
+        if rule not in (None, *patterns):
             raise ConfigError(
-                f"config_overrides gives parameter {p.name} the optimizer {requested!r}; it takes "
+                f"config_overrides gives parameter {p.name} the optimizer {rule!r}; it takes "
                 f"{' or '.join(map(repr, patterns))}"
             )
-        if requested == "muon" and not _is_matrix(p):
+        if rule == "muon" and not _is_matrix(p):
             raise ConfigError(
                 f"muon is requested for parameter {p.name} of shape {list(p.param.shape)}; it takes matrices, or "
                 "batches of them in three dimensions"
             )
-        reasons[p] = _reason_against(p) if requested is None else "" if requested == "muon" else "requested"
+        reasons[p] = _reason_against(p) if rule is None else "" if rule == "muon" else "requested"
     if all(reasons.values()):
         raise ConfigError(
             f"optimizer is muon, and none of the {len(params)} trained parameters is a matrix of a hidden layer; set "
@@ -116,7 +116,7 @@ def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonR
     num_rows, columns = math.prod(shape[:-1]), shape[-1]
     fused: FusedRows | None = getattr(p.param, "fused_rows", None)
     per_batch = torch.arange(num_rows).view(-1, shape[-2])
-    named = [("", per_batch)]
+    blocks_by_name = [("", per_batch)]
     is_split = fused is not None and (config.muon_split_qkv if fused.head_rows else recipe.split_gate_up)
     if fused is not None and is_split:
         period = sum(rows for _, rows in fused.blocks)
@@ -127,16 +127,16 @@ def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonR
             )
         repeats, ends = per_batch.unflatten(1, (-1, period)), torch.tensor([n for _, n in fused.blocks]).cumsum(0)
         blocks = repeats.tensor_split(ends[:-1], dim=2)
-        named = [(name, rows.flatten(1)) for (name, _), rows in zip(fused.blocks, blocks, strict=True)]
+        blocks_by_name = [(name, rows.flatten(1)) for (name, _), rows in zip(fused.blocks, blocks, strict=True)]
         if config.muon_split_qkv_per_head and fused.head_rows:
-            named = [
+            blocks_by_name = [
                 (f"{name}{head}", rows)
-                for name, block in named
+                for name, block in blocks_by_name
                 for head, rows in enumerate(block.split(fused.head_rows, dim=1))
             ]
     return [
         Matrix(index, f"{name} {i}".strip() if len(per_batch) > 1 else name, rows, columns)
-        for name, batch in named
+        for name, batch in blocks_by_name
         for i, rows in enumerate(batch)
     ]
 

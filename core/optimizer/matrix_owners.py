@@ -137,12 +137,12 @@ class MatrixOwners:
 
     def take(self, arrival: Arrival) -> dict[int, Tensor]:
         """Returns the matrices that this rank owns, by index, when they have arrived."""
-        arrived: dict[int, Tensor] = {}
+        matrices: dict[int, Tensor] = {}
         for part, values in arrival():
-            if part.matrix not in arrived:
-                arrived[part.matrix] = values.new_empty(self._matrices[part.matrix].shape)
-            arrived[part.matrix][part.window] = values
-        return arrived
+            if part.matrix not in matrices:
+                matrices[part.matrix] = values.new_empty(self._matrices[part.matrix].shape)
+            matrices[part.matrix][part.window] = values
+        return matrices
 
     def start_returning(self, bucket: int, matrices: dict[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to send a bucket's matrices, in `dtype`, from their owners to all ranks that hold parts."""
@@ -176,8 +176,8 @@ class MatrixOwners:
         work: dist.Work | None = None
         if self._group is not None and crosses_ranks:
             into, out = ([sum(part.numel for part in parts) for parts in side] for side in (receives, sends))
-            sent, arriving = arriving, arriving.new_empty(sum(into))
-            work = all_to_all_by_backend(arriving, sent, self._group, what=what, sizes=(into, out), async_op=True)
+            leaving, arriving = arriving, arriving.new_empty(sum(into))
+            work = all_to_all_by_backend(arriving, leaving, self._group, what=what, sizes=(into, out), async_op=True)
         parts = list(itertools.chain(*receives))
 
         def arrive() -> Iterable[tuple[_Part, Tensor]]:
@@ -191,11 +191,11 @@ class MatrixOwners:
     def _make_routes(self, indices: Sequence[int]) -> tuple[_Route, _Route]:
         parts = [(part, self.owners[index]) for index in indices for part in self._parts[index]]
         # The owner itself, or the holder that is nearest to it.
-        brought = [
+        to_owners = [
             (part, min(part.starts, key=lambda rank: (abs(rank - owner), rank)), owner) for part, owner in parts
         ]
-        returned = [(part, owner, holder) for part, owner in parts for holder in part.starts]
-        return self._route(brought), self._route(returned)
+        to_holders = [(part, owner, holder) for part, owner in parts for holder in part.starts]
+        return self._route(to_owners), self._route(to_holders)
 
     def _route(self, transfers: Sequence[tuple[_Part, int, int]]) -> _Route:
         """Sorts transfers, each with its source and target, into those of this rank."""
@@ -227,14 +227,14 @@ def assign_owners(costs: Sequence[int], holders: Sequence[Sequence[int]], num_ra
     return owners
 
 
-def _starts_by_box(held: Sequence[Sequence[Sequence[Box]]]) -> list[dict[Box, dict[int, int]]]:
+def _starts_by_box(of_ranks: Sequence[Sequence[Sequence[Box]]]) -> list[dict[Box, dict[int, int]]]:
     """Returns for each parameter its boxes. For each box, by rank that holds it, its place in the rank's memory.
 
     Args:
-        held: boxes by rank and parameter, in the order of the rank's memory.
+        of_ranks: boxes by rank and parameter, in the order of the rank's memory.
     """
-    starts: list[dict[Box, dict[int, int]]] = [{} for _ in held[0]]
-    for rank, of_rank in enumerate(held):
+    starts: list[dict[Box, dict[int, int]]] = [{} for _ in of_ranks[0]]
+    for rank, of_rank in enumerate(of_ranks):
         for of_param, boxes in zip(starts, of_rank, strict=True):
             start = 0
             for box in boxes:

@@ -109,11 +109,11 @@ class Muon(rules.SkippableRule):
             if group["optimizer"] == "adam":
                 rules.update_by_adamw(self, group)
                 continue
-            counted = rules.count_steps(self, group["params"])
+            by_count = rules.count_steps(self, group["params"])
             if group["optimizer"] == "lion" and skips != 1.0:
-                params = [p for batch in counted.values() for p in batch]
+                params = [p for batch in by_count.values() for p in batch]
                 rows = [[p, p.grad, rules.ensure_state(self, p, rules.LION_STATE)["exp_avg"]] for p in params]
-                self._run(partial(rules.lion, group), rows, written=(0, 2))
+                self._run(partial(rules.lion, group), rows, columns=(0, 2))
         if skips == 1.0:
             return
         self._take_momenta()
@@ -142,7 +142,7 @@ class Muon(rules.SkippableRule):
             for param, p in mains.items()
             if p.grad is not None and p.numel()
         ]
-        self._run(partial(_advance, self.recipe), rows, written=(1,))
+        self._run(partial(_advance, self.recipe), rows, columns=(1,))
         flat = {param: update.view(-1) for param, update in updates.items()}
         return self._owners.start_bringing(bucket, flat, self.recipe.wire_dtype or self._dtype)
 
@@ -157,7 +157,7 @@ class Muon(rules.SkippableRule):
             if main.grad is not None:
                 momentum = self.state[main].setdefault(f"{_OWNED}{index}", torch.zeros_like(grad))
                 rows.append([grad, momentum, updates[index]])
-        self._run(partial(_advance, self.recipe), rows, written=(1,))
+        self._run(partial(_advance, self.recipe), rows, columns=(1,))
         return updates
 
     def _apply(self, bucket: int, arrival: Arrival) -> None:
@@ -173,17 +173,17 @@ class Muon(rules.SkippableRule):
                 factors = 1 - group["lr"] * group["weight_decay"], group["lr"] * self._scales[param]
                 rows.setdefault(factors, []).append([main, updates[param].view(main.shape)])
         for factors, same in rows.items():
-            self._run(partial(_descend, *factors), same, written=(0,))
+            self._run(partial(_descend, *factors), same, columns=(0,))
 
-    def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], written: tuple[int, ...]) -> None:
-        """Runs `kernel` over columns of tensors, and restores those that it has written if the device skips the step.
+    def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], columns: tuple[int, ...]) -> None:
+        """Runs `kernel` over columns of tensors, and restores those that it writes if the device skips the step.
 
         Args:
-            written: indices of these columns.
+            columns: indices of those that it writes.
         """
         if not rows:
             return
-        targets = [row[column] for row in rows for column in written]
+        targets = [row[column] for row in rows for column in columns]
         before = [target.clone() for target in targets] if self._may_skip else []
         rules.in_whole_vectors(kernel, rows)
         for target, old in zip(targets, before, strict=False):
@@ -205,13 +205,13 @@ class Muon(rules.SkippableRule):
         if not self._owner_holds_momentum or self._is_shared:
             return
         for bucket in range(len(self._owners.buckets)):
-            owned = {}
+            matrices = {}
             for index, matrix in enumerate(self._matrices):
                 if matrix.param not in self._owners.buckets[bucket] or self._owners.owners[index] != self._owners.rank:
                     continue
                 zeros = torch.zeros(matrix.shape, dtype=self._dtype, device=self._owners.device)
-                owned[index] = self.state[self._mains[matrix.param]].pop(f"{_OWNED}{index}", zeros)
-            arrival = self._owners.start_returning(bucket, owned, self._dtype)
+                matrices[index] = self.state[self._mains[matrix.param]].pop(f"{_OWNED}{index}", zeros)
+            arrival = self._owners.start_returning(bucket, matrices, self._dtype)
             self._owners.put(arrival, self._momenta(bucket), [1.0] * len(self._matrices))
         self._is_shared = True
 
@@ -254,13 +254,13 @@ def _sharing_ranks(params: Iterable[MainParam], tp_group: dist.ProcessGroup | No
         groups.append(parallel_state.get_tensor_model_parallel_group())
         both = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     ranks = {group: set(dist.get_process_group_ranks(group)) for group in (*groups, both) if group is not None}
-    needed = set().union(*(ranks[group] for group in groups if group is not None))
-    if len(needed) <= 1:
+    sharing = set().union(*(ranks[group] for group in groups if group is not None))
+    if len(sharing) <= 1:
         return None
-    fitting = [group for group, members in ranks.items() if needed <= members]
+    fitting = [group for group, members in ranks.items() if sharing <= members]
     if not fitting:
         raise ParallelConfigError(
-            f"ranks {sorted(needed)} share the model by tensor and data parallelism, and no group has all of them; "
+            f"ranks {sorted(sharing)} share the model by tensor and data parallelism, and no group has all of them; "
             "initialize core.parallel_state, and let the wrapper take its groups"
         )
     return min(fitting, key=dist.get_world_size)

@@ -74,7 +74,7 @@ class PendingOutcome:
         written: Tensor | None,
         names: Sequence[str],
         *,
-        updated: Sequence[Tensor],
+        params: Sequence[Tensor],
         lr: float,
         loss_scale: float,
     ) -> None:
@@ -86,7 +86,7 @@ class PendingOutcome:
         self._lr, self._loss_scale = lr, loss_scale
         # Main tensors whose step counts `take_back_step` lowers if the step is skipped. `MegatronOptimizer.start_step`
         # empties it if it makes no update.
-        self.updated = updated
+        self.updated = params
 
     def wait(self) -> StepOutcome:
         """Waits for the device and returns the outcome.
@@ -96,11 +96,11 @@ class PendingOutcome:
             OptimizerError: parameters in low precision were written between this step and the one before it.
         """
         norm, num_zeros, *others = self._read.wait()
-        report, written = others[: self._num_reported], others[self._num_reported :]
-        changed = [name for name, is_written in zip(self._names, written, strict=True) if is_written]
-        if changed:
+        report, flags = others[: self._num_reported], others[self._num_reported :]
+        names = [name for name, is_written in zip(self._names, flags, strict=True) if is_written]
+        if names:
             raise OptimizerError(
-                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} was written after a step of "
+                f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} was written after a step of "
                 "the optimizer that was still running, and the next step has overwritten the values from the fp32 "
                 "masters; call the optimizer's reload_model_params() after writing, or its finish_step() before"
             )
@@ -159,7 +159,7 @@ class MegatronOptimizer(OptimizerState):
         # it, and so does `_update` if the rule raised.
         self._pending: PendingOutcome | None = None
         # The caller's function for the outcome of `_pending`; None if none was given. Set and cleared with `_pending`.
-        self._concluded: Callable[[StepOutcome], None] | None = None
+        self._on_outcome: Callable[[StepOutcome], None] | None = None
         # Whether a step was started and `finish_step` was not called since. `start_step` sets it, `finish_step` clears
         # it.
         self._has_unfinished_step = False
@@ -182,7 +182,7 @@ class MegatronOptimizer(OptimizerState):
                 built, or a gradient that does not fit its parameter.
         """
         outcomes: list[StepOutcome] = []
-        self.start_step(concluded=outcomes.append)
+        self.start_step(on_outcome=outcomes.append)
         self.finish_step()
         outcome = outcomes[0]
         if not outcome.updated and self.grad_scaler is not None:
@@ -191,7 +191,7 @@ class MegatronOptimizer(OptimizerState):
 
     @torch.no_grad()
     def start_step(
-        self, report: Tensor | None = None, *, concluded: Callable[[StepOutcome], None] | None = None
+        self, report: Tensor | None = None, *, on_outcome: Callable[[StepOutcome], None] | None = None
     ) -> None:
         """Queues one update, which the device skips if a gradient is not finite.
 
@@ -227,12 +227,12 @@ class MegatronOptimizer(OptimizerState):
         norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad).unbind()
         norm = norm / torch.full_like(norm, scale)  # a number in place of the tensor is not divided by on CUDA
         norm = norm if self._is_double else norm.float().double()
-        updated = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
+        params = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
         lr = max(group["lr"] for group in self.param_groups)
         self._pending = PendingOutcome(
-            norm, num_zeros, report, written, self._written_params.names, updated=updated, lr=lr, loss_scale=scale
+            norm, num_zeros, report, written, self._written_params.names, updated=params, lr=lr, loss_scale=scale
         )
-        self._concluded, self._has_unfinished_step = concluded, True
+        self._on_outcome, self._has_unfinished_step = on_outcome, True
         is_finite = torch.isfinite(norm)
         if not skips_on_device(self.optimizer) and not self._pending.wait().updated:
             self._pending.updated = ()
@@ -264,7 +264,7 @@ class MegatronOptimizer(OptimizerState):
         try:
             rule.step()
         except BaseException:
-            self._pending = self._concluded = None  # there is no update to conclude
+            self._pending = self._on_outcome = None  # there is no update to conclude
             raise
         finally:
             rule.found_inf = None
@@ -284,7 +284,7 @@ class MegatronOptimizer(OptimizerState):
         self._has_unfinished_step = False
 
     def _conclude(self) -> None:
-        """Waits for the last step's outcome, updates loss scale and step counts, and calls `_concluded`."""
+        """Waits for the last step's outcome, updates loss scale and step counts, and calls `_on_outcome`."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -297,9 +297,9 @@ class MegatronOptimizer(OptimizerState):
                 wrapper.gradient_state.note_skipped(phase)
         elif self.average is not None:
             self.average.note_update()
-        concluded, self._concluded = self._concluded, None
-        if concluded is not None:
-            concluded(outcome)
+        on_outcome, self._on_outcome = self._on_outcome, None
+        if on_outcome is not None:
+            on_outcome(outcome)
 
     def _publish_parameters(self) -> None:
         """Copies updated or loaded values into the model's parameters."""

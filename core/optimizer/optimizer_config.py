@@ -243,11 +243,12 @@ def recipe_of(config: OptimizerConfig) -> MuonRecipe:
         ConfigError: a preset that is named, with a setting that changes its formula.
     """
     recipe = PRESETS[config.muon_preset or _DEFAULT]
-    given = {name: value for name in (*_OF_FORMULA, *_FREE) if (value := getattr(config, f"muon_{name}")) is not None}
+    values = {name: getattr(config, f"muon_{name}") for name in (*_OF_FORMULA, *_FREE)}
+    values = {name: value for name, value in values.items() if value is not None}
     for name in _OF_FORMULA:
-        if config.muon_preset is not None and given.get(name, getattr(recipe, name)) != getattr(recipe, name):
+        if config.muon_preset is not None and values.get(name, getattr(recipe, name)) != getattr(recipe, name):
             raise ConfigError(
-                f"muon_{name} is {given[name]}, and muon_preset {config.muon_preset} has {getattr(recipe, name)}; "
+                f"muon_{name} is {values[name]}, and muon_preset {config.muon_preset} has {getattr(recipe, name)}; "
                 f"drop one (without muon_preset, settings replace those of {_DEFAULT})"
             )
-    return replace(recipe, **given)
+    return replace(recipe, **values)

@@ -151,10 +151,10 @@ class OptimizerState(ABC):
             CheckpointError: step counts for parameters that this model does not have.
         """
         self.finish_step()
-        unknown = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
-        if unknown and not _has_stages():  # other stages have other parameters
+        foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
+        if foreign_names and not _has_stages():  # other stages have other parameters
             raise CheckpointError(
-                f"the optimizer state names parameters that this model does not have: {', '.join(unknown[:5])}; "
+                f"the optimizer state names parameters that this model does not have: {', '.join(foreign_names[:5])}; "
                 "load the checkpoint of this model"
             )
         for p in self._params:
@@ -217,14 +217,14 @@ class OptimizerState(ABC):
             for p in self._params
         }
 
-    def _check_cut(self, saved: Mapping[str, Any]) -> None:
+    def _check_cut(self, theirs: Mapping[str, Any]) -> None:
         own = self._cut()
-        differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
         message = None
         if name := next(iter(differing), None):
             message = (
                 f"the optimizer state of another rank, cut, precision or model was to be loaded: of {name} it has "
-                f"{saved.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank what it "
+                f"{theirs.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank what it "
                 "has saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
             )
         for group in dict.fromkeys(group for p in self._params for group in p.shard_groups()):

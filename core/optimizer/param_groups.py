@@ -104,16 +104,16 @@ def override_of(overrides: ConfigOverrides, name: str, param: nn.Parameter) -> P
     Raises:
         ConfigError: two keys that give it different values of one setting.
     """
-    merged: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, override in overrides.items():
         if key.matches(param, name):
             for setting, value in override.items():
-                if merged.setdefault(setting, value) != value:
+                if settings.setdefault(setting, value) != value:
                     raise ConfigError(
-                        f"config_overrides gives parameter {name} the {setting} {merged[setting]} and, by {key}, "
+                        f"config_overrides gives parameter {name} the {setting} {settings[setting]} and, by {key}, "
                         f"{value}; let one key match it"
                     )
-    return merged  # type: ignore[return-value]
+    return settings  # type: ignore[return-value]
 
 
 def check_overrides(overrides: ConfigOverrides, config: OptimizerConfig) -> None:
@@ -124,10 +124,10 @@ def check_overrides(overrides: ConfigOverrides, config: OptimizerConfig) -> None
     """
     for key, override in overrides.items():
         others = {"optimizer"} if config.optimizer != "muon" else set()
-        unknown = sorted(override.keys() - (ParamGroupOverride.__annotations__.keys() - others))
-        if unknown:
+        strays = sorted(override.keys() - (ParamGroupOverride.__annotations__.keys() - others))
+        if strays:
             raise ConfigError(
-                f"config_overrides sets {', '.join(unknown)} for {key}; groups of parameters have max_lr, min_lr and "
+                f"config_overrides sets {', '.join(strays)} for {key}; groups of parameters have max_lr, min_lr and "
                 "wd_mult, and with Muon optimizer"
             )
 
@@ -149,15 +149,15 @@ def collect_main_params(
     called with the name, the parameter, the module that holds it, and its name there.
     """
     main_params: list[MainParam] = []
-    seen: set[int] = set()
+    identities: set[int] = set()
     names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)
         prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
         for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in seen or kind_of(param) == "ignored":
+            if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
                 continue
-            seen.add(id(param))
+            identities.add(id(param))
             owner, _, attribute = name.rpartition(".")
             main_params.append(make(prefix + name, param, model.get_submodule(owner), attribute))
     if not main_params and parallel_state.get_pipeline_model_parallel_world_size() == 1:

@@ -252,16 +252,16 @@ def in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]]) -> None:
         ends.append([tensor[length:] for tensor in flat])
         if length:
             whole.append([tensor[:length] for tensor in flat])
-    packed: list[Tensor] = []
+    packs: list[Tensor] = []
     if ends:
         padding = -sum(row[0].numel() for row in ends) % elements
         zeros = ends[0][0].new_zeros(padding)
-        packed = [torch.cat([*column, zeros]) for column in zip(*ends, strict=True)]
-        whole.append(packed)
+        packs = [torch.cat([*column, zeros]) for column in zip(*ends, strict=True)]
+        whole.append(packs)
     kernel([list(column) for column in zip(*whole, strict=True)])
     if ends:
         lengths = [row[0].numel() for row in ends] + [padding]
-        for column, pack in zip(zip(*ends, strict=True), packed, strict=True):
+        for column, pack in zip(zip(*ends, strict=True), packs, strict=True):
             torch._foreach_copy_(list(column), list(pack.split(lengths)[:-1]))
     for tensor, copy in copies:
         tensor.copy_(copy)

@@ -182,9 +182,9 @@ class _Chunk(nn.Module):
         self._backwards_left = 0
         # Weights' gradients that the backward under way leaves for later; `take_deferred` takes them. None: it leaves
         # none.
-        self._deferred: list[Product] | None = None
+        self._products: list[Product] | None = None
         # Holds the wrapper's `no_sync` until the last backward of a step begins, or the step fails.
-        self._unsynced = ExitStack()
+        self._no_sync = ExitStack()
 
     def tensors_between(self, config: Any) -> tuple[Tensor, ...]:
         """Returns what stages exchange: hidden states, and with experts the sum of their auxiliary losses."""
@@ -199,30 +199,30 @@ class _Chunk(nn.Module):
             splits_backward: weights' gradients are computed by the functions that `take_deferred` returns.
         """
         self._model, self._run, self._backwards_left = weakref.ref(model), run, num_backwards
-        self._deferred = [] if splits_backward else None
+        self._products = [] if splits_backward else None
         if num_backwards > 1 or splits_backward:
-            given = getattr(get_model_config(model), "no_sync_func", None)
-            given = given[self.index] if isinstance(given, (list, tuple)) else given
-            no_sync = given or getattr(model, "no_sync", None)
+            context = getattr(get_model_config(model), "no_sync_func", None)
+            context = context[self.index] if isinstance(context, (list, tuple)) else context
+            no_sync = context or getattr(model, "no_sync", None)
             if no_sync is not None:
-                self._unsynced.enter_context(no_sync())
+                self._no_sync.enter_context(no_sync())
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Lets the step's last backward inside it reduce gradients, unless weights' gradients come later."""
-        if self._deferred is None:
+        if self._products is None:
             self._note_backward()
             yield
         else:
-            with deferring(self._deferred):
+            with deferring(self._products):
                 yield
 
     def take_deferred(self) -> Callable[[], None]:
         """Returns a function that computes the weights' gradients which the last backward has deferred."""
-        products = self._deferred
+        products = self._products
         if products is None:
             return lambda: None
-        self._deferred = []
+        self._products = []
 
         def compute() -> None:
             self._note_backward()
@@ -236,12 +236,12 @@ class _Chunk(nn.Module):
     def _note_backward(self) -> None:
         self._backwards_left -= 1
         if self._backwards_left == 0:
-            self._unsynced.close()
+            self._no_sync.close()
 
     def end_step(self) -> None:
         """Drops the step's model and function, after an error too."""
-        self._unsynced.close()
-        self._model, self._run, self._deferred = lambda: None, None, None
+        self._no_sync.close()
+        self._model, self._run, self._products = lambda: None, None, None
 
     def forward(self, hidden: Tensor | None = None, losses: Tensor | None = None) -> Any:
         """Runs the next micro-batch on what the stage before it computed, if there is one."""
@@ -251,7 +251,7 @@ class _Chunk(nn.Module):
         if not self.stage.is_first:
             get_attr_wrapped_model(model, "set_input_tensor")([hidden, losses] if self._has_experts else [hidden])
         parallel_state.set_virtual_pipeline_model_parallel_rank(self.index)
-        with nullcontext() if self._deferred is None else deferring(self._deferred):
+        with nullcontext() if self._products is None else deferring(self._products):
             output = self._run(model, self.index)
         if self.stage.is_last:
             return output
@@ -336,11 +336,11 @@ def _pipeline_of(
             f"model is a list of {len(chunks)}, and virtual_pipeline_model_parallel_size is "
             f"{config.virtual_pipeline_model_parallel_size}; give a model for each of the rank's virtual stages"
         )
-    kept = _pipelines.setdefault(chunks[0], {})
+    pipelines = _pipelines.setdefault(chunks[0], {})
     key = (tuple(map(id, chunks)), num_microbatches, shape, config.pipeline_schedule)
-    if forward_only not in kept or kept[forward_only][0] != key:
-        kept[forward_only] = key, _Pipeline(chunks, config, num_microbatches, shape, forward_only)
-    return kept[forward_only][1]
+    if forward_only not in pipelines or pipelines[forward_only][0] != key:
+        pipelines[forward_only] = key, _Pipeline(chunks, config, num_microbatches, shape, forward_only)
+    return pipelines[forward_only][1]
 
 
 def _loss_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -144,10 +144,10 @@ def data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool)
 
 def name_functions(module: dict[str, Any]) -> None:
     """Names the functions made here after their variables in a module, for tracebacks and `help`."""
-    for name, made in module.items():
-        if getattr(made, "__qualname__", "").endswith("<locals>.getter"):
-            made.__name__ = made.__qualname__ = name
-            made.__module__ = module["__name__"]
+    for name, function in module.items():
+        if getattr(function, "__qualname__", "").endswith("<locals>.getter"):
+            function.__name__ = function.__qualname__ = name
+            function.__module__ = module["__name__"]
 
 
 _NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"

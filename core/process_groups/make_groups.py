@@ -72,7 +72,7 @@ class ParallelSizes:
     virtual_pipeline: int | None = None
 
     def __post_init__(self) -> None:
-        named = {
+        model_sizes = {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "context_parallel_size": self.context,
@@ -82,16 +82,16 @@ class ParallelSizes:
             "expert_tensor_parallel_size": self.expert_tensor,
             "num_distributed_optimizer_instances": self.optimizer_instances,
         }
-        check_positive(named | others, ParallelConfigError)
+        check_positive(model_sizes | others, ParallelConfigError)
         if self.virtual_pipeline is not None and (self.virtual_pipeline < 2 or self.pipeline == 1):
             raise ParallelConfigError(
                 f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline} with pipeline_model_parallel_size "
                 f"{self.pipeline}; take 2 or more of each, or None for one stage a rank; give context_parallel_size, "
                 "another argument, by its name"
             )
-        model_size = prod(named.values())
+        model_size = prod(model_sizes.values())
         if self.world % model_size:
-            product = " x ".join(f"{name} {size}" for name, size in named.items())
+            product = " x ".join(f"{name} {size}" for name, size in model_sizes.items())
             raise ParallelConfigError(
                 f"the world of {self.world} ranks is not divisible by {model_size} = {product}; change a size, or "
                 f"start a multiple of {model_size} ranks"

@@ -67,7 +67,7 @@ def vocab_parallel_cross_entropy(
         )
     group = resolve_group(tp_group)
     size, vocab = group_size(group), vocab_parallel_logits.shape[-1]
-    check_ids(target, vocab * size, "target", allowed=IGNORE_INDEX)
+    check_ids(target, vocab * size, "target", exception=IGNORE_INDEX)
     logits = vocab_parallel_logits.reshape(-1, vocab)
     flat = target.reshape(-1)
     loss: Tensor = _VocabParallelCrossEntropy.apply(logits, flat, float(label_smoothing), group)
@@ -98,7 +98,7 @@ def linear_cross_entropy(
         DataError: a target is neither a token nor -100. Checked on a CPU only, as in `vocab_parallel_cross_entropy`.
     """
     group = resolve_group(tp_group)
-    check_ids(target, weight.shape[0] * group_size(group), "target", allowed=IGNORE_INDEX)
+    check_ids(target, weight.shape[0] * group_size(group), "target", exception=IGNORE_INDEX)
     kind = input_.device.type
     if torch.is_autocast_enabled(kind):  # backward runs outside autocast: cast here, where autograd sees it
         dtype = torch.get_autocast_dtype(kind)
@@ -133,19 +133,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mine[0, 1] = logits.gather(1, column).squeeze(1).float().masked_fill_(~here, 0.0)
         everyone = _gather_sums(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
-        ignored = target == IGNORE_INDEX
-        ctx.save_for_backward(logits, log_sum_exp, column, here, ignored)
+        is_ignored = target == IGNORE_INDEX
+        ctx.save_for_backward(logits, log_sum_exp, column, here, is_ignored)
         ctx.smoothing, ctx.vocab_size = smoothing, whole
         if not smoothing:
-            return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(ignored, 0.0)
-        expected = (1.0 - smoothing) * everyone[:, 1].sum(0) + (smoothing / whole) * everyone[:, 2].sum(0)
-        return (log_sum_exp - expected).masked_fill_(ignored, 0.0)
+            return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(is_ignored, 0.0)
+        mean_logit = (1.0 - smoothing) * everyone[:, 1].sum(0) + (smoothing / whole) * everyone[:, 2].sum(0)
+        return (log_sum_exp - mean_logit).masked_fill_(is_ignored, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, log_sum_exp, column, here, ignored = ctx.saved_tensors
-        scale = grad.masked_fill(ignored, 0.0).unsqueeze(1)  # [n, 1]
+        logits, log_sum_exp, column, here, is_ignored = ctx.saved_tensors
+        scale = grad.masked_fill(is_ignored, 0.0).unsqueeze(1)  # [n, 1]
         grad_logits = torch.empty_like(logits)
         for rows in _row_chunks(logits):
             # (softmax - target) * grad, in one buffer; the subtraction promotes to fp32 without a copy of the logits
@@ -182,7 +182,7 @@ class Fused:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         # The compiled function. The first call on a GPU sets it; never cleared.
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled_function: Callable[..., Any] | None = None
         # Whether torch cannot compile on this machine. The first call that fails sets it; never cleared.
         self._cannot_compile = False
 
@@ -190,11 +190,11 @@ class Fused:
         is_traced = torch.compiler.is_compiling()  # the enclosing function's compiler compiles this too
         if is_traced or self._cannot_compile or matrix.device.type not in _COMPILED_ON:
             return self.function(matrix, *vectors)
-        if self._compiled is None:
-            self._compiled = torch.compile(self.function, dynamic=True)
+        if self._compiled_function is None:
+            self._compiled_function = torch.compile(self.function, dynamic=True)
         torch._dynamo.mark_static(matrix, 1)
         try:
-            return self._compiled(matrix, *vectors)
+            return self._compiled_function(matrix, *vectors)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
@@ -249,8 +249,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros_like(whole, dtype=_wide(dtype)) if needs_input else None  # [n, h], summed over parts
         grad_weight = None
         if needs_weight:  # [v / tp, h], whose rows parts fill
-            lent = borrow_gradient_memory(ctx, ctx.lender)
-            grad_weight = weight.new_empty(weight.shape) if lent is None else lent
+            memory = borrow_gradient_memory(ctx, ctx.lender)
+            grad_weight = weight.new_empty(weight.shape) if memory is None else memory
         scratch = input_.new_empty(len(target) * min(ctx.columns, vocab), dtype=dtype)
         for part in _parts(vocab, ctx.columns):
             logits = _logits(whole, weight[part], scratch)

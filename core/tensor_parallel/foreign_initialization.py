@@ -62,8 +62,8 @@ def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
     hook = getattr(module, "_init_weights", None)
     if not callable(hook):
         return None
-    required = [p for p in inspect.signature(hook).parameters.values() if p.default is p.empty]
-    return hook if len(required) == 1 and required[0].kind is not inspect.Parameter.VAR_KEYWORD else None
+    parameters = [p for p in inspect.signature(hook).parameters.values() if p.default is p.empty]
+    return hook if len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_KEYWORD else None
 
 
 def reset(foreign: ModuleToFill, seed: int) -> None:
@@ -168,8 +168,8 @@ class _WritesWhole(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sharded = any(map(self._is_sharded, tree_leaves((args, kwargs))))
-        if not sharded or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        has_shards = any(map(self._is_sharded, tree_leaves((args, kwargs))))
+        if not has_shards or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return func(*args, **kwargs)
         returns_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
         if returns_view:
@@ -179,7 +179,7 @@ class _WritesWhole(TorchDispatchMode):
                 "reset_parameters() of the module that owns it"
             )
         target: Any = args[0] if func._schema.is_mutable and args and self._is_sharded(args[0]) else None
-        if any(leaf is not target for leaf in _written(func, args, kwargs) if self._is_sharded(leaf)):
+        if any(leaf is not target for leaf in _written_tensors(func, args, kwargs) if self._is_sharded(leaf)):
             raise ConfigError(
                 f"the initialisation of {self._name.rstrip('.')} writes sharded parameters of others by {func}, "
                 "which would be lost; fill them one at a time, in place, or in the reset_parameters() of their owners"
@@ -210,7 +210,7 @@ class _WritesWhole(TorchDispatchMode):
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments that an operation writes into."""
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

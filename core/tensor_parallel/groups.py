@@ -108,12 +108,12 @@ def pad_vocab_size(vocab_size: int, multiple: int = 128) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_ids(ids: torch.Tensor, vocab_size: int, what: str, *, allowed: int | None = None) -> None:
+def check_ids(ids: torch.Tensor, vocab_size: int, what: str, *, exception: int | None = None) -> None:
     """Checks that ids are in the vocabulary, for tensors on the CPU, where the check costs almost nothing.
 
     Args:
         what: name of the ids in the message.
-        allowed: one value outside of the vocabulary that is allowed.
+        exception: one value outside of the vocabulary that is allowed.
 
     Raises:
         DataError: an id is below zero or beyond the vocabulary; the message names it.
@@ -125,8 +125,8 @@ def check_ids(ids: torch.Tensor, vocab_size: int, what: str, *, allowed: int | N
     if low >= 0 and high < vocab_size:
         return
     outside = (ids < 0) | (ids >= vocab_size)
-    if allowed is not None:
-        outside &= ids != allowed
+    if exception is not None:
+        outside &= ids != exception
     if outside.any():
         raise DataError(
             f"{what} id {int(ids[outside][0])} is outside the vocabulary of {vocab_size} tokens "
@@ -164,8 +164,8 @@ def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
         fill_range(parameter, whole)
     elif isinstance(parameter, DTensor):
         # Without a source rank every rank shards its own copy.
-        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(sharded.to_local())
+        shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shards.to_local())
     else:
         parameter.copy_(whole)
 
@@ -222,9 +222,9 @@ def reduce_scatter_first_dim(
     part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     if not exchanges_directly(group, tensor.device):
         return part, reduce_scatter_by_backend(part, tensor.contiguous(), group, what=what, async_op=async_op)
-    received = tensor.new_empty(tensor.shape)
-    work = all_to_all_by_backend(received, tensor.contiguous(), group, what=what, async_op=async_op)
-    adding = _SumOnWait(work, received.view(size, *part.shape), part)
+    addends = tensor.new_empty(tensor.shape)
+    work = all_to_all_by_backend(addends, tensor.contiguous(), group, what=what, async_op=async_op)
+    adding = _SumOnWait(work, addends.view(size, *part.shape), part)
     if async_op:
         return part, adding
     adding.wait()

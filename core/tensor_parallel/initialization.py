@@ -50,7 +50,7 @@ class FusedRows:
     """Rows of an attention head, of which each block has some, or 0 where blocks have no heads."""
 
 
-_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+_is_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 """Whether this context (thread or task) is inside `deferred_initialization`, which sets and resets it."""
 
 # Parts of names that come from wrappers and are not counted as part of a parameter's name.
@@ -169,11 +169,11 @@ def draw_init_seed() -> int:
 @contextmanager
 def deferred_initialization() -> Iterator[None]:
     """Makes layers constructed inside leave their parameters empty: their owner initialises all of them together."""
-    token = _deferred.set(True)
+    token = _is_deferred.set(True)
     try:
         yield
     finally:
-        _deferred.reset(token)
+        _is_deferred.reset(token)
 
 
 def initialize_unless_deferred(module: nn.Module, config: ModelParallelConfig) -> None:
@@ -183,7 +183,7 @@ def initialize_unless_deferred(module: nn.Module, config: ModelParallelConfig) -
     on the meta device.
     """
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    if not _deferred.get() and config.perform_initialization and not on_meta:
+    if not _is_deferred.get() and config.perform_initialization and not on_meta:
         initialize_parameters(module, draw_init_seed())
 
 
@@ -239,7 +239,7 @@ def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[
     """Returns every module before its submodules. A shared tensor belongs to the first module that holds it."""
     places: list[ModuleToFill] = []
     by_path: dict[str, ModuleToFill] = {}
-    placed: set[int] = set()
+    identities: set[int] = set()
     for path, module in root.named_modules():
         around = by_path.get(path.rpartition(".")[0])
         own_seed = getattr(module, "init_seed", None)
@@ -251,8 +251,8 @@ def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[
             part = path.rpartition(".")[2]
             where, seed_here = around.name + ("" if part in _WRAPPER_PARTS else f"{part}."), around.seed
         tensors = {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
-        mine = {name: t for name, t in tensors.items() if id(t) in targets and id(t) not in placed}
-        placed.update(map(id, mine.values()))
+        mine = {name: t for name, t in tensors.items() if id(t) in targets and id(t) not in identities}
+        identities.update(map(id, mine.values()))
         for name, tensor in mine.items():
             if tensor.is_meta:
                 raise ConfigError(

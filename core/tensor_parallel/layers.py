@@ -112,9 +112,9 @@ class ColumnParallelLinear(ParameterOwner):
                 "this ColumnParallelLinear was built with skip_weight_param_allocation and owns no weight; "
                 "pass one: forward(input_, weight=...)"
             )
-        expected = (self.output_size_per_partition, self.input_size)
-        if weight.shape != expected:
-            raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {expected}")
+        shape = (self.output_size_per_partition, self.input_size)
+        if weight.shape != shape:
+            raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {shape}")
         bias = None if self.skip_bias_add else self.bias
         output = column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
@@ -193,9 +193,9 @@ class RowParallelLinear(ParameterOwner):
         With sequence parallelism the output is `[s / tp, b, output_size]`.
         """
         bias = None if self.skip_bias_add else self.bias
-        skipped = self.bias if self.skip_bias_add else None
+        separate_bias = self.bias if self.skip_bias_add else None
         if group_size(self.tp_group) == 1:
-            return linear(input_, self.weight, bias), skipped
+            return linear(input_, self.weight, bias), separate_bias
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         partial = linear(input_, self.weight)  # [s, b, output_size], this rank's addend
@@ -203,7 +203,7 @@ class RowParallelLinear(ParameterOwner):
             output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
         else:
             output = reduce_from_tensor_model_parallel_region(partial, self.tp_group)
-        return output if bias is None else output + bias, skipped
+        return output if bias is None else output + bias, separate_bias
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"

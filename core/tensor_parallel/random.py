@@ -258,13 +258,13 @@ def _set_rng_state(state: torch.Tensor) -> None:
 def rng_state() -> dict[str, torch.Tensor]:
     """Returns the state of every random stream of this rank, as byte tensors on the CPU."""
     version, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, next_gauss = np.random.get_state(legacy=True)
     streams = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor([version, *numbers], dtype=torch.int64).view(torch.uint8),
         "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64).view(torch.uint8),
         "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64).view(torch.uint8),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64).view(torch.uint8),
+        "numpy_gauss": torch.tensor([next_gauss], dtype=torch.float64).view(torch.uint8),
     }
     if device_type() == "cuda":
         streams["cuda"] = torch.cuda.get_rng_state()
@@ -278,12 +278,12 @@ def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
     has_gauss, gauss = streams["python_gauss"].view(torch.float64).tolist()
     random.setstate((version, tuple(numbers), gauss if has_gauss else None))
     *keys, position, has_cached = streams["numpy"].view(torch.int64).tolist()
-    cached = streams["numpy_gauss"].view(torch.float64).item()
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_cached, cached))
+    next_gauss = streams["numpy_gauss"].view(torch.float64).item()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_cached, next_gauss))
     if "cuda" in streams:
         torch.cuda.set_rng_state(streams["cuda"])
-    tracked = {name.removeprefix("tracked."): v for name, v in streams.items() if name.startswith("tracked.")}
-    get_rng_tracker().set_states(tracked)
+    states = {name.removeprefix("tracked."): v for name, v in streams.items() if name.startswith("tracked.")}
+    get_rng_tracker().set_states(states)
 
 
 def packed_rng_state() -> torch.Tensor:
@@ -291,10 +291,10 @@ def packed_rng_state() -> torch.Tensor:
     return torch.cat([value.flatten() for value in rng_state().values()])
 
 
-def set_packed_rng_state(packed: torch.Tensor) -> None:
+def set_packed_rng_state(state: torch.Tensor) -> None:
     """Restores every stream from :func:`packed_rng_state` of a rank with the same streams."""
     streams = rng_state()
-    pieces = packed.split([value.numel() for value in streams.values()])
+    pieces = state.split([value.numel() for value in streams.values()])
     set_rng_state({name: piece.clone() for name, piece in zip(streams, pieces, strict=True)})
 
 

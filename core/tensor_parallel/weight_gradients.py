@@ -29,7 +29,7 @@ Lender = Callable[[], Tensor | None]
 Product = tuple[Tensor, Lender | None, Callable[[Tensor | None], Tensor]]
 """A weight, its lender, and a function that computes the gradient, in memory that it is given or in its own."""
 
-_deferred: list[Product] | None = None
+_products: list[Product] | None = None
 """Products that the running backward leaves for later, `deferring` sets and restores it."""
 
 
@@ -40,12 +40,12 @@ def deferring(products: list[Product]) -> Iterator[None]:
     Run the forward inside it too: otherwise torch's own functions may compute the gradient. Hooks after accumulation
     run in this backward too, without the gradient.
     """
-    global _deferred
-    before, _deferred = _deferred, products
+    global _products
+    before, _products = _products, products
     try:
         yield
     finally:
-        _deferred = before
+        _products = before
 
 
 def compute_deferred(products: Sequence[Product]) -> None:
@@ -56,17 +56,17 @@ def compute_deferred(products: Sequence[Product]) -> None:
 
 def weight_gradient(ctx: Any, lender: Lender | None, compute: Callable[[Tensor | None], Tensor]) -> Tensor | None:
     """Computes the gradient of the weight, the last argument of `ctx`'s function, or defers it and returns None."""
-    if _deferred is not None and _is_accumulated(ctx):
+    if _products is not None and _is_accumulated(ctx):
         weight = ctx.next_functions[-1][0].variable
         if not weight._backward_hooks:  # autograd calls hooks without a gradient too
-            _deferred.append((weight, lender, compute))
+            _products.append((weight, lender, compute))
             return None
     return compute(borrow_gradient_memory(ctx, lender))
 
 
 def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
-    is_ours = _has_lender(weight) or (_deferred is not None and _is_trained(weight))
+    is_ours = _has_lender(weight) or (_products is not None and _is_trained(weight))
     if is_ours and not torch.is_autocast_enabled(input_.device.type):
         # If torch has to copy the input, it adds the bias after the product, which rounds differently.
         joins = input_.dim() == 2 or input_.is_contiguous()
@@ -187,8 +187,8 @@ class _Embedding(torch.autograd.Function):
         sum_rows = torch.ops.aten.embedding_dense_backward
         if not (_is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):
             return None, sum_rows(grad, ids, ctx.shape[0], -1, False)
-        used, place = torch.unique(ids, return_inverse=True)
-        rows = sum_rows(grad, place, len(used), -1, False)  # [used, h]
+        distinct_ids, place = torch.unique(ids, return_inverse=True)
+        rows = sum_rows(grad, place, len(distinct_ids), -1, False)  # [used, h]
         return None, torch.sparse_coo_tensor(
-            used.unsqueeze(0), rows, ctx.shape, is_coalesced=True, check_invariants=False
+            distinct_ids.unsqueeze(0), rows, ctx.shape, is_coalesced=True, check_invariants=False
         )

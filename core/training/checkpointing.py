@@ -160,9 +160,9 @@ def load_weights(
         CheckpointError: it is of another model, or damaged; then the newest older good one is named.
     """
     tensors = named_for_checkpoint(model_state_dict(model), {})
-    stored, own = load_metadata(folder)["model_tensors"], _of_all_stages(list(tensors))
-    if own != stored:
-        differing = sorted(set(stored) ^ set(own))
+    names_there, own = load_metadata(folder)["model_tensors"], _of_all_stages(list(tensors))
+    if own != names_there:
+        differing = sorted(set(names_there) ^ set(own))
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
     with another_offered(folder, Ranks()):
         load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
@@ -247,7 +247,7 @@ class CheckpointWriter:
         self._config = config
         self._folder = folder
         self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
-        self.written: Path | None = None
+        self.last_folder: Path | None = None
         """Folder of the last checkpoint that was begun. It may still be written, or have failed. `save` sets it. None
         before the first."""
 
@@ -260,18 +260,18 @@ class CheckpointWriter:
         """
         if self._folder is None:
             raise CheckpointError("there is no folder to save to; add --save FOLDER")
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         with recorded("save", "the run's checkpoint", 0):
-            self.written = save_checkpoint(state, self._config, self._folder, saver=self._saver)
-        seconds = time.perf_counter() - started
+            self.last_folder = save_checkpoint(state, self._config, self._folder, saver=self._saver)
+        seconds = time.perf_counter() - started_at
         if self._saver is None:
-            return f"saved {self.written} in {seconds:.1f} s"
-        return f"saving {self.written} while training went on, which waited {seconds:.2f} s"
+            return f"saved {self.last_folder} in {seconds:.1f} s"
+        return f"saving {self.last_folder} while training went on, which waited {seconds:.2f} s"
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether this rank knows of a failure, which `finish` will raise on all ranks."""
-        return self._saver is not None and self._saver.failed
+        return self._saver is not None and self._saver.has_failed
 
     def finish(self) -> None:
         """Waits until the last checkpoint is complete.

@@ -191,11 +191,11 @@ class SideStream:
     def start(self, batch: Batch) -> Wait:
         with streams.stream(self._stream):
             # In the side stream's memory, which a later batch may get once all streams that use it are past it.
-            copies, copied = to_device(batch), streams.record_event()
+            copies, event = to_device(batch), streams.record_event()
 
         def wait() -> Batch:
             computing = streams.current_stream()
-            computing.wait_event(copied)
+            computing.wait_event(event)
             for name, tensor in copies.items():
                 if name not in READ_ON_HOST:
                     streams.used_on(tensor, computing)

@@ -80,12 +80,12 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         chunk.train()
     with (
         StopRequest() as request,
-        RunLog(config, folder, state.iteration, enabled=is_writer) as log,
+        RunLog(config, folder, state.iteration, is_writer=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
         _batches(state, config, data) as batches,
         StepCopies(partial(run_state, state, config), state.iteration, config.run.copy_interval) as copies,
     ):
-        skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
+        skipped_steps = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         generation = current_generation()
@@ -94,8 +94,9 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             if table := state.optimizer.describe():
                 log.message(table)
         begun_at = state.iteration
-        profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
-        reporter = _Reporter(state, log, writer, skipped)
+        profiles = config.run.profile_memory and is_writer
+        to_profile = min(state.iteration + PROFILED_ITERATION, last) if profiles else None
+        reporter = _Reporter(state, log, writer, skipped_steps)
         while state.iteration < last and not stop:
             step_begun = time.monotonic()
             step = partial(
@@ -105,12 +106,12 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 state.scheduler,
                 batches,
                 num_microbatches,
-                stop_requested=request.requested or writer.failed,
+                stop_requested=request.requested or writer.has_failed,
                 seeds=None if state.model.plan.tree is None else _seeds(state, config),
                 before_update=copies.wait,
             )
-            if state.iteration + 1 == profiled and folder is not None:
-                running = _profiled(step, state, folder, log)
+            if state.iteration + 1 == to_profile and folder is not None:
+                running = _profile_step(step, state, folder, log)
             else:
                 running = step()
             state.iteration += 1
@@ -139,12 +140,12 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
     return Outcome(
         iteration=state.iteration,
         validation_loss=validation_loss if state.iteration == last else None,
-        checkpoint=writer.written,
+        checkpoint=writer.last_folder,
         stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
     )
 
 
-def _profiled(step: Callable[[], RunningStep], state: TrainingState, folder: Path, log: RunLog) -> RunningStep:
+def _profile_step(step: Callable[[], RunningStep], state: TrainingState, folder: Path, log: RunLog) -> RunningStep:
     """Runs a step, and draws the memory that it has used into the run's folder."""
     iteration = state.iteration + 1
     running, timeline = measure_step(state.model, state.optimizer, step)
@@ -183,8 +184,8 @@ class _Reporter:
     the step that caused it.
     """
 
-    def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter, skipped: SkippedSteps) -> None:
-        self._state, self._log, self._writer, self._skipped = state, log, writer, skipped
+    def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter, skips: SkippedSteps) -> None:
+        self._state, self._log, self._writer, self._skips = state, log, writer, skips
         # Seconds since the last step was taken. `take` and `restart_watch` restart it; the latter leaves out time that
         # belongs to no step.
         self._watch = Stopwatch()
@@ -217,17 +218,17 @@ class _Reporter:
     def restart_watch(self) -> None:
         self._watch.read()
 
-    def _report(self, waited: float) -> bool:
+    def _report(self, waited_s: float) -> bool:
         if self._waiting is None:
             return False
         (running, iteration, num_tokens, seconds), self._waiting = self._waiting, None
-        hashed, self._hash = self._hash, None
+        weights_hash, self._hash = self._hash, None
         result = running.result()
-        self._log.step(iteration, result, num_tokens=num_tokens, seconds=seconds + waited, weights_hash=hashed)
+        self._log.step(iteration, result, num_tokens=num_tokens, seconds=seconds + waited_s, weights_hash=weights_hash)
         if result.stop:
             self._writer.finish()  # raises on all ranks if the failed checkpoint is the reason
-        self._skipped.note(iteration, result.updated)
-        self._state.skipped_steps = self._skipped.in_a_row
+        self._skips.note(iteration, result.updated)
+        self._state.skipped_steps = self._skips.in_a_row
         return result.stop
 
 
@@ -250,23 +251,23 @@ class SkippedSteps:
         self._scale_adapts = scale_adapts
         self.in_a_row = 0
         """Skipped steps in a row, up to the last step. `note` counts, and a step that was made resets it."""
-        self._warned = False
+        self._has_warned = False
         """Whether a skipped step was warned about. `note` sets it, for the rest of the run."""
 
-    def note(self, iteration: int, updated: bool) -> None:
+    def note(self, iteration: int, has_updated: bool) -> None:
         """Counts one step.
 
         Raises:
             OptimizerError: the limit is reached.
         """
-        self.in_a_row = 0 if updated or self._scale_adapts else self.in_a_row + 1
+        self.in_a_row = 0 if has_updated or self._scale_adapts else self.in_a_row + 1
         if self.in_a_row >= LIMIT:
             raise OptimizerError(
                 f"gradients have been infinite or NaN for {LIMIT} steps, up to iteration {iteration}, and nothing was "
                 "learned; lower --lr, lengthen the warm-up, or find the parameter with --check-for-nan-in-grad"
             )
-        if self.in_a_row and not self._warned:
-            self._warned = True
+        if self.in_a_row and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"iteration {iteration} is skipped: its gradients are infinite or NaN; the run ends after {LIMIT} "
                 "such steps in a row",

@@ -50,25 +50,25 @@ class MemoryTimeline:
     device: str
     times_s: NDArray[np.float64]
     """`[n]`, seconds since the step began."""
-    held: NDArray[np.int64]
+    category_bytes: NDArray[np.int64]
     """`[n, categories]`, bytes of each of `CATEGORIES`."""
 
     @property
     def peak(self) -> int:
         """Index of the moment with the most memory."""
-        return int(self.held.sum(1).argmax())
+        return int(self.category_bytes.sum(1).argmax())
 
     @property
     def peak_bytes(self) -> int:
         """Bytes of all categories at the peak."""
-        return int(self.held[self.peak].sum())
+        return int(self.category_bytes[self.peak].sum())
 
-    def thinned(self, num_points: int = MAX_POINTS) -> MemoryTimeline:
+    def thin(self, num_points: int = MAX_POINTS) -> MemoryTimeline:
         """Returns at most `num_points` moments, each the one with the most memory of its neighbourhood."""
-        parts = np.array_split(self.held.sum(1), min(num_points, len(self.held)))
+        parts = np.array_split(self.category_bytes.sum(1), min(num_points, len(self.category_bytes)))
         starts = itertools.accumulate((len(part) for part in parts), initial=0)
         peaks = [start + int(part.argmax()) for start, part in zip(starts, parts, strict=False)]
-        return MemoryTimeline(self.device, self.times_s[peaks], self.held[peaks])
+        return MemoryTimeline(self.device, self.times_s[peaks], self.category_bytes[peaks])
 
 
 def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> None:
@@ -77,15 +77,15 @@ def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> No
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    series = timeline.thinned()
+    series = timeline.thin()
     values = {
         "iteration": iteration,
         "device": timeline.device,
         "peak_bytes": timeline.peak_bytes,
         "peak_at_s": float(timeline.times_s[timeline.peak]),
-        "bytes_at_peak": dict(zip(CATEGORIES, timeline.held[timeline.peak].tolist(), strict=True)),
+        "bytes_at_peak": dict(zip(CATEGORIES, timeline.category_bytes[timeline.peak].tolist(), strict=True)),
         "time_s": series.times_s.tolist(),
-        "bytes": dict(zip(CATEGORIES, series.held.T.tolist(), strict=True)),
+        "bytes": dict(zip(CATEGORIES, series.category_bytes.T.tolist(), strict=True)),
     }
     (folder / SERIES_FILE).write_text(json.dumps(values), encoding="utf-8")
     _draw(series, folder / PICTURE_FILE, f"iteration {iteration}, rank 0, {timeline.device}")
@@ -97,7 +97,7 @@ def _draw(series: MemoryTimeline, picture: Path, title: str) -> None:
         figsize=(9, 5), dpi=120, layout="constrained"
     )
     axes = figure.subplots()
-    layers, peak = series.held.T / 2**20, series.peak_bytes / 2**20
+    layers, peak = series.category_bytes.T / 2**20, series.peak_bytes / 2**20
     axes.stackplot(series.times_s, layers, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
     axes.axhline(peak, color="black", linewidth=0.8, linestyle=":")
     axes.annotate(f"peak {peak:,.1f} MiB", (series.times_s[-1], peak), ha="right", va="bottom", fontsize=9)
@@ -138,14 +138,14 @@ def measure_step(
         result = step()
         notes.take()
     events = list(_flat(profiler.profiler.kineto_results.experimental_event_tree()))
-    return result, _timeline(events, notes.taken, kind, before)
+    return result, _timeline(events, notes.entries, kind, before)
 
 
 @dataclass(frozen=True)
 class _Note:
     """A record of the tensors at one moment."""
 
-    held: dict[int, tuple[int, int]]
+    blocks: dict[int, tuple[int, int]]
     """Category and bytes of each storage, by address."""
     is_complete: bool
     """Whether it has all tensors of wrapper and optimizer, or only one that changed."""
@@ -158,14 +158,14 @@ class _Notes:
 
     def __init__(self, model: _BaseDataParallel, optimizer: MegatronOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self.taken: list[_Note] = []  # in the order of the markers; `take` and the hooks of `watch` append
+        self.entries: list[_Note] = []  # in the order of the markers; `take` and the hooks of `watch` append
 
     def take(self, *unused: Any) -> None:
         """Records the current tensors of wrapper and optimizer."""
         with record_function(_MARK):
-            held = self._model.held_tensors()
-            kinds = [*(held[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
-            self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
+            of_wrapper = self._model.held_tensors()
+            kinds = [*(of_wrapper[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
+            self.entries.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
 
     def watch(self) -> Iterator[Any]:
         """Installs hooks, which change nothing, on every module and every gradient. Removes them on exit."""
@@ -186,7 +186,7 @@ class _Notes:
         if parameter.grad is not None:
             with record_function(_MARK):
                 note = _addresses([(2, [parameter.grad])])
-                self.taken.append(_Note(note, is_complete=False, time_ns=time.time_ns()))
+                self.entries.append(_Note(note, is_complete=False, time_ns=time.time_ns()))
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -197,14 +197,14 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple[int, int]]:
-    held: dict[int, tuple[int, int]] = {}
+    of_storages: dict[int, tuple[int, int]] = {}
     for category, tensors in kinds:
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
             if storage.nbytes() and local.device.type == device.device_type():  # not offloaded
-                held.setdefault(storage.data_ptr(), (category, storage.nbytes()))
-    return held
+                of_storages.setdefault(storage.data_ptr(), (category, storage.nbytes()))
+    return of_storages
 
 
 def _flat(events: Iterable[Any]) -> Iterator[Any]:
@@ -233,10 +233,10 @@ class _Block:
 def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: int | None) -> MemoryTimeline:
     marks = sorted((event.start_time_ns, event.end_time_ns) for event in events if event.name == _MARK)
     if len(marks) == len(notes):
-        noted = [(time_ns, note) for (time_ns, _), note in zip(marks, notes, strict=True)]
+        notes_by_time = [(time_ns, note) for (time_ns, _), note in zip(marks, notes, strict=True)]
         start, end = marks[0][0], marks[-1][1]
     else:  # the profiler does not see each thread on which autograd calls the hooks, as a GPU's
-        noted = [(note.time_ns, note) for note in notes]
+        notes_by_time = [(note.time_ns, note) for note in notes]
         start, end = notes[0].time_ns, notes[-1].time_ns
     changes = sorted(
         (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, _category_by_origin(event))
@@ -246,25 +246,25 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
         and event.start_time_ns >= start
     )
     blocks = _blocks(changes, notes[0], start, end)
-    _sort_into_categories(blocks, noted)
+    _sort_into_categories(blocks, notes_by_time)
     if kind == "cpu":
-        _end_what_is_missed([p for p in blocks if p.end == end and p.category != _REST], noted)
-    known = sum(block.nbytes for block in blocks if block.start == start)
+        _end_what_is_missed([p for p in blocks if p.end == end and p.category != _REST], notes_by_time)
+    start_bytes = sum(block.nbytes for block in blocks if block.start == start)
 
     moments = sorted({start, end, *(block.start for block in blocks), *(block.end for block in blocks)})
     index_of = {moment: index for index, moment in enumerate(moments)}
-    changed = np.zeros((len(moments), len(CATEGORIES)), np.int64)
-    changed[0, _REST] = 0 if before is None else max(before - known, 0)
+    added = np.zeros((len(moments), len(CATEGORIES)), np.int64)
+    added[0, _REST] = 0 if before is None else max(before - start_bytes, 0)
     for block in blocks:
-        changed[index_of[block.start], block.category] += block.nbytes
+        added[index_of[block.start], block.category] += block.nbytes
         if block.end < end:
-            changed[index_of[block.end], block.category] -= block.nbytes
-    return MemoryTimeline(kind, (np.array(moments) - start) / 1e9, changed.cumsum(0))
+            added[index_of[block.end], block.category] -= block.nbytes
+    return MemoryTimeline(kind, (np.array(moments) - start) / 1e9, added.cumsum(0))
 
 
 def _blocks(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Block]:
     """Returns all blocks alive during the step. Blocks allocated earlier count from the step's start."""
-    alive = {address: _Block(address, nbytes, start, end, kind) for address, (kind, nbytes) in at_start.held.items()}
+    alive = {place: _Block(place, nbytes, start, end, kind) for place, (kind, nbytes) in at_start.blocks.items()}
     blocks = list(alive.values())
     for moment, address, nbytes, category in changes:
         if nbytes > 0:
@@ -279,14 +279,14 @@ def _blocks(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start
     return blocks
 
 
-def _sort_into_categories(blocks: Iterable[_Block], noted: Iterable[tuple[int, _Note]]) -> None:
+def _sort_into_categories(blocks: Iterable[_Block], notes_by_time: Iterable[tuple[int, _Note]]) -> None:
     """Gives each block the category of the last record of its address during its life."""
-    known: dict[int, list[tuple[int, int]]] = {}
-    for moment, note in noted:
-        for address, (category, _) in note.held.items():
-            known.setdefault(address, []).append((moment, category))
+    notes_of: dict[int, list[tuple[int, int]]] = {}
+    for moment, note in notes_by_time:
+        for address, (category, _) in note.blocks.items():
+            notes_of.setdefault(address, []).append((moment, category))
     for block in blocks:
-        times = known.get(block.address, [])
+        times = notes_of.get(block.address, [])
         last = bisect.bisect_right(times, (block.end, _REST)) - 1
         if last >= 0 and times[last][0] >= block.start:
             block.category = times[last][1]
@@ -301,13 +301,13 @@ def _category_by_origin(event: Any) -> int:
     return _REST
 
 
-def _end_what_is_missed(blocks: Iterable[_Block], noted: Sequence[tuple[int, _Note]]) -> None:
+def _end_what_is_missed(blocks: Iterable[_Block], notes_by_time: Sequence[tuple[int, _Note]]) -> None:
     """Ends blocks whose release was not reported at the first moment without a tensor in them.
 
     On the CPU torch reports releases only of blocks allocated while the profiler ran, and not from the threads of a
     process group, which may hold the last reference to a tensor that they sent.
     """
-    complete = [(moment, note.held) for moment, note in noted if note.is_complete]
+    complete = [(moment, note.blocks) for moment, note in notes_by_time if note.is_complete]
     for block in blocks:
-        gone = (moment for moment, held in complete if moment > block.start and block.address not in held)
-        block.end = min(block.end, next(gone, block.end))
+        ends = (moment for moment, tensors in complete if moment > block.start and block.address not in tensors)
+        block.end = min(block.end, next(ends, block.end))

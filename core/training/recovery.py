@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.text import listed
+from ..base.text import join_parts
 from ..dist_checkpointing.host_copies import HostCopies, fetch_newest
 from ..dist_checkpointing.loading import load
 from .checkpointing import load_checkpoint, run_state
@@ -58,9 +58,9 @@ def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
     root, generation = copies_root(), current_generation()
     if root is None or generation is None:
         return None
-    folder, damaged = fetch_newest(root, targets, generation.node)
-    if damaged and generation.rank == 0:
-        warnings.warn(f"copies in memory are damaged, and not used: {listed(damaged, 5)}", stacklevel=3)
+    folder, damaged_files = fetch_newest(root, targets, generation.node)
+    if damaged_files and generation.rank == 0:
+        warnings.warn(f"copies in memory are damaged, and not used: {join_parts(damaged_files, 5)}", stacklevel=3)
     if folder is None and generation.number > 0 and generation.rank == 0:
         what = "no complete copy is left in memory; continuing from the last checkpoint, or else from the start"
         warnings.warn(f"{generation.lost or 'all ranks start again'}: {what}", stacklevel=3)

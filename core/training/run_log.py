@@ -52,13 +52,13 @@ class RunLog:
         CheckpointError: the folder has another file of such a name.
     """
 
-    def __init__(self, config: PretrainConfig, folder: Path | None, iteration: int, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self._folder = folder if enabled else None
+    def __init__(self, config: PretrainConfig, folder: Path | None, iteration: int, *, is_writer: bool) -> None:
+        self.is_writer = is_writer
+        self._folder = folder if is_writer else None
         self._log_interval, self._last = config.run.log_interval, config.run.train_iters
         self._losses: list[float] = []
         """Losses since the last line of training. `step` appends, and clears it when it writes a line."""
-        self._num_tokens, self._seconds, self._skipped = 0, 0.0, 0
+        self._num_tokens, self._seconds, self._num_skipped = 0, 0.0, 0
         """Sums since the last line of training, as `_losses`. `step` adds to them, and clears them when it writes
         one."""
         self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
@@ -71,10 +71,10 @@ class RunLog:
         self._tensorboard: Any = None
         """TensorBoard's writer. None if it was not requested, and while its folder cannot be written. `_write_scalars`
         opens it, and drops it after an error."""
-        self._tensorboard_dir = config.run.tensorboard_dir if enabled else None
+        self._tensorboard_dir = config.run.tensorboard_dir if is_writer else None
         self.files = OptionalFiles(self.message)
         """Writes the files, and keeps those pending that could not be written."""
-        if not enabled:
+        if not is_writer:
             return
         settings = None
         if self._folder is not None:
@@ -98,20 +98,20 @@ class RunLog:
         Args:
             weights_hash: of the weights after it, which has a line in any case; None where no hash is due.
         """
-        if not self.enabled:
+        if not self.is_writer:
             return
         self._losses.append(result.loss)
         self._num_tokens += num_tokens
         self._seconds += seconds
-        self._skipped += not result.updated
+        self._num_skipped += not result.updated
         memory = _peak_memory_bytes()
         self._show(result, num_tokens / seconds, memory)
-        hashed = {} if weights_hash is None else {"weights_hash": weights_hash}
-        if hashed:
+        hash_entry = {} if weights_hash is None else {"weights_hash": weights_hash}
+        if hash_entry:
             self.message(f"iteration {iteration}: weights {weights_hash}")
         if iteration % self._log_interval and iteration != self._last:
-            if hashed:
-                self._write({"step": iteration, **hashed})
+            if hash_entry:
+                self._write({"step": iteration, **hash_entry})
             return
         self._write(
             {
@@ -122,17 +122,17 @@ class RunLog:
                 "tokens_per_s": self._num_tokens / self._seconds,
                 "num_zeros": result.num_zeros,
                 "loss_scale": result.loss_scale,
-                "skipped": self._skipped,
+                "skipped": self._num_skipped,
                 "memory_bytes": memory,
                 **result.experts,
-                **hashed,
+                **hash_entry,
             }
         )
-        self._losses, self._num_tokens, self._seconds, self._skipped = [], 0, 0.0, 0
+        self._losses, self._num_tokens, self._seconds, self._num_skipped = [], 0, 0.0, 0
 
     def model(self, model: _BaseDataParallel, num_microbatches: int) -> None:
         """Shows the description of the wrapped model, and writes it as a page, ``model.html``."""
-        if not self.enabled:
+        if not self.is_writer:
             return
         self.message(model.describe(num_microbatches=num_microbatches))
         if self._folder is not None:
@@ -142,13 +142,13 @@ class RunLog:
 
     def validation(self, iteration: int, loss: float) -> None:
         """Writes the loss of a validation."""
-        if self.enabled:
+        if self.is_writer:
             self._write({"step": iteration, "validation_loss": loss})
             self.message(f"iteration {iteration}: validation loss {loss:.4f}")
 
     def lost_rank(self, iteration: int, generation: Generation, seconds: float) -> None:
         """Writes which rank was lost before the step that ends here, and the seconds from its loss to now."""
-        if self.enabled:
+        if self.is_writer:
             ranks = generation.world_size
             self._write({"step": iteration, "lost": generation.lost, "recovery_s": seconds, "ranks": ranks})
             self.message(f"iteration {iteration}: {generation.lost}; {seconds:.1f} s later on {ranks} ranks")
@@ -164,7 +164,7 @@ class RunLog:
 
     def __exit__(self, kind: object, *unused: object) -> None:
         """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
-        if not self.enabled:
+        if not self.is_writer:
             return
         with suppress(OSError):
             self._bar.close()
@@ -180,10 +180,10 @@ class RunLog:
 
     def _show(self, result: StepResult, tokens_per_s: float, memory: int) -> None:
         norm = f"{result.grad_norm:.2f}" if result.updated and result.grad_norm is not None else "skipped"
-        shown = {"loss": f"{result.loss:.3f}", "lr": f"{result.lr:.2e}", "grad": norm}
-        shown |= {"tok/s": f"{tokens_per_s:,.0f}", "mem": f"{memory / 2**20:,.0f}M"}
+        texts = {"loss": f"{result.loss:.3f}", "lr": f"{result.lr:.2e}", "grad": norm}
+        texts |= {"tok/s": f"{tokens_per_s:,.0f}", "mem": f"{memory / 2**20:,.0f}M"}
         with suppress(OSError):
-            self._bar.set_postfix(shown, refresh=False)
+            self._bar.set_postfix(texts, refresh=False)
             self._bar.update(1)
 
     def _write(self, line: dict[str, Any]) -> None:

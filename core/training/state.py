@@ -239,9 +239,9 @@ def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> No
     """
     ours = state.sample_order
     same = all(theirs.get(name) == ours.get(name) for name in ("order", "corpus", "seq_length"))
-    changed = [name for name in ours if name != "order" and theirs.get(name) != ours[name]]
-    if theirs and not same and changed:
-        changes = ", ".join(f"{name} {theirs.get(name)} -> {ours[name]}" for name in changed)
+    names = [name for name in ours if name != "order" and theirs.get(name) != ours[name]]
+    if theirs and not same and names:
+        changes = ", ".join(f"{name} {theirs.get(name)} -> {ours[name]}" for name in names)
         warnings.warn(
             f"the order of samples differs from the checkpoint's ({changes}): training goes on at sample "
             f"{state.consumed_samples} of the new order, so that some samples repeat and others are skipped",

@@ -81,18 +81,18 @@ class RunningStep:
         self._optimizer, self._scheduler, self._names = optimizer, scheduler, names
         # None until the host knows the outcome: the optimizer then calls `_conclude`, which sets it once.
         self._result: StepResult | None = None
-        optimizer.start_step(totals, concluded=self._conclude)
+        optimizer.start_step(totals, on_outcome=self._conclude)
 
     def _conclude(self, outcome: StepOutcome) -> None:
         if outcome.updated:
             self._scheduler.step(1)
         total_loss, total_weight, stops, *others = outcome.report
-        scaled = self._optimizer.grad_scaler is not None
-        counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.updated or not scaled)
+        has_scaler = self._optimizer.grad_scaler is not None
+        counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.updated or not has_scaler)
         self._result = StepResult(
             loss=total_loss / max(total_weight, 1.0),
             updated=outcome.updated,
-            grad_norm=outcome.grad_norm if outcome.updated or not scaled else None,
+            grad_norm=outcome.grad_norm if outcome.updated or not has_scaler else None,
             num_zeros=outcome.num_zeros if counts else None,
             stop=stops > 0,
             lr=outcome.lr,
@@ -285,11 +285,11 @@ def _tokens_a_rank(batch: Batch) -> torch.Tensor:
 
 def _forward(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Returns the losses of tokens, `[b, s / cp]`, or the hidden states of a pipeline stage before the last."""
-    packed = {}
+    documents = {}
     if "document_starts" in batch:  # read here: FSDP2 would move it to the device
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        packed["documents"] = PackedDocuments(batch["document_starts"], rank, size)
-    output: torch.Tensor = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)
+        documents["documents"] = PackedDocuments(batch["document_starts"], rank, size)
+    output: torch.Tensor = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **documents)
     return output
 
 

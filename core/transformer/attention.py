@@ -38,8 +38,8 @@ def apply_rotary_pos_emb(tensor: torch.Tensor, rotation: Rotation) -> torch.Tens
     size = cos.shape[-1]
     if size == tensor.shape[-1]:
         return tensor * cos + _quarter_turn(tensor) * sin
-    turned, passed = tensor[..., :size], tensor[..., size:]
-    return torch.cat((turned * cos + _quarter_turn(turned) * sin, passed), dim=-1)
+    head, rest = tensor[..., :size], tensor[..., size:]
+    return torch.cat((head * cos + _quarter_turn(head) * sin, rest), dim=-1)
 
 
 def _quarter_turn(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class SelfAttention(MegatronModule):
         partial = ranks > 1
         self.q_layernorm, self.k_layernorm = (
             None if norm is None else build_module(norm, config, channels, partial_gradients=partial)
-            for norm in (_norm_of_heads(config, given) for given in (submodules.q_layernorm, submodules.k_layernorm))
+            for norm in (_norm_of_heads(config, spec) for spec in (submodules.q_layernorm, submodules.k_layernorm))
         )
         self.core_attention = build_module(submodules.core_attention, config=config, layer_number=layer_number)
         self.linear_proj = build_module(
@@ -164,28 +164,28 @@ class SelfAttention(MegatronModule):
         Ranks that share a group each have its whole key and value.
         """
         per_group = self.heads_per_group
-        projected = self.linear_qkv(hidden_states)[0]  # [s, b, (heads + 2 groups) / tp * d]
+        projection = self.linear_qkv(hidden_states)[0]  # [s, b, (heads + 2 groups) / tp * d]
         if self.ranks_per_group > 1:
-            projected = self._own_heads(projected)
-        mixed = projected.unflatten(-1, (-1, per_group + 2, self.config.kv_channels))
+            projection = self._own_heads(projection)
+        of_groups = projection.unflatten(-1, (-1, per_group + 2, self.config.kv_channels))
         if self.q_layernorm is None or self.k_layernorm is None:
-            turning, value = mixed.split([per_group + 1, 1], dim=3)  # rotate queries and their key together
+            turning, value = of_groups.split([per_group + 1, 1], dim=3)  # rotate queries and their key together
             if rotation is not None:
                 turning = apply_rotary_pos_emb(turning, rotation)
             query, key = turning.split([per_group, 1], dim=3)
         else:
-            query, key, value = mixed.split([per_group, 1, 1], dim=3)
+            query, key, value = of_groups.split([per_group, 1, 1], dim=3)
             query, key = self.q_layernorm(query), self.k_layernorm(key)
             if rotation is not None:
                 query, key = apply_rotary_pos_emb(query, rotation), apply_rotary_pos_emb(key, rotation)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
 
-    def _own_heads(self, projected: torch.Tensor) -> torch.Tensor:
+    def _own_heads(self, projection: torch.Tensor) -> torch.Tensor:
         """Returns this rank's heads with their group's key and value, `[s, b, (q ... q k v) * d]`, from its slice."""
         tp_group, channels = self.linear_qkv.tp_group, self.config.kv_channels
         group, part = divmod(group_rank(tp_group), self.ranks_per_group)
         # Gather the slices along the first dim; backward adds the gradients of all ranks that used one.
-        whole = gather_from_sequence_parallel_region(projected.movedim(-1, 0), group=tp_group)
+        whole = gather_from_sequence_parallel_region(projection.movedim(-1, 0), group=tp_group)
         of_group = whole.unflatten(0, (self.config.num_query_groups, -1))[group]  # [(q ... q k v) * d, s, b]
         queries = self.heads_per_group * channels
         own = torch.cat((of_group[part * queries : (part + 1) * queries], of_group[-2 * channels :]))

@@ -83,7 +83,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: 
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return PartialAttention(output, logsumexp)
     channels, scale = query.shape[-1], 1.0 / math.sqrt(query.shape[-1])
-    query, key, value = (aligned(tensor) for tensor in (query, key, value))
+    query, key, value = (align_channels(tensor) for tensor in (query, key, value))
     if query.dtype in LOW_PRECISION:
         results = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
@@ -103,7 +103,7 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attended: PartialAttention,
+    whole: PartialAttention,
     *,
     causal: bool,
     dropout: float = 0.0,
@@ -112,18 +112,18 @@ def attend_backward(
 
     Args:
         grad: gradient of the combined output.
-        attended: the combined output and log-sum-exp, with `random` of :func:`attend` for these keys, which only
+        whole: the combined output and log-sum-exp, with `random` of :func:`attend` for these keys, which only
             `dropout` needs.
     """
-    output, logsumexp = attended.output, attended.logsumexp
+    output, logsumexp = whole.output, whole.logsumexp
     if not query.is_cuda:
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, output, logsumexp, 0.0, causal
         )
         return grads
-    random = attended.random or no_random_state(query)
+    random = whole.random or no_random_state(query)
     channels, groups, scale = query.shape[-1], key.shape[1], 1.0 / math.sqrt(query.shape[-1])
-    grad, query, key, value, output = (aligned(tensor) for tensor in (grad, query, key, value, output))
+    grad, query, key, value, output = (align_channels(tensor) for tensor in (grad, query, key, value, output))
     if query.dtype in LOW_PRECISION:
         grads_of_kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, output, logsumexp.contiguous()),
@@ -132,14 +132,14 @@ def attend_backward(
         )
     else:
         key, value = (expand_groups(tensor, query.shape[1]) for tensor in (key, value))
-        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
+        aligned_sums = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
         grads_of_kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(grad, query, key, value, None, output, padded, *random),
+            *(grad, query, key, value, None, output, aligned_sums, *random),
             *(dropout, [True, True, True, False], causal),
             scale=scale,
         )
     grad_query, grad_key, grad_value = (tensor[..., :channels] for tensor in grads_of_kernel[:3])
-    return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
+    return grad_query, _sum_groups(grad_key, groups), _sum_groups(grad_value, groups)
 
 
 def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
@@ -165,7 +165,7 @@ def _zero_state(device: torch.device, low_precision: bool) -> tuple[Tensor, Tens
     return torch.zeros((), dtype=torch.long, device=device), torch.zeros((), dtype=torch.long, device=device)
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align_channels(tensor: Tensor) -> Tensor:
     """Pads channels with zeros, which change no score and no output."""
     missing = -tensor.shape[-1] % _ALIGNED_CHANNELS
     return F.pad(tensor, (0, missing)) if missing else tensor
@@ -177,7 +177,7 @@ def expand_groups(tensor: Tensor, heads: int) -> Tensor:
     return tensor if groups == heads else tensor.repeat_interleave(heads // groups, dim=1)
 
 
-def _summed(grad: Tensor, groups: int) -> Tensor:
+def _sum_groups(grad: Tensor, groups: int) -> Tensor:
     """Sums a gradient over the heads that `expand_groups` repeated."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)
 
@@ -221,7 +221,7 @@ def pick_backend(
     groups: int,
     channels: int,
     drops: bool,
-    masked: bool,
+    has_mask: bool,
 ) -> str:
     """Picks the kernel once for each set of arguments, and returns an error message, or "" if the backend works here.
 
@@ -232,19 +232,19 @@ def pick_backend(
         kind, index: type and index of the device.
         heads, groups: number of heads of queries, and of keys and values as the kernel gets them.
         drops: whether attention weights are dropped.
-        masked: whether there is an explicit mask.
+        has_mask: whether there is an explicit mask.
     """
     device = torch.device(kind) if index is None else torch.device(kind, index)
-    return _choose(backend, device, dtype, (heads, groups), channels, drops, masked and backend != "auto")
+    return _choose(backend, device, dtype, (heads, groups), channels, drops, has_mask and backend != "auto")
 
 
 @called_while_compiled
-def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype, channels: int) -> None:
+def warn_of_slow_pieces(kind: str, has_documents: bool, ranks: int, dtype: torch.dtype, channels: int) -> None:
     """Warns once, with a remedy, if packed documents or context parallelism use a slow attention path on a GPU.
 
     Args:
         kind: type of the device.
-        packed: whether documents are packed.
+        has_documents: whether documents are packed.
         ranks: number of ranks that share a sequence.
         channels: channels of a head.
     """
@@ -255,12 +255,12 @@ def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype,
             f"heads of {channels} channels in {dtype_name(dtype)} have no fused attention kernel on a GPU: its memory "
             f"is quadratic in the length of a sequence; use bf16 or fp16, and heads of up to {MOST_CHANNELS} channels"
         )
-    elif packed and ranks > 1:
+    elif has_documents and ranks > 1:
         warn_once(
             f"packed documents over {ranks} context-parallel ranks take one call of the attention kernel for each "
             "piece of a document, and one of all documents without; set context_parallel_size to 1 if sequences fit"
         )
-    elif packed and dtype not in LOW_PRECISION:
+    elif has_documents and dtype not in LOW_PRECISION:
         warn_once(
             f"packed documents in {dtype_name(dtype)} take one call of the attention kernel for each document, and "
             "one of all in low precision; use bf16 or fp16"
@@ -276,15 +276,15 @@ def _choose(
     heads: tuple[int, int],
     channels: int,
     drops: bool,
-    masked: bool,
+    has_mask: bool,
 ) -> str:
     call = f"{device.type}, {dtype_name(dtype)}, heads of {channels} channels"
-    call += ", dropout" * drops + ", a mask" * masked
+    call += ", dropout" * drops + ", a mask" * has_mask
     refusal = f"attention_backend is {backend!r}, which torch does not have here ({call}%s); write 'auto'"
     if device.type != "cuda":
         return refusal % "" if backend == "fused" or (backend == "flash" and drops) else ""
     kernels = [kernel for kernel in _CAN_USE if backend == "auto" or kernel is KERNELS[backend]]
-    probe = _probe(device, dtype, heads, channels, drops, masked)
+    probe = _probe(device, dtype, heads, channels, drops, has_mask)
     reasons = {_NAMES[kernel]: _why_not(kernel, probe) for kernel in kernels}
     usable = [name for name, reason in reasons.items() if not reason]
     if usable:
@@ -300,15 +300,15 @@ def _choose(
 
 
 def _probe(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, masked: bool
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, has_mask: bool
 ) -> SDPAParams:
     """Returns the parameters of a small attention call, to ask torch which kernels can run it."""
     query, key, value = (
         torch.empty(128, 1, n, channels, device=device, dtype=dtype, requires_grad=True).permute(1, 2, 0, 3)
         for n in (heads[0], heads[1], heads[1])
     )
-    mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool) if masked else None
-    return SDPAParams(query, key, value, mask, 0.1 if drops else 0.0, not masked, heads[0] != heads[1])
+    mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool) if has_mask else None
+    return SDPAParams(query, key, value, mask, 0.1 if drops else 0.0, not has_mask, heads[0] != heads[1])
 
 
 def _why_not(kernel: SDPBackend, probe: SDPAParams) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_backend import aligned, no_random_state
+from .attention_backend import align_channels, no_random_state
 
 NAMESPACE = "shardstack"
 """Namespace of the operations in `torch.ops`."""
@@ -42,15 +42,15 @@ def define_attention(
     Returns:
         The operation's name, ``shardstack::NAME``.
     """
-    qualified = f"{NAMESPACE}::{name}"
+    full_name = f"{NAMESPACE}::{name}"
     tensors = "Tensor query, Tensor key, Tensor value"
-    torch.library.define(qualified, f"({tensors}, {layout}) -> (Tensor, Tensor)")
+    torch.library.define(full_name, f"({tensors}, {layout}) -> (Tensor, Tensor)")
     torch.library.define(
-        f"{qualified}_backward",
+        f"{full_name}_backward",
         f"(Tensor grad, {tensors}, Tensor output, Tensor logsumexp, {layout}) -> (Tensor, Tensor, Tensor)",
     )
-    torch.library.impl(qualified, "CompositeExplicitAutograd", forward)
-    torch.library.impl(f"{qualified}_backward", "CompositeExplicitAutograd", backward)
+    torch.library.impl(full_name, "CompositeExplicitAutograd", forward)
+    torch.library.impl(f"{full_name}_backward", "CompositeExplicitAutograd", backward)
 
     def shapes(query: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
         return empty_like(query), empty_logsumexp(query)
@@ -58,25 +58,25 @@ def define_attention(
     def backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *unused: Any) -> tuple[Tensor, ...]:
         return empty_like(query), empty_like(key), empty_like(value)
 
-    torch.library.register_fake(qualified, shapes)
-    torch.library.register_fake(f"{qualified}_backward", backward_shapes)
+    torch.library.register_fake(full_name, shapes)
+    torch.library.register_fake(f"{full_name}_backward", backward_shapes)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         query, key, value, *layout_args = inputs
-        saved = [argument if isinstance(argument, Tensor) else None for argument in layout_args]
+        tensors = [argument if isinstance(argument, Tensor) else None for argument in layout_args]
         ctx.others = [None if isinstance(argument, Tensor) else argument for argument in layout_args]
-        ctx.save_for_backward(query, key, value, *output, *saved)
+        ctx.save_for_backward(query, key, value, *output, *tensors)
         ctx.mark_non_differentiable(output[1])
 
     def derivative(ctx: Any, grad: Tensor, unused: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp, *saved = ctx.saved_tensors
-        layout_args = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
+        query, key, value, output, logsumexp, *tensors = ctx.saved_tensors
+        layout_args = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
         operation = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward")
         grads = operation(grad, query, key, value, output, logsumexp, *layout_args)
         return *grads, *(None for _ in layout_args)
 
-    torch.library.register_autograd(qualified, derivative, setup_context=save)
-    return qualified
+    torch.library.register_autograd(full_name, derivative, setup_context=save)
+    return full_name
 
 
 def attend_within_documents(
@@ -94,7 +94,7 @@ def attend_within_documents(
     """
     output: Tensor
     if dropout > 0.0:  # torch's own kernel: with dropout the shapes of its saved tensors differ between devices
-        output = _unflattened(_attend(query, key, value, bounds, counts, dropout)[0], query)
+        output = _unflatten(_attend(query, key, value, bounds, counts, dropout)[0], query)
     else:
         output = torch.ops.shardstack.attend_within_documents(query, key, value, bounds, counts)[0]
     return output
@@ -102,7 +102,7 @@ def attend_within_documents(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor, dropout: float) -> Any:
     """Runs the kernel and returns the output, `[b * s, n, d]` with padded channels, the log-sum-exp, and the rest."""
-    flat = [_flattened(tensor) for tensor in (query, key, value)]
+    flat = [_flatten(tensor) for tensor in (query, key, value)]
     scale = 1.0 / math.sqrt(query.shape[-1])
     return torch.ops.aten._flash_attention_forward(*flat, *_lengths(bounds, counts), dropout, True, False, scale=scale)
 
@@ -114,16 +114,16 @@ def _lengths(bounds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return cu_seqlens, cu_seqlens, longest, longest
 
 
-def _flattened(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     """Reshapes `[s, b, n, d]` to `[b * s, n, d]`, with padded channels."""
-    return aligned(tensor.transpose(0, 1).flatten(0, 1))
+    return align_channels(tensor.transpose(0, 1).flatten(0, 1))
 
 
-def _unflattened(flat: Tensor, like: Tensor) -> Tensor:
-    """Undoes `_flattened`: `[s, b, n, d]`, in memory `[b, s, n, d]`."""
+def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
+    """Undoes `_flatten`: `[s, b, n, d]`, in memory `[b, s, n, d]`."""
     length, rows, _, channels = like.shape
-    unpadded: Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
-    return unpadded.transpose(0, 1)
+    output: Tensor = flat[..., :channels].unflatten(0, (rows, length)).contiguous()
+    return output.transpose(0, 1)
 
 
 # ---- the operation: its kernels, the shapes that the compiler sees, and its derivative
@@ -131,7 +131,7 @@ def _unflattened(flat: Tensor, like: Tensor) -> Tensor:
 
 def _operation(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     results = _attend(query, key, value, bounds, counts, 0.0)
-    return _unflattened(results[0], query), results[1]
+    return _unflatten(results[0], query), results[1]
 
 
 def _backward_operation(
@@ -144,12 +144,12 @@ def _backward_operation(
     bounds: Tensor,
     counts: Tensor,
 ) -> tuple[Tensor, ...]:
-    flat = [_flattened(tensor) for tensor in (grad, query, key, value, output)]
+    flat = [_flatten(tensor) for tensor in (grad, query, key, value, output)]
     grads = torch.ops.aten._flash_attention_backward(
         *(*flat, logsumexp, *_lengths(bounds, counts), 0.0, True, *no_random_state(query)),
         scale=1.0 / math.sqrt(query.shape[-1]),
     )
-    return tuple(_unflattened(of, like) for of, like in zip(grads, (query, key, value), strict=True))
+    return tuple(_unflatten(of, like) for of, like in zip(grads, (query, key, value), strict=True))
 
 
 def _empty_logsumexp(query: Tensor) -> Tensor:

@@ -104,30 +104,30 @@ class DotProductAttention(MegatronModule):
                     "documents; give document_starts, or set context_parallel_size to 1"
                 )
             return self._in_pieces(query, key, value, documents, dropout)
-        grouped = query.shape[2] != key.shape[2]
+        fuses_groups = query.shape[2] != key.shape[2]
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d], views
-        if grouped and not _fuses_groups(query, attention_mask):
+        if fuses_groups and not _fuses_groups(query, attention_mask):
             key, value = (expand_groups(tensor, query.shape[1]) for tensor in (key, value))
-            grouped = False
+            fuses_groups = False
         # Megatron's mask (True is hidden) as torch's (True is visible), with later keys hidden.
         visible = None if attention_mask is None else attention_mask.logical_not().tril()
-        self._check_backend(query, key, dropout, masked=visible is not None)
+        self._check_backend(query, key, dropout, has_mask=visible is not None)
         backend = self.config.attention_backend
         with (
             nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]),
             get_rng_tracker().fork() if dropout > 0.0 else nullcontext(),
         ):
-            context = _attend(query, key, value, visible, dropout, grouped)
+            context = _attend(query, key, value, visible, dropout, fuses_groups)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
 
-    def _check_backend(self, query: Tensor, key: Tensor, dropout: float, *, masked: bool = False) -> None:
+    def _check_backend(self, query: Tensor, key: Tensor, dropout: float, *, has_mask: bool = False) -> None:
         """Raises ConfigError where the config's backend has no kernel for `[b, n, s, d]`, or `[s, n, b, d]`."""
         device, backend = query.device, self.config.attention_backend
         if query.is_cuda or backend != "auto":
             heads, groups, channels = query.shape[1], key.shape[1], query.shape[-1]
             drops = dropout > 0.0
             problem = pick_backend(
-                backend, device.type, device.index, query.dtype, heads, groups, channels, drops, masked
+                backend, device.type, device.index, query.dtype, heads, groups, channels, drops, has_mask
             )
             if problem:
                 raise ConfigError(problem)
@@ -164,15 +164,15 @@ class DotProductAttention(MegatronModule):
 
 def check_mask_type(caller: str, attn_mask_type: AttnMaskType | None) -> None:
     """Raises ParallelConfigError for a mask that is neither causal nor None, which means causal."""
-    allowed = None if attn_mask_type is None else AttnMaskType.causal
-    refuse(caller, attn_mask_type=(attn_mask_type, allowed, "a token sees none after it; hide more by attention_mask"))
+    only = None if attn_mask_type is None else AttnMaskType.causal
+    refuse(caller, attn_mask_type=(attn_mask_type, only, "a token sees none after it; hide more by attention_mask"))
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, grouped: bool
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, fuses_groups: bool
 ) -> Tensor:
     return F.scaled_dot_product_attention(
-        query, key, value, visible, dropout, is_causal=visible is None, enable_gqa=grouped
+        query, key, value, visible, dropout, is_causal=visible is None, enable_gqa=fuses_groups
     )
 
 

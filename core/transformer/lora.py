@@ -164,22 +164,22 @@ def add_lora(
             has = ", ".join(sorted(layer_names)) or "none"
             raise ConfigError(f"LoRA target {target!r} names no linear layer of the model, which has {has}")
     of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedLinear)]
-    reached = [name for name in of_experts if name.rpartition(".")[2] in targets]
-    if reached:
+    matrices = [name for name in of_experts if name.rpartition(".")[2] in targets]
+    if matrices:
         raise ConfigError(
-            f"LoRA targets {' '.join(targets)} include {reached[0]}, and the matrices of experts take no adapters; "
+            f"LoRA targets {' '.join(targets)} include {matrices[0]}, and the matrices of experts take no adapters; "
             "give linear_qkv and linear_proj alone"
         )
     model.requires_grad_(False)
-    adapted = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in targets}
-    added: list[nn.Parameter] = []
-    for layer in adapted.values():
+    layers = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in targets}
+    adapters: list[nn.Parameter] = []
+    for layer in layers.values():
         with deferred_initialization(), layer.get_parameter("weight").device:
             layer.adapter = adapter = Adapter(layer, rank, rank if alpha is None else alpha)
-        added += adapter.parameters()
-    if performs_initialization(model) and not any(parameter.is_meta for parameter in added):
-        initialize_parameters(model, root_seed(model), only=added)
-    return list(adapted)
+        adapters += adapter.parameters()
+    if performs_initialization(model) and not any(parameter.is_meta for parameter in adapters):
+        initialize_parameters(model, root_seed(model), only=adapters)
+    return list(layers)
 
 
 @torch.no_grad()
@@ -227,9 +227,9 @@ def freeze_parameters(model: nn.Module | Sequence[nn.Module], patterns: Sequence
 
 def freeze_matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Does the same for one stage without a check: a pattern may match nothing there, or everything."""
-    frozen = []
+    names = []
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen
+            names.append(name)
+    return names

@@ -69,17 +69,17 @@ class MLP(MegatronModule):
         super().__init__(config)
         width, inner = input_size or config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = activation_function(config.activation_func)
-        self.gated = config.gated_linear_unit
+        self.is_gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             width,
-            inner * (2 if self.gated else 1),
+            inner * (2 if self.is_gated else 1),
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear,
             tp_group=tp_group,
         )
-        if self.gated:
+        if self.is_gated:
             mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
@@ -94,13 +94,13 @@ class MLP(MegatronModule):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
-        output: torch.Tensor = self.linear_fc2(activated(hidden, self.activation, self.gated))[0]
+        output: torch.Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated))[0]
         return output
 
 
-def activated(hidden: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> torch.Tensor:
+def activate(hidden: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> torch.Tensor:
     """Maps `[..., ffn]` to `[..., ffn]`, or with alternating gate and up `[..., 2 ffn]` to `[..., ffn]`."""
-    if not gated:
+    if not is_gated:
         return activation(hidden)
     # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.
     gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))

@@ -116,17 +116,17 @@ def allocate_meta_tensors(
     attributes = [dict(vars(parameter)) for parameter in places]
     buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
     on_meta = [(module, name) for module, name, buffer in buffers if buffer is not None and buffer.is_meta]
-    allocated: dict[torch.Tensor, torch.Tensor] = {}
+    memory: dict[torch.Tensor, torch.Tensor] = {}
 
     def storage_for(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta and tensor not in allocated:
+        if tensor.is_meta and tensor not in memory:
             is_parameter = tensor in places
             where = parameter_device if parameter_device and is_parameter else device
             if is_parameter and not parameters_have_memory:
-                allocated[tensor] = tensor.new_empty((1,) * tensor.ndim, device=where).expand(tensor.shape)
+                memory[tensor] = tensor.new_empty((1,) * tensor.ndim, device=where).expand(tensor.shape)
             else:
-                allocated[tensor] = torch.empty_like(tensor, device=where)
-        return allocated.get(tensor, tensor)
+                memory[tensor] = torch.empty_like(tensor, device=where)
+        return memory.get(tensor, tensor)
 
     if places or on_meta:
         model._apply(storage_for)

@@ -184,8 +184,8 @@ class MoEConfig(ModelParallelConfig):
                     f"{name} is {getattr(self, name)} without num_moe_experts; say how many experts, or drop it"
                 )
         options = [entry for entry in fields(MoEConfig) if entry.name.startswith("moe_")]
-        given = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
-        ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **given)
+        values = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
+        ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **values)
 
     def _routing_problems(self) -> Iterator[str]:
         experts, topk = self.num_moe_experts or 0, self.moe_router_topk
@@ -201,36 +201,36 @@ class MoEConfig(ModelParallelConfig):
                 "moe_router_topk is 1 with a softmax over the chosen experts, which is always 1, so that no router "
                 "learns; set moe_router_pre_softmax"
             )
-        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        if (groups is None) != (chosen is None):
-            yield (f"moe_router_num_groups is {groups} and moe_router_group_topk {chosen}; give both, or neither")
-        if groups is None or chosen is None:
+        groups, limit = self.moe_router_num_groups, self.moe_router_group_topk
+        if (groups is None) != (limit is None):
+            yield (f"moe_router_num_groups is {groups} and moe_router_group_topk {limit}; give both, or neither")
+        if groups is None or limit is None:
             return
         if experts % groups:
             yield f"moe_router_num_groups {groups} does not divide num_moe_experts {experts}; take a divisor"
-        elif chosen > min(groups, topk):
+        elif limit > min(groups, topk):
             yield (
-                f"moe_router_group_topk {chosen} is above moe_router_num_groups {groups} or moe_router_topk {topk}; "
+                f"moe_router_group_topk {limit} is above moe_router_num_groups {groups} or moe_router_topk {topk}; "
                 "lower it"
             )
-        elif topk > chosen * (experts // groups):
+        elif topk > limit * (experts // groups):
             yield (
-                f"moe_router_topk {topk} is above the {chosen * (experts // groups)} experts of "
-                f"moe_router_group_topk {chosen} groups; raise the latter"
+                f"moe_router_topk {topk} is above the {limit * (experts // groups)} experts of "
+                f"moe_router_group_topk {limit} groups; raise the latter"
             )
 
     def _balancing_problems(self) -> Iterator[str]:
         kinds, coefficients = _several(self.moe_router_load_balancing_type), _several(self.moe_aux_loss_coeff)
-        shown = f"moe_router_load_balancing_type {self.moe_router_load_balancing_type!r}"
-        unknown = [kind for kind in kinds if kind not in get_args(LoadBalancing)]
-        if unknown:
-            yield f"{shown}: {unknown[0]!r} is none of {', '.join(get_args(LoadBalancing))}"
+        setting = f"moe_router_load_balancing_type {self.moe_router_load_balancing_type!r}"
+        unknown_kinds = [kind for kind in kinds if kind not in get_args(LoadBalancing)]
+        if unknown_kinds:
+            yield f"{setting}: {unknown_kinds[0]!r} is none of {', '.join(get_args(LoadBalancing))}"
         elif len(set(kinds)) != len(kinds) or (len(kinds) > 1 and "none" in kinds):
-            yield f"{shown} contradicts itself; name each loss once, or 'none' alone"
+            yield f"{setting} contradicts itself; name each loss once, or 'none' alone"
         elif len(kinds) != len(coefficients):
-            yield f"{shown} has {len(kinds)} type(s), and moe_aux_loss_coeff {len(coefficients)}; give one for each"
+            yield f"{setting} has {len(kinds)} type(s), and moe_aux_loss_coeff {len(coefficients)}; give one for each"
         elif kinds == ("none",) and coefficients[0]:
-            yield f"moe_aux_loss_coeff is {coefficients[0]}, and {shown} has no loss; drop one of the two"
+            yield f"moe_aux_loss_coeff is {coefficients[0]}, and {setting} has no loss; drop one of the two"
         if any(not coefficient >= 0 for coefficient in coefficients):
             yield f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff}; it takes zero or positive numbers"
         if self.moe_router_enable_expert_bias and self.moe_router_score_function == "softmax":
@@ -260,22 +260,22 @@ def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _layer_pattern(given: str | int | Sequence[int]) -> int | list[int]:
+def _layer_pattern(frequency: str | int | Sequence[int]) -> int | list[int]:
     """Reads `moe_layer_freq`. Text may only have integers, lists, + and x.
 
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(given, int):
-        return given
-    if not isinstance(given, str):
-        return list(given)
+    if isinstance(frequency, int):
+        return frequency
+    if not isinstance(frequency, str):
+        return list(frequency)
     try:
-        pattern: int | list[int] = _evaluate(ast.parse(given.strip(), mode="eval").body)
+        pattern: int | list[int] = _evaluate(ast.parse(frequency.strip(), mode="eval").body)
         return pattern
     except (SyntaxError, TypeError, ValueError, RecursionError):
         raise ConfigError(
-            f"moe_layer_freq is {given!r}; it takes a number, or lists of 0 and 1 as ([0]*3+[1]*58)"
+            f"moe_layer_freq is {frequency!r}; it takes a number, or lists of 0 and 1 as ([0]*3+[1]*58)"
         ) from None
 
 

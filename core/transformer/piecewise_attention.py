@@ -128,9 +128,9 @@ def _backward(
         piece: QueryPiece, keys: Tensor, values: Tensor, causal: bool, state: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Adds to the gradient of a piece's queries, and returns the gradients of these keys and values."""
-        attended = PartialAttention(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
+        partial = PartialAttention(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
         views = (_queries(grad, piece), _queries(query, piece), keys, values)
-        grad_queries, grad_keys, grad_values = attend_backward(*views, attended, causal=causal, dropout=dropout)
+        grad_queries, grad_keys, grad_values = attend_backward(*views, partial, causal=causal, dropout=dropout)
         _queries(grad_query, piece).add_(grad_queries)
         return grad_keys, grad_values
 
@@ -190,14 +190,14 @@ def _sees_before(piece: QueryPiece) -> bool:
 # ---- the operation: its kernels, the shapes that the compiler sees, and its derivative
 
 
-def _named(group: str) -> Group:
+def _group_of(group: str) -> Group:
     return group_of_name(group) if group else None
 
 
 def _operation(
     query: Tensor, key: Tensor, value: Tensor, document_starts: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
-    ranks = _named(group)
+    ranks = _group_of(group)
     output, logsumexp, _ = _forward(query, key, value, _pieces(query, document_starts, ranks), 0.0, ranks)
     return output, logsumexp
 
@@ -212,7 +212,7 @@ def _backward_operation(
     document_starts: Tensor | None,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks = _named(group)
+    ranks = _group_of(group)
     pieces = _pieces(query, document_starts, ranks)
     random: list[_Random] = [((), ())] * len(pieces)
     return _backward(grad, query, key, value, output, logsumexp, pieces, random, 0.0, ranks)

@@ -95,16 +95,16 @@ def stages_of(config: Any) -> list[PipelineStage]:
 def _layers_of_ranks(config: Any, ranks: int) -> list[int]:
     """Returns the number of layers of each rank. The first and the last may have a number of their own."""
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    named = {0: first} if first is not None else {}
-    named |= {ranks - 1: last} if last is not None else {}
-    rest, others = config.num_layers - sum(named.values()), ranks - len(named)
-    if min(named.values(), default=1) < 1 or (rest if not others else rest < others or rest % others):
-        uneven = f", of which the first and last have {first} and {last}" if named else ""
+    layers_of_ends = {0: first} if first is not None else {}
+    layers_of_ends |= {ranks - 1: last} if last is not None else {}
+    rest, others = config.num_layers - sum(layers_of_ends.values()), ranks - len(layers_of_ends)
+    if min(layers_of_ends.values(), default=1) < 1 or (rest if not others else rest < others or rest % others):
+        uneven = f", of which the first and last have {first} and {last}" if layers_of_ends else ""
         raise ParallelConfigError(
             f"num_layers {config.num_layers} do not divide among pipeline_model_parallel_size {ranks}{uneven}; take a "
             "multiple, or give num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage what is left"
         )
-    return [named.get(rank, rest // max(others, 1)) for rank in range(ranks)]
+    return [layers_of_ends.get(rank, rest // max(others, 1)) for rank in range(ranks)]
 
 
 def check_rounds(config: Any, num_microbatches: int) -> None:

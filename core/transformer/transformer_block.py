@@ -100,8 +100,8 @@ class TransformerBlock(MegatronModule):
             hidden_states = self.input_tensor
         if hidden_states is None:
             raise ConfigError("a TransformerBlock without pre_process has no input; call set_input_tensor first")
-        for first, last, recomputed in self._chunks():
-            run = functools.partial(recompute, self._run_layers) if recomputed else self._run_layers
+        for first, last, recomputes in self._chunks():
+            run = functools.partial(recompute, self._run_layers) if recomputes else self._run_layers
             hidden_states = run(first, last, hidden_states, attention_mask, rotary_pos_emb, documents)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 

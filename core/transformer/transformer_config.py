@@ -56,7 +56,7 @@ ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh"
 
 def name_of_activation(function: ActivationFunction) -> Activation | ActivationFunction:
     """Returns the name of a known function, which configs and checkpoints can store, else the function."""
-    return next((name for name, known in ACTIVATIONS.items() if known is function), function)
+    return next((name for name, activation in ACTIVATIONS.items() if activation is function), function)
 
 
 def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
@@ -220,8 +220,8 @@ class TransformerConfig(MoEConfig):
         if self.init_method is None or isinstance(self.init_method, _FromStd):
             self.init_method = _FromStd(self.init_method_std)
         if self.output_layer_init_method is None or isinstance(self.output_layer_init_method, _FromStd):
-            scaled = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
-            self.output_layer_init_method = _FromStd(scaled.sigma)
+            init_method = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
+            self.output_layer_init_method = _FromStd(init_method.sigma)
         if self.embedding_init_method is None or isinstance(self.embedding_init_method, _FromStd):
             std = self.embedding_init_method_std
             self.embedding_init_method = self.init_method if std is None else _FromStd(std)
@@ -259,8 +259,8 @@ class TransformerConfig(MoEConfig):
             *out_of_range(self, "layernorm_epsilon", "rotary_base", over=0),
             *out_of_range(self, "init_method_std", "embedding_init_method_std", least=0),
         ]
-        named = {} if callable(self.activation_func) else {"activation_func": get_args(Activation)}
-        choices = {"normalization": get_args(Normalization), **named, "attention_backend": get_args(AttentionBackend)}
+        own = {} if callable(self.activation_func) else {"activation_func": get_args(Activation)}
+        choices = {"normalization": get_args(Normalization), **own, "attention_backend": get_args(AttentionBackend)}
         yield from map(ConfigError, [*problems, *out_of_choices(self, **choices)])
         if self.context_parallel_size > 1 and self.attention_backend in ("fused", "unfused", "local"):
             yield ConfigError(

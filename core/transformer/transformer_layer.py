@@ -111,11 +111,11 @@ class TransformerLayer(MegatronModule):
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
-        normed = self.input_layernorm(hidden_states)
-        attended = self.self_attention(
-            normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(documents)
+        norm_output = self.input_layernorm(hidden_states)
+        attention_output = self.self_attention(
+            norm_output, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(documents)
         )
-        hidden_states = hidden_states + self._dropout(attended)
+        hidden_states = hidden_states + self._dropout(attention_output)
         return hidden_states + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden_states)))
 
     def _dropout(self, branch: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:

@@ -135,7 +135,7 @@ def names_of_wrappers(world_size: int) -> list[str]:
     return [name for name in WRAPPERS if can_be_hybrid or not name.startswith("hybrid")]
 
 
-def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
+def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
     """Compares every wrapper, and yields a verdict for each. All ranks of the default group call it together.
 
     Plain replicas are compared with one process, and every other wrapper with plain replicas: bitwise at two ranks,
@@ -148,30 +148,30 @@ def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | N
     Raises:
         ConfigError: the model cannot be trained, or is not built equally twice; or a wrapper is unknown.
     """
-    known = names_of_wrappers(dist.get_world_size())
-    chosen = known if wrappers is None else list(wrappers)
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
+    allowed = names_of_wrappers(dist.get_world_size())
+    names = allowed if wrappers is None else list(wrappers)
+    strays = [name for name in names if name not in allowed]
+    if strays:
         raise ConfigError(
-            f"wrapper {unknown[0]!r} is unknown on {dist.get_world_size()} ranks; {choices(unknown[0], known)}"
+            f"wrapper {strays[0]!r} is unknown on {dist.get_world_size()} ranks; {choices(strays[0], allowed)}"
         )
-    model = tested.check()
+    model = under_test.check()
     rounding = _rounding(model.parameters())
     rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)
     del model
 
-    for name in chosen:
+    for name in names:
         if name == REPLICAS:
             reference, tolerance = "one process", rounding
         else:
             reference, tolerance = REPLICAS, rounding if _adds_in_another_order(name) else 0.0
         try:
             serial_or_replicas = None if name == REPLICAS else _config(REPLICAS)
-            expected = Training(tested, serial_or_replicas, rate, options.micro_batches)
-            ours = Training(tested, _config(name), rate, options.micro_batches)
-            yield Verdict(name, reference, tolerance, _first_parting(ours, expected, options.steps, tolerance))
+            theirs = Training(under_test, serial_or_replicas, rate, options.micro_batches)
+            ours = Training(under_test, _config(name), rate, options.micro_batches)
+            yield Verdict(name, reference, tolerance, _first_parting(ours, theirs, options.steps, tolerance))
         except ShardstackError as error:
-            if isinstance(error, ConfigError) and tested.name in str(error):
+            if isinstance(error, ConfigError) and under_test.name in str(error):
                 raise  # an error of the model, not of a wrapper
             does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
             reason = " ".join(str(error).split())
@@ -207,9 +207,9 @@ def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: floa
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> FirstDifference | None:
     """Runs one step of both trainings and compares them. Calls the same collectives in every case."""
-    loss, expected = ours.backward(step), theirs.backward(step)
+    loss, their_loss = ours.backward(step), theirs.backward(step)
     difference: FirstDifference | None = None
-    off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0
+    off = abs(loss - their_loss) / max(abs(their_loss), 1e-30) if loss != their_loss else 0.0
     if not off <= tolerance or not math.isfinite(loss):
         difference = FirstDifference(step, "loss", "", off, dist.get_rank())
     gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
@@ -225,16 +225,16 @@ def _first_difference(
 ) -> FirstDifference | None:
     differing: list[tuple[str, float, float]] = []
     total = 0.0
-    for (name, value), (other, expected) in zip(ours, theirs, strict=True):
+    for (name, value), (other, their_value) in zip(ours, theirs, strict=True):
         if name != other:
             raise ConfigError(
                 f"the parameter {other} is named {name} under a wrapper, because its module renames parameters; keep "
                 "their names as they are when the model is built"
             )
-        norm = float(expected.double().norm())
+        norm = float(their_value.double().norm())
         total += norm * norm
-        if not bool(torch.equal(value, expected)) or not math.isfinite(norm):
-            differing.append((name, float((value.double() - expected.double()).norm()), norm))
+        if not bool(torch.equal(value, their_value)) or not math.isfinite(norm):
+            differing.append((name, float((value.double() - their_value.double()).norm()), norm))
     # A gradient that should be zero, but for rounding, is compared with the norm of all gradients.
     least = 0.01 * math.sqrt(total) if tolerance else 0.0
     for name, distance, norm in differing:

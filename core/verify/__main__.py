@@ -41,13 +41,13 @@ def _verify(options: argparse.Namespace) -> int:
     )
     torch.set_num_threads(environment_threads())
     device.init_process_group(timeout_minutes=5.0)
-    tested = load_model_under_test(options.build)
+    under_test = load_model_under_test(options.build)
     _say(
-        f"{tested.name} on {dist.get_world_size()} ranks ({device.device_type()}): {settings.steps} steps of "
+        f"{under_test.name} on {dist.get_world_size()} ranks ({device.device_type()}): {settings.steps} steps of "
         f"{settings.micro_batches} micro-batches, {settings.optimizer}\n"
     )
     differing = []
-    for verdict in verify(tested, settings, options.wrappers):
+    for verdict in verify(under_test, settings, options.wrappers):
         of = f", as {verdict.reference}" if verdict.is_equal and not verdict.inapplicable else ""
         _say(f"  {verdict}{of}\n")
         if not verdict.is_equal:

@@ -67,7 +67,7 @@ class ModelUnderTest:
             model, loss = result
         else:
             raise ConfigError(
-                f"{self.name} returned {_described(result)}; let it return a model and a function loss(model, index), "
+                f"{self.name} returned {_describe(result)}; let it return a model and a function loss(model, index), "
                 "or a model that takes input_ids and labels"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -107,10 +107,10 @@ class ModelUnderTest:
                 "labels, or whose config has no vocab_size; return the model and a function loss(model, index)"
             )
 
-        def loss(wrapped: nn.Module, index: int) -> torch.Tensor:
+        def loss(wrapper: nn.Module, index: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(index)
             tokens = torch.randint(0, vocabulary, (_SEQUENCES, _LENGTH), generator=generator).to(current_device())
-            loss_of_batch: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
+            loss_of_batch: torch.Tensor = wrapper(input_ids=tokens, labels=tokens).loss
             return loss_of_batch
 
         return loss
@@ -137,11 +137,11 @@ def load_model_under_test(name: str) -> ModelUnderTest:
             raise ConfigError(f"{module_name} has no {attribute}; write module:function, as {module_name}:build")
         function = getattr(function, part)
     if not callable(function):
-        raise ConfigError(f"{name} is {_described(function)}; it has to be a function that builds a model")
+        raise ConfigError(f"{name} is {_describe(function)}; it has to be a function that builds a model")
     return ModelUnderTest(name, function)
 
 
-def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
+def scalar_loss(under_test: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
     """Returns the loss of a micro-batch. Its random draws depend only on its number.
 
     Raises:
@@ -151,13 +151,13 @@ def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int
     total = loss(model, index)
     if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.requires_grad:
         raise ConfigError(
-            f"the loss of {tested.name} is {_described(total)}; let loss(model, index) return a scalar tensor that "
-            "depends on the model's parameters"
+            f"the loss of {under_test.name} is {_describe(total)}; let loss(model, index) return a scalar tensor "
+            "that depends on the model's parameters"
         )
     return total.reshape(())
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}" + ("" if value.requires_grad else " without a gradient")
     if isinstance(value, tuple):
@@ -186,15 +186,15 @@ class Training:
 
     def __init__(
         self,
-        tested: ModelUnderTest,
+        under_test: ModelUnderTest,
         ddp_config: DistributedDataParallelConfig | None,
         optimizer: OptimizerConfig,
         micro_batches: int,
     ) -> None:
-        self._tested, self._micro_batches = tested, micro_batches
+        self._under_test, self._micro_batches = under_test, micro_batches
         self._wrapper: _BaseDataParallel | None = None
         if ddp_config is None:
-            model, self._loss = tested.build()
+            model, self._loss = under_test.build()
             for tensor in (*model.parameters(), *model.buffers()):
                 # As wrappers do: ranks may have built different values.
                 broadcast_by_backend(tensor.detach(), what="initial values")
@@ -203,7 +203,7 @@ class Training:
             instances = ddp_config.num_distributed_optimizer_instances
             if instances > 1:
                 parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-            model, self._loss = tested.build()
+            model, self._loss = under_test.build()
             # No config of the model's: under every wrapper it runs in the precision in which it was built.
             self.model = self._wrapper = wrap_model(
                 model,
@@ -227,7 +227,7 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=current_device())
         for index in indices:
             with nullcontext() if wrapper is None or index == indices[-1] else wrapper.no_sync():
-                loss = scalar_loss(self._tested, self._loss, self.model, index)
+                loss = scalar_loss(self._under_test, self._loss, self.model, index)
                 (loss / len(indices)).backward()
             total += loss.detach().double() / len(indices)
         if wrapper is not None:

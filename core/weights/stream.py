@@ -120,7 +120,7 @@ def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing
     wanted = set(only)
     unknown = sorted(wanted - {tensor.name for tensor in sent})
     if unknown or not wanted:
-        shown = listed(unknown, _NUM_LISTED, ", ") or "nothing"
+        shown = join_parts(unknown, _NUM_LISTED, ", ") or "nothing"
         raise ConfigError(f"only names {shown}, which the model does not send; names are as {sent[0].name}")
     return [tensor for tensor in sent if tensor.name in wanted]
 

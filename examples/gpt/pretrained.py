@@ -30,7 +30,7 @@ from core.models.gpt.architecture import (
     gpt_of,
     model_fields,
 )
-from core.models.gpt.expert_weights import dense_architecture, group_routers, upcycled
+from core.models.gpt.expert_weights import dense_architecture, group_routers, upcycle_recipes
 from core.models.gpt.hugging_face import load_hugging_face, read_hf_config
 from core.models.gpt.megatron_layout import find_megatron, load_megatron
 from core.training.checkpointing import find_checkpoint
@@ -119,7 +119,7 @@ def load_run_weights(
         index = Ranks().on_all(lambda: read_index(existing_folder(checkpoint)))
         rows = {name: index.tensors[name].shape[0] for name in stored.values() if name in index.tensors}
         dense = [Recipe(name, (Run(source, rows.get(source, 0)),)) for name, source in stored.items()]
-        recipes, copies = upcycled(architecture_of(model), dense, targets, upcycle)
+        recipes, copies = upcycle_recipes(architecture_of(model), dense, targets, upcycle)
         load_foreign(copies, recipes, index, checkpoint, ignored=index.tensors.keys() - rows.keys())
         group_routers(targets, upcycle)
 

@@ -45,14 +45,14 @@ class ShardstackAccelerator(Accelerator):
         """Prepares as accelerate does, but wraps models before it prepares optimizers, in any order of arguments."""
         before = {arg: dict(arg.named_parameters()) for arg in args if isinstance(arg, nn.Module)}
         models = {arg: self.prepare_model(arg) for arg in before}
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
-        for model, wrapped in models.items():
-            after = dict(unwrap_model(wrapped).named_parameters())
-            replaced |= {param: after[name] for name, param in before[model].items() if name in after}
-        prepared = [
-            models[arg] if isinstance(arg, nn.Module) else self._with_own_gradients(arg, replaced) for arg in args
+        replacements: dict[nn.Parameter, nn.Parameter] = {}
+        for model, wrapper in models.items():
+            after = dict(unwrap_model(wrapper).named_parameters())
+            replacements |= {param: after[name] for name, param in before[model].items() if name in after}
+        objects = [
+            models[arg] if isinstance(arg, nn.Module) else self._with_own_gradients(arg, replacements) for arg in args
         ]
-        return super().prepare(*prepared, device_placement=device_placement)
+        return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -63,14 +63,14 @@ class ShardstackAccelerator(Accelerator):
             WrapError: the model is wrapped already, or cannot be.
         """
         if Trained.of(model) is not None:
-            if not any(known is model for known in self._models):
+            if not any(other is model for other in self._models):
                 self._models.append(model)
             return model
-        placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        on_device: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
-            return placed
-        self._models = [known for known in self._models if known is not placed]
-        wrapper = self.plugin.wrap(placed)
+            return on_device
+        self._models = [other for other in self._models if other is not on_device]
+        wrapper = self.plugin.wrap(on_device)
         Trained(wrapper)
         self._models.append(wrapper)
         return wrapper
@@ -83,19 +83,19 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             OptimizerError: the optimizer was built before its model was wrapped, or cannot update shards.
         """
-        prepared: torch.optim.Optimizer = self._with_own_gradients(optimizer, {})
-        if not isinstance(prepared, PreparedOptimizer):
-            prepared = super().prepare_optimizer(prepared, device_placement)
-            return prepared
-        if not any(known is prepared for known in self._optimizers):
-            self._optimizers.append(prepared)
-        return prepared
+        ours: torch.optim.Optimizer = self._with_own_gradients(optimizer, {})
+        if not isinstance(ours, PreparedOptimizer):
+            ours = super().prepare_optimizer(ours, device_placement)
+            return ours
+        if not any(other is ours for other in self._optimizers):
+            self._optimizers.append(ours)
+        return ours
 
-    def _with_own_gradients(self, arg: Any, replaced: dict[nn.Parameter, nn.Parameter]) -> Any:
+    def _with_own_gradients(self, arg: Any, replacements: dict[nn.Parameter, nn.Parameter]) -> Any:
         """Prepares an optimizer of a wrapped model. Returns any other object unchanged."""
         if not isinstance(arg, torch.optim.Optimizer) or isinstance(arg, AcceleratedOptimizer):
             return arg
-        params = [replaced.get(param, param) for group in arg.param_groups for param in group["params"]]
+        params = [replacements.get(param, param) for group in arg.param_groups for param in group["params"]]
         trained = Trained.of_parameters(params)
         if trained is None and not self._prepared() and not any(map(owner_of, params)):
             return arg
@@ -105,13 +105,13 @@ class ShardstackAccelerator(Accelerator):
                 "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from the prepared "
                 "model's parameters"
             )
-        return prepare_optimizer(arg, trained, replaced)
+        return prepare_optimizer(arg, trained, replacements)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the model as it was before `prepare`. Its parameters stay where the wrapper has them."""
         inside = model.module if isinstance(model, _BaseDataParallel) else model
-        unwrapped: nn.Module = super().unwrap_model(inside, *args, **kwargs)
-        return unwrapped
+        result: nn.Module = super().unwrap_model(inside, *args, **kwargs)
+        return result
 
     # ---- a step
 
@@ -127,7 +127,7 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             ConfigError: another norm, or a part of the model's parameters.
         """
-        params = _listed(parameters)
+        params = _as_list(parameters)
         trained = self._with_global_gradient(params)
         if trained is None:
             return super().clip_grad_norm_(params, max_norm, norm_type)
@@ -135,7 +135,7 @@ class ShardstackAccelerator(Accelerator):
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
-        params = _listed(parameters)
+        params = _as_list(parameters)
         trained = self._with_global_gradient(params)
         if trained is None:
             super().clip_grad_value_(params, clip_value)
@@ -150,10 +150,10 @@ class ShardstackAccelerator(Accelerator):
         trained = Trained.of(next(iter(owners), None))
         if trained is not None:
             trained.check_complete(parameters)
-        elif len(prepared := self._prepared()) == 1:
+        elif len(models := self._prepared()) == 1:
             # Copies that FSDP2 has gathered know no wrapper.
-            copies = {id(copy) for copy in prepared[0].wrapper.gradient_receivers()}
-            trained = prepared[0] if any(id(parameter) in copies for parameter in parameters) else None
+            copies = {id(copy) for copy in models[0].wrapper.gradient_receivers()}
+            trained = models[0] if any(id(parameter) in copies for parameter in parameters) else None
         if trained is not None:
             trained.finish_sums()
         return trained
@@ -184,12 +184,12 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             CheckpointError: it is missing, damaged, or of another model.
         """
-        prepared = self._prepared()
+        own_models = self._prepared()
         unhooked_models: list[nn.Module] = []  # the models that no hook of the user has taken; set by `take_own`
-        folders: list[Path] = []  # of `prepared`, in the folder that accelerate chose; set by `take_own`
+        folders: list[Path] = []  # of `own_models`, in the folder that accelerate chose; set by `take_own`
 
         def take_own(models: list[nn.Module], folder: str) -> None:
-            folders.extend(checkpoint_folder(folder, index) for index in range(len(prepared)))
+            folders.extend(checkpoint_folder(folder, index) for index in range(len(own_models)))
             missing = [path.name for path in folders if not path.is_dir()]
             if missing:
                 raise CheckpointError(
@@ -205,7 +205,7 @@ class ShardstackAccelerator(Accelerator):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
-        for folder, trained in zip(folders, prepared, strict=True):
+        for folder, trained in zip(folders, own_models, strict=True):
             if any(model is trained.wrapper for model in unhooked_models):
                 load_trained(folder, trained, saved_tensors(trained))
 
@@ -214,7 +214,7 @@ class ShardstackAccelerator(Accelerator):
         """Hides inside it the optimizers that this library updates, whose state is in its own checkpoint."""
         optimizers = self._optimizers
         self._optimizers = [
-            known for known in optimizers if not (isinstance(known, PreparedOptimizer) and known.megatron is not None)
+            other for other in optimizers if not (isinstance(other, PreparedOptimizer) and other.megatron is not None)
         ]
         try:
             yield
@@ -225,7 +225,7 @@ class ShardstackAccelerator(Accelerator):
         return [trained for model in self._models if (trained := Trained.of(model)) is not None]
 
 
-def _listed(parameters: Iterable[nn.Parameter] | Tensor) -> list[Any]:
+def _as_list(parameters: Iterable[nn.Parameter] | Tensor) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
@@ -240,5 +240,5 @@ def saved_tensors(trained: Trained) -> dict[str, Tensor]:
     model, tensors = unwrap_model(trained.wrapper), trained.model_tensors()
     if not hasattr(model, "peft_config"):
         return tensors
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: tensor for name, tensor in tensors.items() if name not in frozen}
+    frozen_names = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in tensors.items() if name not in frozen_names}

@@ -60,13 +60,13 @@ class ShardstackPlugin:
         names = transformer_cls_names_to_wrap
         self.unit_names = names if names is None or isinstance(names, str) else ",".join(names)
         self.hybrid = hybrid
-        known = [field.name for field in dataclasses.fields(kind) if field.name not in _DECIDED_HERE]
+        allowed = [field.name for field in dataclasses.fields(kind) if field.name not in _DECIDED_HERE]
         for name in settings:
             if name in _DECIDED_HERE:
                 raise ConfigError(f"{name} is given, and sharding_strategy and hybrid decide it; drop it")
-            if name not in known:
+            if name not in allowed:
                 raise ConfigError(
-                    f"ShardstackPlugin({sharding_strategy!r}) has no setting {name!r}; {choices(name, known)}"
+                    f"ShardstackPlugin({sharding_strategy!r}) has no setting {name!r}; {choices(name, allowed)}"
                 )
         self.ddp_config = config_of(sharding_strategy, **settings)
         reject_reproducible(self.ddp_config)
@@ -88,11 +88,11 @@ class ShardstackPlugin:
                 pin_memory=config.pin_memory and device.device_type() != "cpu",
             )
         ranks = data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD
-        wrapped = wrap_for_trainer(model, config, ranks, self._units(model), calculate_per_token_loss=True)
+        wrapper = wrap_for_trainer(model, config, ranks, self._units(model), calculate_per_token_loss=True)
         if config.shards_parameters:
             # Hugging Face's `generate` reads it: ranks whose text has ended go on until all have.
             model._is_fsdp_managed_module = True  # type: ignore[assignment]
-        return wrapped
+        return wrapper
 
     def _units(self, model: nn.Module) -> list[UnitChoice]:
         config = self.ddp_config
@@ -164,7 +164,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, trained: Trained, replaced: Mapping[nn.Parameter, nn.Parameter]
+    optimizer: torch.optim.Optimizer, trained: Trained, replacements: Mapping[nn.Parameter, nn.Parameter]
 ) -> PreparedOptimizer:
     """Makes a torch optimizer, built over the plain or the wrapped model, update the wrapped model.
 
@@ -172,12 +172,12 @@ def prepare_optimizer(
     their groups and settings. Over replicas, any other optimizer makes its own updates.
 
     Args:
-        replaced: maps parameters of the plain model to those of the wrapped model.
+        replacements: maps parameters of the plain model to those of the wrapped model.
 
     Raises:
         OptimizerError: the optimizer cannot update shards, has stepped already, or has parameters of another model.
     """
-    replace_parameters(optimizer, replaced)
+    replace_parameters(optimizer, replacements)
     if unlike_ours(optimizer) and trained.wrapper.plan.is_replicated:
         return PreparedOptimizer(optimizer, trained)
     if optimizer.state and not unlike_ours(optimizer):

@@ -100,7 +100,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             OptimizerError: built before the model was wrapped, or one that cannot update its shards.
         """
         trained = take_optimizer(optimizer)
-        if any(known.wrapper is trained.wrapper for known in self._trained.values()):
+        if any(other.wrapper is trained.wrapper for other in self._trained.values()):
             raise OptimizerError(
                 f"{type(optimizer).__name__} is a second optimizer of one model; a step of the first zeroes the "
                 "gradients of all: use one, with a group of parameters for each setting"
@@ -179,9 +179,9 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             if hasattr(value, "state_dict"):  # as of a scheduler
                 values[name] = value.state_dict()
         model = self.get_module_state_dict(trained.wrapper)
-        unknown = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
-        if unknown:
-            raise CheckpointError(f"filter names {', '.join(unknown)}; only the model's tensors can be filtered")
+        foreign_names = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
+        if foreign_names:
+            raise CheckpointError(f"filter names {', '.join(foreign_names)}; only the model's tensors can be filtered")
         for keeps in (filter or {}).values():
             model = {name: tensor for name, tensor in model.items() if keeps(name, tensor)}
         save_folder(self.folder(path), trained, model, values, with_optimizer=has_optimizer)
@@ -202,18 +202,18 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
         trained, values, has_optimizer = self._split(states)
         folder = self.folder(path)
-        stored: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
-        missing = [name for name in values if name not in stored]
+        values_there: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
+        missing = [name for name in values if name not in values_there]
         if strict and missing:
             raise CheckpointError(f"{folder} does not hold {', '.join(missing)}; give strict=False, or leave them out")
         for name, value in values.items():
-            if name in stored:
-                saved = stored.pop(name)
+            if name in values_there:
+                value_there = values_there.pop(name)
                 if hasattr(value, "load_state_dict"):
-                    value.load_state_dict(saved)
+                    value.load_state_dict(value_there)
                 else:
-                    states[name] = saved
-        return stored
+                    states[name] = value_there
+        return values_there
 
     # ---- inside
 

@@ -64,9 +64,9 @@ class Processes:
         strategy: Any = super()
         strategy.__init__(**lightning)
         of_ddp = {name for name in lightning if name.startswith("ddp_comm_") or name == "model_averaging_period"}
-        if unknown := sorted(of_ddp | vars(self).pop("_ddp_kwargs").keys()):  # which Lightning gives to torch's DDP
+        if names := sorted(of_ddp | vars(self).pop("_ddp_kwargs").keys()):  # which Lightning gives to torch's DDP
             raise ConfigError(
-                f"the strategy has no argument {', '.join(unknown)}; settings of the wrapper are a config of "
+                f"the strategy has no argument {', '.join(names)}; settings of the wrapper are a config of "
                 "core.distributed, given as sharding"
             )
 
@@ -142,14 +142,14 @@ def wrap(module: nn.Module, settings: DistributedDataParallelConfig, units: Unit
             )
         return Trained(wrapper)
     mesh = world_mesh(settings.num_distributed_optimizer_instances)
-    chosen = _units(module, settings, units)
-    return Trained(wrap_model(module, SimpleNamespace(), settings, process_group=mesh, sub_modules_to_wrap=chosen))
+    modules = _units(module, settings, units)
+    return Trained(wrap_model(module, SimpleNamespace(), settings, process_group=mesh, sub_modules_to_wrap=modules))
 
 
 def _units(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> list[UnitChoice]:
     if units is not None:
-        listed = ([unit] if isinstance(unit, type) else units_by_class(module, unit, "units") for unit in units)
-        return [kind for kinds in listed for kind in kinds]
+        kinds = ([unit] if isinstance(unit, type) else units_by_class(module, unit, "units") for unit in units)
+        return [kind for several in kinds for kind in several]
     try:
         return list(units_by_class(module, None, "units"))
     except WrapError as error:

@@ -33,9 +33,9 @@ class StepsThroughStrategy(Precision):
         norm_before = self.strategy.grad_norm
         result = self._wrap_closure(model, optimizer, closure)
         if result is not None:
-            measured = self.strategy.trained.step()
+            norm = self.strategy.trained.step()
             if self.strategy.grad_norm is norm_before:  # nothing was clipped
-                self.strategy.grad_norm = None if measured is None else torch.tensor(measured)
+                self.strategy.grad_norm = None if norm is None else torch.tensor(norm)
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

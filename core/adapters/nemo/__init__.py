@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _FSDP2 = (
-    honoured("activation_checkpointing", value=lambda asked: {True: "full", False: "none"}.get(asked, asked)),
+    honoured("activation_checkpointing", value=lambda value: {True: "full", False: "none"}.get(value, value)),
     honoured("reshard_after_forward"),
     honoured("offload_policy", "cpu_offload", lambda policy: isinstance(policy, CPUOffloadPolicy)),
     honoured("offload_policy", "pin_memory", lambda policy: getattr(policy, "pin_memory", False)),

@@ -76,11 +76,11 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         ParallelConfigError: the model brings no plan, or one with a style that torch has no means for.
     """
     inner = getattr(model, "model", None)
-    named: dict[str, Any] = {}
+    styles: dict[str, Any] = {}
     for owner, prefix in ((type(model), ""), (model, ""), (type(inner), "model."), (inner, "model.")):
         plan = getattr(owner, "_tp_plan", None) or {}
-        named |= {f"{prefix}{name}": style for name, style in plan.items()}
-    if not named:
+        styles |= {f"{prefix}{name}": style for name, style in plan.items()}
+    if not styles:
         raise ParallelConfigError(
             f"{type(model).__name__} brings no tensor-parallel plan (_tp_plan); write one, {{module name: "
             "ParallelStyle}, or shard it without tensor parallelism"
@@ -88,7 +88,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     names = [name for name, _ in model.named_modules()]
     return {
         pattern: style if isinstance(style, ParallelStyle) else translate_to_torch_parallel_style(style)
-        for pattern, style in named.items()
+        for pattern, style in styles.items()
         if any(_matches(pattern, name) for name in names)
     }
 
@@ -163,23 +163,23 @@ def _check_plan(model: nn.Module, plan: Plan) -> None:
             )
         if not any(_matches(pattern, name) for name in names):
             # A number in a name is that of a layer: the suggestions name all layers at once.
-            known = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names if name)
+            forms = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names if name)
             raise ParallelConfigError(
                 f"tp_shard_plan names {pattern!r}, which matches no module of {type(model).__name__}; "
-                f"{choices(pattern, known)}"
+                f"{choices(pattern, forms)}"
             )
 
 
 def _matches(pattern: str, name: str) -> bool:
-    parts, named = pattern.split("."), name.split(".")
-    return len(parts) == len(named) and all(map(fnmatchcase, named, parts))
+    parts, name_parts = pattern.split("."), name.split(".")
+    return len(parts) == len(name_parts) and all(map(fnmatchcase, name_parts, parts))
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    return [tied for tied in names.values() if len(tied) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> dict[str, ParallelStyle]:
@@ -188,8 +188,8 @@ def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> di
     styles = {}
     for names in ties:
         modules = [name.rpartition(".")[0] for name in names]
-        planned = [name for name in modules if any(_matches(pattern, name) for pattern in plan)]
-        for name in set(modules) - set(planned) if planned else ():
+        matching = [name for name in modules if any(_matches(pattern, name) for pattern in plan)]
+        for name in set(modules) - set(matching) if matching else ():
             module = model.get_submodule(name)
             if isinstance(module, nn.Embedding):
                 styles[name] = translate_to_torch_parallel_style("embedding_rowwise")

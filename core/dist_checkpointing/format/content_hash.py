@@ -83,10 +83,10 @@ def _runs(values: Tensor, offsets: list[int], shape: list[int], base: int) -> It
         rows = max(1, _BLOCK_BYTES // (row * values.element_size()))
         for first in range(0, len(values), rows):
             part = values[first : first + rows]
-            filled = torch.zeros((len(part), row * values.element_size()), dtype=torch.uint8)
+            padded_rows = torch.zeros((len(part), row * values.element_size()), dtype=torch.uint8)
             begin, size = offsets[1] * inner * values.element_size(), part.shape[1] * inner * values.element_size()
-            filled[:, begin : begin + size] = torch.from_numpy(_bytes(part)).view(len(part), size)
-            yield _bytes(filled), start + first * row
+            padded_rows[:, begin : begin + size] = torch.from_numpy(_bytes(part)).view(len(part), size)
+            yield _bytes(padded_rows), start + first * row
         return
     for index in range(len(values)):
         yield from _runs(values[index], offsets[1:], shape[1:], start + index * row)
@@ -100,21 +100,21 @@ def _run_hash(data: np.ndarray, start: int) -> int:
     """Returns the sum over a run of bytes that begins at byte `start` of the whole tensor."""
     keys = _position_keys()
     wide = np.empty(min(_BLOCK_WORDS, len(data) // _WORD_BYTES + 2), np.uint64)
-    total = done = 0
-    while done < len(data):
-        block, inside = divmod(start + done, _BLOCK_BYTES)
-        part = data[done : done + _BLOCK_BYTES - inside]
+    total = position = 0
+    while position < len(data):
+        block, inside = divmod(start + position, _BLOCK_BYTES)
+        part = data[position : position + _BLOCK_BYTES - inside]
         first, lead = divmod(inside, _WORD_BYTES)
         if lead or len(part) % _WORD_BYTES:  # the run has only some bytes of its first or last word
-            padded = np.zeros(-(-(lead + len(part)) // _WORD_BYTES) * _WORD_BYTES, np.uint8)
-            padded[lead : lead + len(part)] = part
-            words = padded.view(np.uint32)
+            block_bytes = np.zeros(-(-(lead + len(part)) // _WORD_BYTES) * _WORD_BYTES, np.uint8)
+            block_bytes[lead : lead + len(part)] = part
+            words = block_bytes.view(np.uint32)
         else:
             words = part.view(np.uint32)
         factors = wide[: len(words)]
         factors[...] = words
         total += int(np.dot(factors, keys[first : first + len(words)])) * _block_key(block)
-        done += len(part)
+        position += len(part)
     return total % MODULUS
 
 

@@ -121,8 +121,8 @@ class CheckpointIndex:
                 expect(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
                 expect(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
             volume += elements
-        covered = volume == math.prod(entry.shape) and not share_elements(entry.pieces)
-        expect(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
+        is_covered = volume == math.prod(entry.shape) and not share_elements(entry.pieces)
+        expect(is_covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
 
 def share_elements(pieces: Sequence[Box]) -> bool:
@@ -241,18 +241,18 @@ def as_sizes(value: Any) -> tuple[int, ...]:
 
 
 def _decode_tensor(name: str, value: Any) -> TensorEntry:
-    known = isinstance(value, dict) and value.keys() == {"dtype", "shape", "hash", "pieces"}
-    expect(known and isinstance(value["pieces"], list), f"tensor {brief(name)} has no dtype, shape and pieces")
+    has_fields = isinstance(value, dict) and value.keys() == {"dtype", "shape", "hash", "pieces"}
+    expect(has_fields and isinstance(value["pieces"], list), f"tensor {brief(name)} has no dtype, shape and pieces")
     dtype = value["dtype"]
     expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
     pieces = []
     for piece in value["pieces"]:
         complete = isinstance(piece, list) and len(piece) == 6
         expect(complete, f"tensor {brief(name)} has a piece without its six fields")
-        offsets, sizes, file, start, num_bytes, hashed = piece
-        typed = isinstance(file, str) and is_size(start) and is_size(num_bytes)
-        expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
-        pieces.append(Piece(as_sizes(offsets), as_sizes(sizes), file, start, num_bytes, _hash_value(name, hashed)))
+        offsets, sizes, file, start, num_bytes, hash_value = piece
+        has_types = isinstance(file, str) and is_size(start) and is_size(num_bytes)
+        expect(has_types, f"tensor {brief(name)} has a piece at no place in a file")
+        pieces.append(Piece(as_sizes(offsets), as_sizes(sizes), file, start, num_bytes, _hash_value(name, hash_value)))
     return TensorEntry(DTYPES[dtype], as_sizes(value["shape"]), tuple(pieces))
 
 

@@ -26,7 +26,7 @@ class PieceReader:
         self.folder = folder
         self.index = index
         self._last: tuple[Piece, Tensor] | None = None
-        """The piece that was unpacked last, and its tensor. `stored` replaces it by the next one."""
+        """The piece that was unpacked last, and its tensor. `piece_values` replaces it by the next one."""
 
     def fill(self, targets: Mapping[str, Tensor]) -> set[str]:
         """Fills this rank's part of each tensor. Returns those assembled from other pieces than they were saved in.
@@ -35,19 +35,19 @@ class PieceReader:
             targets: tensors of the whole model by name, each in the index with this shape and dtype.
         """
         requests = []
-        resharded = set()
+        resharded_names = set()
         for name, target in targets.items():
             for offsets, values in held_boxes(target):
                 for piece, inside, within in self.overlaps(name, offsets, values.shape):
                     requests.append((name, piece, values[inside], within))
                     if (piece.offsets, piece.sizes) != (offsets, tuple(values.shape)):
-                        resharded.add(name)
+                        resharded_names.add(name)
         for name, piece, part, within in sorted(requests, key=lambda request: (request[1].file, request[1].start)):
             if self.index.encoding == "raw" and tuple(part.shape) == piece.sizes and _is_plain_memory(part):
                 self._read_into(part, piece)
             else:
-                part.copy_(self.stored(name, piece)[within])
-        return resharded
+                part.copy_(self.piece_values(name, piece)[within])
+        return resharded_names
 
     def files_of(self, targets: Mapping[str, Tensor]) -> set[str]:
         """Returns the files that `fill` reads for tensors, those that the index lacks left out."""
@@ -67,14 +67,14 @@ class PieceReader:
         memory = target.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / piece.file).open("rb", buffering=0) as stream:
             stream.seek(piece.start)
-            done = 0
-            while done < len(memory):
-                count = stream.readinto(memory[done:])
+            num_read = 0
+            while num_read < len(memory):
+                count = stream.readinto(memory[num_read:])
                 if not count:
                     raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
-                done += count
+                num_read += count
 
-    def stored(self, name: str, piece: Piece) -> Any:
+    def piece_values(self, name: str, piece: Piece) -> Any:
         """Returns a stored piece of the tensor `name`, to read by indexing. Raw bytes are a mapped view of the file.
 
         Raises:
@@ -83,8 +83,8 @@ class PieceReader:
         path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
         if self.index.encoding == "raw":
             # Copy-on-write, so that torch gets the writable memory that it requires and the file does not change.
-            mapped = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
-            return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
+            data = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
+            return torch.from_numpy(data).view(dtype).view(piece.sizes)
         if self._last is not None and self._last[0] is piece:
             return self._last[1]
         self._last = None  # free it before the next one is unpacked

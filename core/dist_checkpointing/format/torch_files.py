@@ -46,9 +46,9 @@ def _kind_of(module: str, name: str) -> str | None:
 def read_torch_index(path: Path) -> CheckpointIndex:
     """Returns the checked index of a ``torch.distributed.checkpoint`` checkpoint, from its ``.metadata`` pickle."""
     root = _load_inert(read_file(path, PICKLE_BYTES))
-    stored = _table(_field(root, "Metadata", "storage_data"))
+    places = _table(_field(root, "Metadata", "storage_data"))
     infos: dict[tuple[str, tuple[int, ...]], _Record] = {}
-    for key, info in stored.items():
+    for key, info in places.items():
         name, offset = _field(key, "MetadataIndex", "fqn"), _field(key, "MetadataIndex", "offset")
         expect(isinstance(name, str), f"a piece belongs to {brief(name)}")
         if offset is not None:
@@ -88,8 +88,8 @@ def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]]
         expect((name, offsets) in infos, f"tensor {brief(name)} has a piece at {list(offsets)} that is stored nowhere")
         info = infos[name, offsets]
         file, start, num_bytes = (_field(info, "_StorageInfo", key) for key in ("relative_path", "offset", "length"))
-        typed = isinstance(file, str) and is_size(start) and is_size(num_bytes)
-        expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
+        has_types = isinstance(file, str) and is_size(start) and is_size(num_bytes)
+        expect(has_types, f"tensor {brief(name)} has a piece at no place in a file")
         expect(info.get("transform_descriptors") is None, f"tensor {brief(name)} is stored through a stream transform")
         pieces.append(Piece(offsets, sizes, file, start, num_bytes))
     shape = _torch_size(_field(entry, "TensorStorageMetadata", "size"))

@@ -26,7 +26,7 @@ from ... import parallel_state
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
-from ...base.text import listed, rank_list
+from ...base.text import join_parts, rank_list
 from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
 from ..groups import DataParallelGroups, is_expert_parameter, kind_of, managed_parameters
 from ..plan import Plan
@@ -226,7 +226,7 @@ def reject_different_models(plan: Plan) -> None:
     by_value: dict[str, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         by_value[value].append(rank)
-    differing = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
+    differing = join_parts([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
     raise WrapError(
         f"the ranks of a data-parallel group wrap different models, first in {name}: {differing}. Build the same "
         "model from the same settings on every rank (ranks are counted within the group)"

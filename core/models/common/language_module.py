@@ -39,7 +39,7 @@ class LanguageModule(MegatronModule):
         """
         labels = labels.transpose(0, 1).contiguous()
         loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels, tp_group=self.tp_group)
-        return transposed(loss)
+        return batch_first(loss)
 
 
 class LinearCrossEntropyModule(ColumnParallelLinear):
@@ -85,7 +85,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
         target = labels.transpose(0, 1).contiguous()
         if isinstance(adapter := getattr(self, "adapter", None), Adapter):  # whose update needs whole logits
             logits = super().forward(input_, weight)[0] + adapter(input_)
-            return transposed(tensor_parallel.vocab_parallel_cross_entropy(logits, target, tp_group=self.tp_group))
+            return batch_first(tensor_parallel.vocab_parallel_cross_entropy(logits, target, tp_group=self.tp_group))
         loss = linear_cross_entropy(
             input_,
             weight,
@@ -94,9 +94,9 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
         )
-        return transposed(loss)
+        return batch_first(loss)
 
 
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
+def batch_first(tensor: torch.Tensor) -> torch.Tensor:
     """Transposes `[s, b, ...]` to `[b, s, ...]` by a contiguous copy: FSDP2 warns of outputs that are views."""
     return tensor.transpose(0, 1).clone(memory_format=torch.contiguous_format)

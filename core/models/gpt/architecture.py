@@ -44,7 +44,7 @@ class Architecture:
     vocab_size: int
     """Rows of the embedding without padding, which a model may add."""
     max_sequence_length: int
-    tied: bool
+    ties_embeddings: bool
     """Whether the output projection uses the embedding's weight."""
     position_embedding_type: PositionEmbeddingType
 
@@ -67,7 +67,7 @@ class Architecture:
             config,
             vocab_size=vocab_size or self.vocab_size,
             max_sequence_length=self.max_sequence_length,
-            share_embeddings_and_output_weights=self.tied,
+            share_embeddings_and_output_weights=self.ties_embeddings,
             position_embedding_type=self.position_embedding_type,
         )
 
@@ -76,7 +76,7 @@ class Architecture:
         differing = differing_fields(self.transformer, other.transformer)
         if self.position_embedding_type != "rope":
             differing = [difference for difference in differing if not difference.startswith("rotary_")]
-        for name in ("tied", "position_embedding_type"):
+        for name in ("ties_embeddings", "position_embedding_type"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 differing.append(f"{name} {ours!r} and {theirs!r}")
@@ -111,7 +111,7 @@ def architecture_of(model: GPTModel) -> Architecture:
         },
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_sequence_length,
-        tied=model.share_embeddings_and_output_weights,
+        ties_embeddings=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
     )
 

@@ -57,9 +57,9 @@ def expert_fields(layout: str, get: Any, num_layers: int) -> tuple[dict[str, Any
     """
     fields: dict[str, Any] = {name: get.size(*names) for name, names in _KEYS[layout].items()}
     topk = fields["moe_router_topk"] = get.size(_TOPK)
-    normalized, problems = get("norm_topk_prob", layout != "qwen3_moe"), []
+    normalizes, problems = get("norm_topk_prob", layout != "qwen3_moe"), []
     if layout == "qwen3_moe":
-        fields["moe_router_pre_softmax"] = not normalized
+        fields["moe_router_pre_softmax"] = not normalizes
         step, dense = get.size("decoder_sparse_step", default=1), get("mlp_only_layers", [])
         if not isinstance(dense, list):
             problems.append("mlp_only_layers without a list")
@@ -79,13 +79,13 @@ def expert_fields(layout: str, get: Any, num_layers: int) -> tuple[dict[str, Any
                 get.size("n_shared_experts", default=1) * fields["moe_ffn_hidden_size"]
             ),
         }
-        if bool(normalized) != (topk > 1):
-            problems.append(f"norm_topk_prob {normalized} with {_TOPK} {topk}")
-        groups, chosen = fields["moe_router_num_groups"], fields["moe_router_group_topk"]
-        if groups != 1 and topk // chosen != _SCORED_BEST:
+        if bool(normalizes) != (topk > 1):
+            problems.append(f"norm_topk_prob {normalizes} with {_TOPK} {topk}")
+        groups, top_groups = fields["moe_router_num_groups"], fields["moe_router_group_topk"]
+        if groups != 1 and topk // top_groups != _SCORED_BEST:
             problems.append(
-                f"moe_router_topk {topk} in {chosen} of {groups} groups (a group's score is that of its "
-                f"{_SCORED_BEST} best experts there, and of its {topk // chosen} here)"
+                f"moe_router_topk {topk} in {top_groups} of {groups} groups (a group's score is that of its "
+                f"{_SCORED_BEST} best experts there, and of its {topk // top_groups} here)"
             )
     return fields, problems
 
@@ -166,7 +166,7 @@ def dense_architecture(a: Architecture, granularity: int = 1) -> Architecture:
     return replace(a, transformer=fields | {"num_moe_experts": None, "ffn_hidden_size": width * granularity})
 
 
-def upcycled(
+def upcycle_recipes(
     a: Architecture, recipes: Iterable[Recipe], targets: Mapping[str, torch.Tensor], granularity: int = 1
 ) -> tuple[list[Recipe], dict[str, torch.Tensor]]:
     """Returns the recipes of a model with experts from those of its dense model, and the tensors that they fill.
@@ -197,9 +197,9 @@ def group_routers(
     wholes = dict(TensorStream(routers, process_group=process_group))
     rows = {n: whole[: len(whole) // granularity].repeat_interleave(granularity, 0) for n, whole in wholes.items()}
     for name, router in routers.items():
-        for offsets, held in held_boxes(router):
-            held.copy_(
-                rows[name][tuple(slice(start, start + n) for start, n in zip(offsets, held.shape, strict=True))]
+        for offsets, part in held_boxes(router):
+            part.copy_(
+                rows[name][tuple(slice(start, start + n) for start, n in zip(offsets, part.shape, strict=True))]
             )
 
 

@@ -34,7 +34,7 @@ from ...transformer.transformer_block import TransformerBlock, TransformerBlockS
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from ..common.language_module import LanguageModule, LinearCrossEntropyModule, transposed
+from ..common.language_module import LanguageModule, LinearCrossEntropyModule, batch_first
 
 
 class GPTModel(LanguageModule):
@@ -284,7 +284,7 @@ class GPTModel(LanguageModule):
             return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels)
         if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
-        return transposed(logits)
+        return batch_first(logits)
 
     def _with_expert_losses(self, losses: Tensor, labels: Tensor) -> Tensor:
         if self.config.num_moe_experts is None:
@@ -308,8 +308,8 @@ def _check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> 
         ParallelConfigError: names the argument.
     """
     ends = {"pre_process": (pre_process, stage.is_first), "post_process": (post_process, stage.is_last)}
-    for name, (actual, needed) in ends.items():
-        if stage.count > 1 and actual != needed:
+    for name, (actual, required) in ends.items():
+        if stage.count > 1 and actual != required:
             raise ParallelConfigError(
                 f"{name} is {actual} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
                 "core.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"
@@ -335,8 +335,8 @@ def _check_fused_loss(model: LanguageModule) -> None:
         ConfigError: names the class.
     """
     kind = type(model)
-    replaced = kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
-    if model.config.fuses_linear_cross_entropy and replaced:
+    has_own_loss = kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
+    if model.config.fuses_linear_cross_entropy and has_own_loss:
         raise ConfigError(
             f'cross_entropy_fusion_impl is "linear", but {kind.__name__} has a compute_language_model_loss of its '
             "own, which takes whole logits; drop one of them"

@@ -87,7 +87,7 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
         "architectures": [_CLASSES[layout]],
         "model_type": layout,
         "vocab_size": a.vocab_size,
-        "tie_word_embeddings": a.tied,
+        "tie_word_embeddings": a.ties_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": dtype,
@@ -105,7 +105,7 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
         }
     base = float(a["rotary_base"])
     share = {"partial_rotary_factor": a["rotary_percent"]} if layout == "glm4_moe" else {}
-    described = common | {
+    settings = common | {
         "num_hidden_layers": a["num_layers"],
         "hidden_size": a["hidden_size"],
         "num_attention_heads": a["num_attention_heads"],
@@ -120,16 +120,16 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
         **share,
     }
     if a["num_moe_experts"] is not None:
-        described |= expert_settings(layout, a)
+        settings |= expert_settings(layout, a)
     if layout == "llama":
-        return described | {"attention_bias": a["add_bias_linear"], "mlp_bias": a["add_bias_linear"]}
+        return settings | {"attention_bias": a["add_bias_linear"], "mlp_bias": a["add_bias_linear"]}
     if layout == "glm4_moe":
-        return described | {"attention_bias": a["add_qkv_bias"], "use_qk_norm": a["qk_layernorm"]}
+        return settings | {"attention_bias": a["add_qkv_bias"], "use_qk_norm": a["qk_layernorm"]}
     if layout == "mixtral":
-        return described | {"sliding_window": None}
+        return settings | {"sliding_window": None}
     if layout in _NORMS_HEADS:
-        described["attention_bias"] = False
-    return described | {"use_sliding_window": False}
+        settings["attention_bias"] = False
+    return settings | {"use_sliding_window": False}
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
@@ -162,12 +162,12 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
             "add_bias_linear": True,
         }
         activation, positions = get("activation_function", "gelu_new"), get.size("n_positions", default=1024)
-        vocab_size, tied = get.size("vocab_size", default=50257), get("tie_word_embeddings", True)
+        vocab_size, ties_embeddings = get.size("vocab_size", default=50257), get("tie_word_embeddings", True)
     else:
         heads, hidden = get.size("num_attention_heads"), get.size("hidden_size")
-        biased = bool(config.get("attention_bias", False)) if layout == "llama" else False
-        if layout == "llama" and biased != bool(config.get("mlp_bias", False)):
-            problems.append(f"attention_bias {biased} with mlp_bias {not biased}")
+        has_bias = bool(config.get("attention_bias", False)) if layout == "llama" else False
+        if layout == "llama" and has_bias != bool(config.get("mlp_bias", False)):
+            problems.append(f"attention_bias {has_bias} with mlp_bias {not has_bias}")
         rope, rope_problems = _rope(config, layout)
         num_layers = get.size("num_hidden_layers", most=_MOST_LAYERS)
         problems += rope_problems
@@ -180,7 +180,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
             "ffn_hidden_size": get.size("intermediate_size"),
             "layernorm_epsilon": get.number("rms_norm_eps", 1e-5 if layout in ("mixtral", "glm4_moe") else 1e-6),
             "normalization": "RMSNorm",
-            "add_bias_linear": biased,
+            "add_bias_linear": has_bias,
             "gated_linear_unit": True,
             "add_qkv_bias": layout == "qwen2" or (layout == "glm4_moe" and bool(get("attention_bias", False))),
             "qk_layernorm": layout in _NORMS_HEADS or (layout == "glm4_moe" and bool(get("use_qk_norm", False))),
@@ -191,20 +191,20 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
             fields |= of_experts
             problems += expert_problems
         activation, positions = get("hidden_act", "silu"), get.size("max_position_embeddings", default=2048)
-        vocab_size, tied = get.size("vocab_size"), get("tie_word_embeddings", False)
+        vocab_size, ties_embeddings = get.size("vocab_size"), get("tie_word_embeddings", False)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         problems.append(f"the activation {brief(activation)}")
     if problems:
         raise CheckpointError(f"models here cannot express {', '.join(problems)} of this {layout}")
     try:
-        described = TransformerConfig(**fields | {"activation_func": _ACTIVATIONS[activation]})
+        transformer = TransformerConfig(**fields | {"activation_func": _ACTIVATIONS[activation]})
     except ConfigError as error:
         raise CheckpointError(f"config.json describes a {layout} that no model here can be: {error}") from error
     return Architecture(
-        transformer=model_fields(described),
+        transformer=model_fields(transformer),
         vocab_size=vocab_size,
         max_sequence_length=positions,
-        tied=bool(tied),
+        ties_embeddings=bool(ties_embeddings),
         position_embedding_type="learned_absolute" if layout == "gpt2" else "rope",
     )
 
@@ -254,10 +254,10 @@ def _inexpressible(layout: Layout, a: Architecture) -> list[str]:
     if a["activation_func"] not in _THEIR_ACTIVATIONS:
         return [f"activation_func {a['activation_func']}, a function without a name"]
     try:
-        expressed = architecture_from_hf(hf_config(layout, a))
+        read_back = architecture_from_hf(hf_config(layout, a))
     except CheckpointError as error:
         return [f"its settings ({error})"]
-    problems = [difference.rpartition(" and ")[0] for difference in a.differences(expressed)]
+    problems = [difference.rpartition(" and ")[0] for difference in a.differences(read_back)]
     heads, width = a["num_attention_heads"], a["hidden_size"]
     if layout == "llama" and width % heads:  # which transformers refuses
         problems.append(f"hidden_size {width}, which {heads} heads do not divide")

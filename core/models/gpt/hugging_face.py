@@ -38,7 +38,7 @@ from ...dist_checkpointing.model_state import stages_state_dict
 from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, read_safetensors_index, save_folder
 from ...transformer.lora import is_adapter
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
-from .expert_weights import dense_architecture, expert_recipes, group_routers, upcycled
+from .expert_weights import dense_architecture, expert_recipes, group_routers, upcycle_recipes
 from .hf_config import Layout, architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
 
 
@@ -65,12 +65,12 @@ def names_without_meaning(
         names: those of the files, for layers after the last one that predict further tokens.
     """
     layers = range(architecture["num_layers"])
-    ignored = {"lm_head.weight"} if architecture.tied else set()
+    names_there = {"lm_head.weight"} if architecture.ties_embeddings else set()
     if layout == "glm4_moe":
-        ignored |= {name for name in names if name.startswith(f"{prefix}layers.{len(layers)}.")}
+        names_there |= {name for name in names if name.startswith(f"{prefix}layers.{len(layers)}.")}
     if layout == "gpt2":
-        return ignored | {f"{prefix}h.{n}.attn.{name}" for n in layers for name in ("bias", "masked_bias")}
-    return ignored | {f"{prefix}layers.{n}.self_attn.rotary_emb.inv_freq" for n in layers}
+        return names_there | {f"{prefix}h.{n}.attn.{name}" for n in layers for name in ("bias", "masked_bias")}
+    return names_there | {f"{prefix}layers.{n}.self_attn.rotary_emb.inv_freq" for n in layers}
 
 
 def _llama_recipes(layout: Layout, a: Architecture, prefix: str) -> Iterator[Recipe]:
@@ -98,7 +98,7 @@ def _llama_recipes(layout: Layout, a: Architecture, prefix: str) -> Iterator[Rec
             yield Recipe(f"{ours}.mlp.linear_fc1.{kind}", (Run(gate, ffn, 0, 2), Run(up, ffn, 1, 2)))
             yield _plain(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.mlp.down_proj.{kind}", hidden)
     yield _plain("decoder.final_layernorm.weight", f"{prefix}norm.weight", hidden)
-    if not a.tied:
+    if not a.ties_embeddings:
         yield _plain("output_layer.weight", "lm_head.weight", a.vocab_size, padded=True)
 
 
@@ -109,20 +109,20 @@ def _gpt2_recipes(a: Architecture, prefix: str) -> Iterator[Recipe]:
     for layer in range(a["num_layers"]):
         ours, theirs = f"decoder.layers.{layer}", f"{prefix}h.{layer}"
         for kind in ("weight", "bias"):
-            turned = kind == "weight"
+            by_columns = kind == "weight"
             yield _plain(f"{ours}.input_layernorm.{kind}", f"{theirs}.ln_1.{kind}", hidden)
             sources = [(f"{theirs}.attn.c_attn.{kind}", block * hidden) for block in range(3)]
-            yield Recipe(f"{ours}.self_attention.linear_qkv.{kind}", _qkv_runs(a, sources, transposed=turned))
+            yield Recipe(f"{ours}.self_attention.linear_qkv.{kind}", _qkv_runs(a, sources, transposed=by_columns))
             for name, other, rows in (
                 ("self_attention.linear_proj", "attn.c_proj", hidden),
                 ("mlp.linear_fc1", "mlp.c_fc", ffn),
                 ("mlp.linear_fc2", "mlp.c_proj", hidden),
             ):
-                yield Recipe(f"{ours}.{name}.{kind}", (Run(f"{theirs}.{other}.{kind}", rows, transposed=turned),))
+                yield Recipe(f"{ours}.{name}.{kind}", (Run(f"{theirs}.{other}.{kind}", rows, transposed=by_columns),))
             yield _plain(f"{ours}.pre_mlp_layernorm.{kind}", f"{theirs}.ln_2.{kind}", hidden)
     for kind in ("weight", "bias"):
         yield _plain(f"decoder.final_layernorm.{kind}", f"{prefix}ln_f.{kind}", hidden)
-    if not a.tied:
+    if not a.ties_embeddings:
         yield _plain("output_layer.weight", "lm_head.weight", a.vocab_size, padded=True)
 
 
@@ -197,10 +197,10 @@ def save_hugging_face(
     plan = {meta.name: (meta.dtype, meta.shape) for meta in stream.metadata()}
 
     def describe(into: Path) -> None:
-        kinds = [plan[sent.name][0] for sent in stream.outgoing if not sent.sources[0].endswith("expert_bias")]
+        kinds = [plan[tensor.name][0] for tensor in stream.outgoing if not tensor.sources[0].endswith("expert_bias")]
         largest = max(kinds, key=lambda kind: kind.itemsize)
-        described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
-        write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        settings = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
+        write_durably(into / CONFIG_FILE, json.dumps(settings, indent=2) + "\n")
 
     save_folder(folder, plan, iter(stream), describe, ranks, max_shard_bytes=max_shard_bytes)
 
@@ -251,7 +251,7 @@ def load_hugging_face(
     recipes, targets = hf_recipes(layout, theirs, prefix=prefix), targets or base_state_dict(model)
     everything = targets
     if upcycle:
-        recipes, targets = upcycled(whole, recipes, targets, upcycle)
+        recipes, targets = upcycle_recipes(whole, recipes, targets, upcycle)
     load_foreign(
         targets,
         recipes,

@@ -28,7 +28,7 @@ from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from ...dist_checkpointing.format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex
 from ...dist_checkpointing.format.reader import read_index
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
-from .expert_weights import dense_architecture, group_routers, upcycled
+from .expert_weights import dense_architecture, group_routers, upcycle_recipes
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -75,7 +75,7 @@ def load_megatron(
     ours, targets = architecture_of(gpt), targets or base_state_dict(gpt)
     recipes, everything = [*_recipes(dense_architecture(ours, upcycle) if upcycle else ours, index, prefix)], targets
     if upcycle:
-        recipes, targets = upcycled(ours, recipes, targets, upcycle)
+        recipes, targets = upcycle_recipes(ours, recipes, targets, upcycle)
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
     load_foreign(targets, recipes, index, checkpoint, ignored=others, process_group=process_group)
     group_routers(everything, upcycle, process_group)
@@ -122,7 +122,7 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
     for kind in norm:
         name = f"decoder.final_layernorm.{kind}"
         yield Recipe(name, (Run(prefix + name, hidden),))
-    if not a.tied:
+    if not a.ties_embeddings:
         yield _vocabulary("output_layer.weight", index, prefix)
 
 

@@ -50,10 +50,10 @@ def parse_arguments(
         ConfigError: a flag is unknown, a value has the wrong type, or a section refuses its settings.
         MissingExtraError: cyclopts is not installed.
     """
-    given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
-    taken = {name for group in ALTERNATIVES if group & given.keys() for name in group}
-    taken |= {name for source, derived in DERIVED.items() if source in given for name in derived}
-    return build_config({name: value for name, value in (defaults or {}).items() if name not in taken} | given)
+    values = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
+    hidden = {name for group in ALTERNATIVES if group & values.keys() for name in group}
+    hidden |= {name for source, targets in DERIVED.items() if source in values for name in targets}
+    return build_config({name: value for name, value in (defaults or {}).items() if name not in hidden} | values)
 
 
 def parse_call(
@@ -102,8 +102,8 @@ def flag_documentation(kind: type) -> Mapping[str, str]:
         MissingExtraError: docstring_parser, which cyclopts brings, is not installed.
     """
     parse = _library("docstring_parser").parse_from_object
-    documented = [text for base in reversed(kind.__mro__[:-1]) for text in parse(base).params]
-    return {text.arg_name: " ".join(text.description.split()) for text in documented}
+    params = [text for base in reversed(kind.__mro__[:-1]) for text in parse(base).params]
+    return {text.arg_name: " ".join(text.description.split()) for text in params}
 
 
 def _collector(defaults: dict[str, Any]) -> Any:

@@ -24,33 +24,33 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         ConfigError: settings contradict each other, a section refuses its settings, or a required one is missing.
             Errors of several sections are one message, a line each.
     """
-    given = dict(values)
-    use_torch_fsdp2 = _chooses_fsdp2(given)
-    if given.pop("swiglu", False):
-        other = given.get("activation_func", "silu")
+    settings = dict(values)
+    use_torch_fsdp2 = _chooses_fsdp2(settings)
+    if settings.pop("swiglu", False):
+        other = settings.get("activation_func", "silu")
         if other != "silu":
             raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
-        given.update(gated_linear_unit=True, activation_func="silu")
+        settings.update(gated_linear_unit=True, activation_func="silu")
     for shorthand, name in AS_NUMBER.items():
-        if (number := given.pop(shorthand, None)) is not None:
-            if name in given:
+        if (number := settings.pop(shorthand, None)) is not None:
+            if name in settings:
                 raise ConfigError(f"{shorthand} {number} and {name} contradict each other; drop one")
-            given[name] = number
-    if (of_stage := given.pop("num_layers_per_virtual_pipeline_stage", None)) is not None:
-        given["virtual_pipeline_model_parallel_size"] = _virtual_stages(given, of_stage)
-    shares_keys, groups = given.pop("group_query_attention", None), given.get("num_query_groups")
+            settings[name] = number
+    if (of_stage := settings.pop("num_layers_per_virtual_pipeline_stage", None)) is not None:
+        settings["virtual_pipeline_model_parallel_size"] = _virtual_stages(settings, of_stage)
+    shares_keys, groups = settings.pop("group_query_attention", None), settings.get("num_query_groups")
     if shares_keys and groups is None:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
     if shares_keys is False and groups is not None:
         raise ConfigError(f"group_query_attention is turned off and num_query_groups is {groups}; drop one")
-    types = section_types(use_torch_fsdp2, given.get("data_parallel_sharding_strategy") or "no_shard")
-    _reject_settings_of_others(types["ddp"], given)
-    unknown = sorted(given.keys() - {name for kind in types.values() for name in _field_names(kind)})
-    if unknown:
-        raise ConfigError(f"unknown settings: {', '.join(unknown)}")
+    types = section_types(use_torch_fsdp2, settings.get("data_parallel_sharding_strategy") or "no_shard")
+    _reject_settings_of_others(types["ddp"], settings)
+    unknown_names = sorted(settings.keys() - {name for kind in types.values() for name in _field_names(kind)})
+    if unknown_names:
+        raise ConfigError(f"unknown settings: {', '.join(unknown_names)}")
     sections, violations = {}, list[ConfigError]()
     for section, kind in types.items():
-        own = {name: given[name] for name in _field_names(kind) if name in given}
+        own = {name: settings[name] for name in _field_names(kind) if name in settings}
         missing = [entry.name for entry in fields(kind) if is_required(entry) and entry.name not in own]
         if missing:
             raise ConfigError(f"{missing[0]} is required; give it a value")
@@ -59,7 +59,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         except ConfigError as error:
             violations.append(error)
     if violations:
-        violations += _division_errors(types, given) if "model" not in sections else []
+        violations += _division_errors(types, settings) if "model" not in sections else []
         is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
         raise (ParallelConfigError if is_parallel else ConfigError)(
             "\n".join(str(violation) for violation in violations)
@@ -67,12 +67,12 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
     return PretrainConfig(**sections)
 
 
-def _virtual_stages(given: Mapping[str, Any], layers: int) -> int:
+def _virtual_stages(settings: Mapping[str, Any], layers: int) -> int:
     """Returns the number of stages of each pipeline rank, from the layers of each."""
     name = "num_layers_per_virtual_pipeline_stage"
-    if "virtual_pipeline_model_parallel_size" in given:
+    if "virtual_pipeline_model_parallel_size" in settings:
         raise ConfigError(f"{name} and num_virtual_stages_per_pipeline_rank are both given; drop one")
-    total, ranks = given.get("num_layers", 0), given.get("pipeline_model_parallel_size", 1)
+    total, ranks = settings.get("num_layers", 0), settings.get("pipeline_model_parallel_size", 1)
     if layers < 1 or total % (ranks * layers):
         raise ParallelConfigError(
             f"{name} {layers} x pipeline_model_parallel_size {ranks} does not divide num_layers {total}; change one "
@@ -81,16 +81,16 @@ def _virtual_stages(given: Mapping[str, Any], layers: int) -> int:
     return int(total // (ranks * layers))
 
 
-def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
+def _division_errors(types: Mapping[str, type], own_settings: Mapping[str, Any]) -> list[ParallelConfigError]:
     """Returns errors for sizes outside of the transformer that its ranks do not divide, to report with its own."""
     settings: dict[str, Any] = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
-    settings |= given
+    settings |= own_settings
     return list(division_violations(settings)) if all(settings[name] >= 1 for name in DIVIDING_SIZES) else []
 
 
-def _chooses_fsdp2(given: dict[str, Any]) -> bool:
-    """Removes `use_torch_fsdp2` from `given`, and returns it."""
-    is_fsdp2, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
+def _chooses_fsdp2(settings: dict[str, Any]) -> bool:
+    """Removes `use_torch_fsdp2` from `settings`, and returns it."""
+    is_fsdp2, strategy = bool(settings.pop("use_torch_fsdp2", None)), settings.get("data_parallel_sharding_strategy")
     if is_fsdp2 and strategy is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
             "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
@@ -99,10 +99,10 @@ def _chooses_fsdp2(given: dict[str, Any]) -> bool:
     return is_fsdp2
 
 
-def _reject_settings_of_others(chosen: type, given: Mapping[str, Any]) -> None:
+def _reject_settings_of_others(kind: type, settings: Mapping[str, Any]) -> None:
     """Raises on a setting of the wrapper that only other wrappers have."""
-    own, of_fsdp2 = _field_names(chosen), _field_names(TorchFullyShardedDataParallelConfig)
-    stray = sorted((of_fsdp2 & given.keys()) - own)
+    own, of_fsdp2 = _field_names(kind), _field_names(TorchFullyShardedDataParallelConfig)
+    stray = sorted((of_fsdp2 & settings.keys()) - own)
     if stray and stray[0] in _field_names(FullyShardedDataParallelConfig):
         raise ConfigError(
             f"{stray[0]} is a setting of wrappers that shard parameters; add use_torch_fsdp2, or "

@@ -152,10 +152,10 @@ def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[Con
 def _ranks_without_a_tree(config: PretrainConfig, world_size: int) -> ParallelConfigError:
     size, micro = config.global_batch_size(world_size), config.data.micro_batch_size
     counts = rank_counts(size // micro) if size % micro == 0 else []
-    wanted = f"use {', '.join(map(str, counts))} of them" if counts else "make the first a multiple of the second"
+    remedy = f"use {', '.join(map(str, counts))} of them" if counts else "make the first a multiple of the second"
     return ParallelConfigError(
         f"reproducible_across_ranks adds up global_batch_size {size} by micro_batch_size {micro} in one tree, which "
-        f"{config.data_parallel_size(world_size)} data-parallel ranks cannot share; {wanted}"
+        f"{config.data_parallel_size(world_size)} data-parallel ranks cannot share; {remedy}"
     )
 
 
@@ -178,8 +178,8 @@ def division_violations(settings: Mapping[str, Any]) -> Iterator[ParallelConfigE
             f"{settings['sequence_parallel']}; take {nearest_multiples(seq_length, cuts)}"
         )
     multiple = settings["make_vocab_size_divisible_by"]
-    padded = multiple if vocab_size is None else pad_vocab_size(vocab_size, multiple)
-    if padded % tp:
+    padded_size = multiple if vocab_size is None else pad_vocab_size(vocab_size, multiple)
+    if padded_size % tp:
         what = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
         yield ParallelConfigError(
             f"make_vocab_size_divisible_by {multiple} pads {what} to a size that tensor_model_parallel_size {tp} does "

@@ -58,8 +58,8 @@ class Permutation:
     def dropped_rows(self) -> Tensor:
         """True for rows that no expert takes, `[rows, 1]`."""
         rows = torch.arange(len(self.order), device=self.ends.device)
-        dropped: Tensor = (rows >= self.ends[-1]).unsqueeze(-1)
-        return dropped
+        is_dropped: Tensor = (rows >= self.ends[-1]).unsqueeze(-1)
+        return is_dropped
 
     def without_dropped(self) -> Permutation:
         """Returns the permutation without rows that no expert takes. The host waits for the device."""
@@ -143,8 +143,8 @@ def dispatch(tokens: Tensor, probs: Tensor, experts: Tensor, compute: Compute, c
     num_own = num_experts // group.size()
     own = experts - group.rank() * num_own
     own = torch.where((own >= 0) & (own < num_own), own, num_own)
-    combined = _combine(tokens, probs, sort_by_expert(own, num_own, True).without_dropped(), compute)
-    return reduce_scatter_to_sequence_parallel_region(combined, group)
+    output = _combine(tokens, probs, sort_by_expert(own, num_own, True).without_dropped(), compute)
+    return reduce_scatter_to_sequence_parallel_region(output, group)
 
 
 def gather_tokens(
@@ -168,11 +168,11 @@ def gather_tokens(
         torch._assert_async(extremes.sum() == 0, message)
     elif extremes.sum():
         raise DataError(message)
-    gathered, _ = gather_first_dim(experts, group, what="the experts of tokens")
+    all_experts, _ = gather_first_dim(experts, group, what="the experts of tokens")
     return (
         gather_from_sequence_parallel_region(tokens, group=group),
         gather_from_sequence_parallel_region(probs, group=group),
-        gathered,
+        all_experts,
     )
 
 
@@ -181,8 +181,8 @@ def _combine(tokens: Tensor, probs: Tensor, permutation: Permutation, compute: C
     if permutation.has_dropped:
         rows = rows.masked_fill(permutation.dropped_rows, 0.0)
     places = permutation.from_rows(rows)  # [tokens, k, h]
-    combined: Tensor = (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
-    return combined
+    output: Tensor = (places * probs.unsqueeze(-1)).sum(1).to(tokens.dtype)
+    return output
 
 
 def _compute_elsewhere(
@@ -194,25 +194,25 @@ def _compute_elsewhere(
     arriving = torch.empty_like(counts)
     all_to_all_by_backend(arriving, counts, group, what="the number of tokens of each expert")
     by_rank = arriving.view(group.size(), -1)  # [ranks, experts of this rank]
-    sent, received = counts.view_as(by_rank).sum(1).tolist(), by_rank.sum(1).tolist()
+    ins, outs = counts.view_as(by_rank).sum(1).tolist(), by_rank.sum(1).tolist()
     own = torch.arange(by_rank.shape[1], device=rows.device).repeat(group.size()).repeat_interleave(arriving)
     by_expert = sort_by_expert(own.unsqueeze(1), by_rank.shape[1])
-    arrived = by_expert.to_rows(_Exchange.apply(rows, sent, received, group))
-    outputs = by_expert.from_rows(compute(arrived, by_expert)).squeeze(1)
-    returned: Tensor = _Exchange.apply(outputs, received, sent, group)
-    return returned
+    own_rows = by_expert.to_rows(_Exchange.apply(rows, ins, outs, group))
+    outputs = by_expert.from_rows(compute(own_rows, by_expert)).squeeze(1)
+    results: Tensor = _Exchange.apply(outputs, outs, ins, group)
+    return results
 
 
 class _Exchange(torch.autograd.Function):
     """Sends rows to ranks. Backward returns their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sizes = received, sent, group
-        arrived = rows.new_empty(sum(received), rows.shape[1])
+    def forward(ctx: Any, rows: Tensor, ins: list[int], outs: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes = outs, ins, group
+        output = rows.new_empty(sum(outs), rows.shape[1])
         what = "tokens on the way to experts and back"
-        all_to_all_by_backend(arrived, rows.contiguous(), group, what=what, sizes=(received, sent))
-        return arrived
+        all_to_all_by_backend(output, rows.contiguous(), group, what=what, sizes=(outs, ins))
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -26,7 +26,7 @@ from ...tensor_parallel.initialization import (
     mark_parameter,
 )
 from ...tensor_parallel.weight_gradients import linear
-from ..mlp import GATE_AND_UP, MLP, activated
+from ..mlp import GATE_AND_UP, MLP, activate
 from ..module import MegatronModule
 from ..moe_config import MoEConfig
 from ..transformer_config import TransformerConfig, activation_function
@@ -111,12 +111,12 @@ class GroupedMLP(MegatronModule):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.activation = activation_function(config.activation_func)
-        self.gated = config.gated_linear_unit
+        self.is_gated = config.gated_linear_unit
         width, inner = config.hidden_size, config.expert_ffn_size
         self.linear_fc1 = GroupedLinear(
-            width, inner * (2 if self.gated else 1), config=config, init_method=config.init_method, partition_dim=1
+            width, inner * (2 if self.is_gated else 1), config=config, init_method=config.init_method, partition_dim=1
         )
-        if self.gated:
+        if self.is_gated:
             mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = GroupedLinear(
             inner, width, config=config, init_method=config.output_layer_init_method, partition_dim=2
@@ -125,7 +125,7 @@ class GroupedMLP(MegatronModule):
     def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
         """Maps `[rows, h]`, sorted by expert, to `[rows, h]`: this tensor-parallel rank's partial sums."""
         hidden = self.linear_fc1(rows, permutation)  # [rows, ffn / tp], twice that when gated
-        output: Tensor = self.linear_fc2(activated(hidden, self.activation, self.gated), permutation)
+        output: Tensor = self.linear_fc2(activate(hidden, self.activation, self.is_gated), permutation)
         return output
 
 
@@ -210,13 +210,13 @@ def grouped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Te
         return looped_matmul(rows, weight, permutation)
     # torch computes nothing past the last end, neither in forward nor of the input's gradient: what was in memory
     # stays there, NaN included. Filling, unlike multiplying by zero, removes it, and in backward that of the gradient.
-    dropped = permutation.dropped_rows if permutation.has_dropped else None
-    if dropped is not None:
-        rows = rows.masked_fill(dropped, 0.0)
+    is_dropped = permutation.dropped_rows if permutation.has_dropped else None
+    if is_dropped is not None:
+        rows = rows.masked_fill(is_dropped, 0.0)
     output = F.grouped_mm(rows, weight.transpose(-2, -1), offs=permutation.ends)
     if output.requires_grad:
         output.register_hook(Tensor.contiguous)  # its backward refuses an expanded gradient
-    return output if dropped is None else output.masked_fill(dropped, 0.0)
+    return output if is_dropped is None else output.masked_fill(is_dropped, 0.0)
 
 
 def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:

@@ -87,8 +87,8 @@ def add_auxiliary_losses(losses: Tensor, model: nn.Module, has_loss: Tensor | No
     pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
     if not pending or not torch.is_grad_enabled():
         return losses
-    joined: Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
-    return joined
+    result: Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
+    return result
 
 
 def take_pending(module: nn.Module) -> Tensor | None:
@@ -118,8 +118,8 @@ class _WithLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (has_loss,) = ctx.saved_tensors
-        counted = grad if has_loss is None else grad.masked_fill(~has_loss, 0.0)
-        weight = counted.sum(dtype=torch.float64)
+        grad_of_tokens = grad if has_loss is None else grad.masked_fill(~has_loss, 0.0)
+        weight = grad_of_tokens.sum(dtype=torch.float64)
         # Masks may give the parts of a sequence different weights: each addend has that of the whole sequences.
         if group_size(ctx.group) > 1:
             all_reduce_by_backend(weight, ctx.group, what="the weight of losses of experts")

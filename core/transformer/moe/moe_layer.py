@@ -104,10 +104,10 @@ class MoELayer(MegatronModule):
         flat = tokens.flatten(0, 1)
         if self.splits_tokens and self.expert_tp_group is not None:
             flat, probs, experts = gather_tokens(flat, probs, experts, self.expert_tp_group)
-        combined = dispatch(flat, probs, experts, self.experts, self.config)
+        sums = dispatch(flat, probs, experts, self.experts, self.config)
         if self.splits_tokens:
-            combined = reduce_scatter_to_sequence_parallel_region(combined, self.expert_tp_group)
-        output = self._leave(combined.view(tokens.shape))
+            sums = reduce_scatter_to_sequence_parallel_region(sums, self.expert_tp_group)
+        output = self._leave(sums.view(tokens.shape))
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
         return output
@@ -228,8 +228,8 @@ def _of_all_stages(rows: Mapping[int, torch.Tensor], config: Any) -> dict[int, t
 
 def _statistics(counts: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     """Returns `STATISTICS`, and the load of each expert."""
-    tokens, dropped, entropy, micro_batches, balance, of_logits = sums.unbind()
+    tokens, num_dropped, entropy, micro_batches, balance, of_logits = sums.unbind()
     loads = counts / counts.mean().clamp(min=1e-300)
-    shown = [loads.max(), loads.min(), dropped / counts.sum().clamp(min=1), entropy / tokens.clamp(min=1)]
+    shares = [loads.max(), loads.min(), num_dropped / counts.sum().clamp(min=1), entropy / tokens.clamp(min=1)]
     batches = micro_batches.clamp(min=1e-300)
-    return torch.cat([torch.stack([*shown, balance / batches, of_logits / batches]), loads])
+    return torch.cat([torch.stack([*shares, balance / batches, of_logits / batches]), loads])

@@ -83,7 +83,7 @@ class TopKRouter(ParameterOwner):
         dtype = _DTYPES.get(config.moe_router_dtype or "", hidden.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(self._jittered(hidden).to(dtype), self.weight.to(dtype), bias)  # [s, b, experts]
+            logits = F.linear(self._add_jitter(hidden).to(dtype), self.weight.to(dtype), bias)  # [s, b, experts]
         probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias)
         if self.training and torch.is_grad_enabled():
             self._note(logits, probs, experts)
@@ -129,7 +129,7 @@ class TopKRouter(ParameterOwner):
         too, would count tokens twice."""
         return self.training and torch.is_grad_enabled() and current_backward() == NO_BACKWARD
 
-    def _jittered(self, hidden: Tensor) -> Tensor:
+    def _add_jitter(self, hidden: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if eps is None or not self.training:
             return hidden
@@ -142,12 +142,12 @@ class TopKRouter(ParameterOwner):
         none."""
         counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
         shares = shares_of_experts(logits if self.config.auxiliary_losses else logits.detach(), self.config)
-        weighted, balance, of_logits = self._auxiliary_losses(logits, shares, probs, experts, counts_tokens)
+        loss, balance, of_logits = self._auxiliary_losses(logits, shares, probs, experts, counts_tokens)
         if not counts_tokens:
             return
-        if weighted.requires_grad:
+        if loss.requires_grad:
             # The gradients of tensor-parallel ranks are added. Each computes all of it, or its addend.
-            addend = weighted if self.splits_tokens else weighted / group_size(self.tp_group)
+            addend = loss if self.splits_tokens else loss / group_size(self.tp_group)
             self.pending_loss = addend if self.pending_loss is None else self.pending_loss + addend
         with torch.no_grad():
             entropy = torch.special.entr(shares).sum()
@@ -172,10 +172,10 @@ class TopKRouter(ParameterOwner):
         group = self.token_group
         ranks = group_size(group)
         if config.auxiliary_losses:
-            chosen = experts.view(length, batch, -1)
+            own_experts = experts.view(length, batch, -1)
             if self.expert_bias is not None or config.moe_router_num_groups is not None:
-                chosen = shares.detach().topk(config.moe_router_topk, dim=-1).indices
-            per_sequence = count_tokens(chosen.transpose(0, 1).flatten(1), num_experts)  # [b, experts]
+                own_experts = shares.detach().topk(config.moe_router_topk, dim=-1).indices
+            per_sequence = count_tokens(own_experts.transpose(0, 1).flatten(1), num_experts)  # [b, experts]
             load_balancing.sum_counts(per_sequence, group)
         for kind, coefficient in config.auxiliary_losses.items():
             if kind == "seq_aux_loss":
@@ -212,9 +212,9 @@ class TopKRouter(ParameterOwner):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None and moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
+            new_buffer = self._buffers[name]
+            if buffer is not None and new_buffer is not None and new_buffer.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(new_buffer.device)
         return self
 
 
@@ -230,11 +230,11 @@ def choose_experts(logits: Tensor, config: MoEConfig, expert_bias: Tensor | None
     """
     topk = config.moe_router_topk
     if config.moe_router_score_function == "softmax":
-        ranked = _widened(logits)
+        values = _widen(logits)
         if config.moe_router_pre_softmax:
-            ranked = ranked.softmax(-1)
-        experts = _best(ranked, config)
-        probs = ranked.gather(1, experts)
+            values = values.softmax(-1)
+        experts = _best(values, config)
+        probs = values.gather(1, experts)
         if not config.moe_router_pre_softmax:
             probs = probs.softmax(-1)
     else:
@@ -264,26 +264,26 @@ def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def _scores(logits: Tensor, function: str) -> Tensor:
-    wide = _widened(logits)
+    wide = _widen(logits)
     if function == "softmax":
         return wide.softmax(-1)
     return wide.sigmoid() if function == "sigmoid" else F.softplus(wide).sqrt()
 
 
-def _widened(logits: Tensor) -> Tensor:
+def _widen(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @torch.no_grad()
-def _best(ranked: Tensor, config: MoEConfig) -> Tensor:
+def _best(scores: Tensor, config: MoEConfig) -> Tensor:
     """Returns the indices of the best experts, of the best groups if there are any (DeepSeek-AI, 2024).
 
     The score of a group is the sum of as many of its best experts as a token takes from each group.
     """
-    topk, num_groups, chosen = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
-    if num_groups is not None and chosen is not None:
-        grouped = ranked.unflatten(-1, (num_groups, -1))  # [tokens, groups, experts of a group]
-        score = grouped.topk(topk // chosen, dim=-1).values.sum(-1)
-        closed = torch.ones_like(score, dtype=torch.bool).scatter_(-1, score.topk(chosen, dim=-1).indices, False)
-        ranked = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
-    return ranked.topk(topk, dim=-1).indices
+    topk, groups, best = (config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk)
+    if groups is not None and best is not None:
+        of_groups = scores.unflatten(-1, (groups, -1))  # [tokens, groups, experts of a group]
+        score = of_groups.topk(topk // best, dim=-1).values.sum(-1)
+        is_closed = torch.ones_like(score, dtype=torch.bool).scatter_(-1, score.topk(best, dim=-1).indices, False)
+        scores = of_groups.masked_fill(is_closed.unsqueeze(-1), float("-inf")).flatten(-2)
+    return scores.topk(topk, dim=-1).indices

@@ -132,7 +132,7 @@ MUTATIONS = (
     Mutation(
         "a rank orthogonalizes the rows that it holds",
         "core.optimizer.matrix_owners.MatrixOwners.take",
-        r"if part\.matrix not in arrived",
+        r"if part\.matrix not in matrices",
         "if True",
         (f"{_MUON_OVER_RANKS}::test_every_wrapper_equals_one_process",),
     ),

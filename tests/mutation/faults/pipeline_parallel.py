@@ -17,7 +17,7 @@ MUTATIONS = (
     Mutation(
         "pipelines: weights' deferred gradients come after the reduction",
         "core.pipeline_parallel.stages._Chunk.backward",
-        r"if self\._deferred is None:",
+        r"if self\._products is None:",
         "if True:",
         _EQUALITY,
     ),

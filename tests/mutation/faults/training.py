@@ -61,7 +61,7 @@ MUTATIONS = (
     Mutation(
         "streams: a batch is used before it is copied",
         "core.training.data.SideStream.start",
-        r"computing\.wait_event\(copied\)",
+        r"computing\.wait_event\(event\)",
         "pass",
         (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
     ),

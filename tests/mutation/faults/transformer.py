@@ -85,7 +85,7 @@ MUTATIONS = (
     Mutation(
         "experts: a balancing loss weighs one, whatever its tokens weigh",
         "core.transformer.moe.load_balancing._WithLosses.backward",
-        r"counted\.sum\(dtype=torch\.float64\)",
+        r"grad_of_tokens\.sum\(dtype=torch\.float64\)",
         "torch.ones((), dtype=torch.float64)",
         (_BALANCING,),
     ),
@@ -106,8 +106,8 @@ MUTATIONS = (
     Mutation(
         "experts: each tensor-parallel rank adds the whole balancing loss",
         "core.transformer.moe.router.TopKRouter._note",
-        r"weighted / group_size\(self\.tp_group\)",
-        "weighted",
+        r"loss / group_size\(self\.tp_group\)",
+        "loss",
         (_EXPERTS_OF_RANKS,),
     ),
     Mutation(
@@ -134,7 +134,7 @@ MUTATIONS = (
     Mutation(
         "experts: rows of no expert keep what was in memory",
         "core.transformer.moe.experts.grouped_matmul",
-        r"output if dropped is None else output\.masked_fill\(dropped, 0\.0\)",
+        r"output if is_dropped is None else output\.masked_fill\(is_dropped, 0\.0\)",
         "output",
         ("tests/unit/transformer/moe/test_experts.py",),
     ),

@@ -197,15 +197,15 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
     from core.adapters import megatron_lm
-    from core.adapters.megatron_lm import translated
+    from core.adapters.megatron_lm import translate_config
 
-    assert translated(TorchFullyShardedDataParallelConfig()).reshard_after_forward is True
-    assert translated(TorchFullyShardedDataParallelConfig(reshard_after_forward=2)).reshard_after_forward == 2
-    assert translated(DistributedDataParallelConfig(check_for_nan_in_grad=True)).check_for_nan_in_grad
+    assert translate_config(TorchFullyShardedDataParallelConfig()).reshard_after_forward is True
+    assert translate_config(TorchFullyShardedDataParallelConfig(reshard_after_forward=2)).reshard_after_forward == 2
+    assert translate_config(DistributedDataParallelConfig(check_for_nan_in_grad=True)).check_for_nan_in_grad
     _raises_one_line(
         ParallelConfigError,
         "use_distributed_optimizer",
-        translated,
+        translate_config,
         DistributedDataParallelConfig(use_distributed_optimizer=True),
     )
     added = TorchFullyShardedDataParallelConfig()
@@ -215,9 +215,9 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
     _raises_one_line(ParallelConfigError, "given forward_prefetc, which is no setting of FSDP2", translated, added)
     try:
         megatron_lm.register(grad_reduce_in_fp32=True, reshard_after_forward=False)
-        assert translated(TorchFullyShardedDataParallelConfig()).grad_reduce_in_fp32
+        assert translate_config(TorchFullyShardedDataParallelConfig()).grad_reduce_in_fp32
         given = TorchFullyShardedDataParallelConfig(reshard_after_forward=2)
-        _raises_one_line(ParallelConfigError, "give it once", translated, given)
+        _raises_one_line(ParallelConfigError, "give it once", translate_config, given)
     finally:
         megatron_lm.register()
     _raises_one_line(ParallelConfigError, "no setting of FSDP2", megatron_lm.register, grad_reduce_fp32=True)

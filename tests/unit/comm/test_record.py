@@ -49,7 +49,7 @@ def test_calls_are_counted_by_group_and_kind():
         assert (call.number, call.occurrence, call.num_bytes) == (3, 1, 12)
         assert record.num_calls == 3 and latest_collective() is call and call.ended_at is not None
         for _ in range(2 * NUM_CALLS_KEPT):
-            recorded("all-gather", "unit b", 8).ended()
+            recorded("all-gather", "unit b", 8).end()
         assert len(record.calls) == NUM_CALLS_KEPT
         assert record_of(dist.new_group([0, 1])).num_calls == 0
 
@@ -134,7 +134,7 @@ def test_recording_can_be_switched_off(monkeypatch):
     with fake_world(rank=0, world_size=2):
         with recorded("all-gather", "unit a", 8) as call:
             assert message_tag(7) == 7
-        call.ended()
+        call.end()
         assert latest_collective() is not call and record_of().num_calls == 0
         with pytest.raises(ZeroDivisionError), call:
             raise ZeroDivisionError
@@ -145,7 +145,7 @@ def test_published_calls_include_first_unfinished():
     with fake_world(rank=0, world_size=2), mock.patch.object(record, "_store", lambda: store):
         calls = [recorded("all-gather", f"unit {index}", 8) for index in range(40)]
         for call in calls[:10]:
-            call.ended()
+            call.end()
         record.publish(record_of())
         published = record.read_published(record_of(), 0)
     assert published is not None and published["num_calls"] == 40

@@ -65,7 +65,7 @@ def _read(layouts: list[str], directory: str) -> None:
             if "flat" in layout:  # box by box: shapes and cuts differ
                 boxes = [tuple(slice(o, o + s) for o, s in zip(*box, strict=True)) for box in state[name].boxes]
                 expected = torch.cat([torch.empty(0), *(whole(name)[box].flatten() for box in boxes)])
-                assert torch.equal(state[name].held, expected), (layout, name)
+                assert torch.equal(state[name].elements, expected), (layout, name)
             else:
                 assert torch.equal(local_tensor(param), whole(name)[local_slices(param)]), (layout, name)
         assert model.steps.item() == 11

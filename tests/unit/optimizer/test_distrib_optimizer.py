@@ -134,7 +134,7 @@ def _masters_are_published(strategy: str) -> tuple[bool, bool]:
     """What is loaded into the masters reaches the model on all ranks; what is loaded into it reaches the masters."""
     module, _, optimizer = _build(strategy, torch.bfloat16, {"bf16": True})
     for tensor in (t for name, t in optimizer.state_tensors().items() if name.startswith("master.")):
-        tensor.held.fill_(3.0)
+        tensor.elements.fill_(3.0)
     optimizer.load_state_scalars(optimizer.state_scalars())
     published = all(bool((p == 3.0).all()) for p in module.parameters() if p.requires_grad)
     with torch.no_grad():

@@ -21,10 +21,10 @@ def test_padding_of_nothing_is_an_error(size: int, multiple: int):
 
 
 def test_the_first_id_outside_is_named_unless_allowed():
-    check_ids(torch.tensor([-100, 0, 9]), 10, "target", allowed=-100)
+    check_ids(torch.tensor([-100, 0, 9]), 10, "target", exception=-100)
     check_ids(torch.empty(0, dtype=torch.long), 10, "token")
     with pytest.raises(DataError, match=r"target id 10 .* 10 tokens \(0 to 9\)"):
-        check_ids(torch.tensor([[-100, 10, 11]]), 10, "target", allowed=-100)
+        check_ids(torch.tensor([[-100, 10, 11]]), 10, "target", exception=-100)
 
 
 def test_meta_and_fake_ids_are_not_checked():

@@ -91,7 +91,7 @@ def _measures(kind: str) -> MemoryTimeline:
 
 def _most(timeline: MemoryTimeline, name: str) -> int:
     index = CATEGORIES.index(name)
-    return max(held[index] for held in timeline.held)
+    return max(row[index] for row in timeline.category_bytes)
 
 
 @pytest.mark.parametrize("kind", quick(["ddp", "zero1", "zero2", "zero3", "fsdp2"], lambda kind: kind != "zero1"))
@@ -114,7 +114,7 @@ def test_each_category_holds_what_is_known_of_it(kind):
     assert whole <= _most(timeline, "gradients") <= whole + whole // 2 + whole
     # Backward begins with the input of every layer and the output of the last, and computes a few more.
     assert LAYERS * ACTIVATION <= _most(timeline, "activations and other") <= (LAYERS + 5.1) * ACTIVATION
-    ends = [dict(zip(CATEGORIES, timeline.held[i], strict=True)) for i in (0, -1)]
+    ends = [dict(zip(CATEGORIES, timeline.category_bytes[i], strict=True)) for i in (0, -1)]
     for name in CATEGORIES[:4]:  # a step ends as it began
         assert ends[0][name] == ends[1][name], name
     assert ends[1]["activations and other"] <= 4096
@@ -211,8 +211,8 @@ def test_records_unseen_by_the_profiler_are_placed_by_the_clock():
     unmarked = memory_profile._timeline(changes, notes, "cpu", None)
     begins = (4096, 0, 0, 0, 0)
     ends = (4096, 0, 500, 0, 0)
-    assert [*map(tuple, marked.held)] == [begins, (4096, 0, 0, 0, 1000), (4096, 0, 500, 0, 1000), ends, ends]
-    assert (unmarked.held == marked.held).all()
+    assert [*map(tuple, marked.category_bytes)] == [begins, (4096, 0, 0, 0, 1000), (4096, 0, 500, 0, 1000), ends, ends]
+    assert (unmarked.category_bytes == marked.category_bytes).all()
     assert [round(1e9 * time) for time in marked.times_s] == [0, 50, 100, 300, 410]
     assert [round(1e9 * time) for time in unmarked.times_s] == [0, 47, 97, 297, 400]
 

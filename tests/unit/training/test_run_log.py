@@ -27,7 +27,7 @@ def write(log: RunLog, first: int, last: int) -> None:
 
 
 def test_a_line_holds_what_came_since_the_last(tmp_path):
-    with RunLog(small_config(log_interval=2, train_iters=5), tmp_path, 0, enabled=True) as log:
+    with RunLog(small_config(log_interval=2, train_iters=5), tmp_path, 0, is_writer=True) as log:
         write(log, 1, 5)
         log.validation(5, math.nan)
     lines = read_log(tmp_path / "log.jsonl")
@@ -45,7 +45,7 @@ def test_a_line_holds_what_came_since_the_last(tmp_path):
 def test_a_hash_of_weights_has_a_line_when_no_other_is_due(tmp_path, capsys):
     pytest.importorskip("tensorboard")
     folders = {"tensorboard_dir": tmp_path / "tb"}
-    with RunLog(small_config(log_interval=2, train_iters=4, **folders), tmp_path, 0, enabled=True) as log:
+    with RunLog(small_config(log_interval=2, train_iters=4, **folders), tmp_path, 0, is_writer=True) as log:
         for step, hashed in ((1, "0a1b"), (2, "2c3d"), (3, None), (4, None)):
             log.step(step, result(1.0), num_tokens=1, seconds=1.0, weights_hash=hashed)
     lines = read_log(tmp_path / "log.jsonl")
@@ -56,11 +56,11 @@ def test_a_hash_of_weights_has_a_line_when_no_other_is_due(tmp_path, capsys):
 
 def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
     config = small_config(log_interval=1, train_iters=4)
-    with RunLog(config, tmp_path, 0, enabled=True) as log:
+    with RunLog(config, tmp_path, 0, is_writer=True) as log:
         write(log, 1, 4)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # a crash while writing
-    with RunLog(config, tmp_path, 2, enabled=True) as log:
+    with RunLog(config, tmp_path, 2, is_writer=True) as log:
         write(log, 3, 4)
     assert [line["step"] for line in read_log(tmp_path / "log.jsonl")] == [1, 2, 3, 4]
 
@@ -68,16 +68,16 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
 def test_another_file_of_that_name_is_left_alone(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(CheckpointError, match=r"log\.jsonl is not the log of a run"):
-        RunLog(small_config(), tmp_path, 0, enabled=True)
+        RunLog(small_config(), tmp_path, 0, is_writer=True)
     assert (tmp_path / "log.jsonl").read_text() == '{"other": 1}\n'
 
 
 def test_other_ranks_and_runs_without_a_folder_write_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with RunLog(small_config(tensorboard_dir=tmp_path / "tb"), tmp_path / "run", 0, enabled=False) as log:
+    with RunLog(small_config(tensorboard_dir=tmp_path / "tb"), tmp_path / "run", 0, is_writer=False) as log:
         write(log, 1, 2)
     assert capsys.readouterr().err == ""
-    with RunLog(small_config(), None, 0, enabled=True) as log:
+    with RunLog(small_config(), None, 0, is_writer=True) as log:
         write(log, 1, 2)
     assert list(tmp_path.iterdir()) == []
     assert "loss=2.000" in capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with RunLog(small_config(tensorboard_dir=tmp_path / "tb", log_interval=1), None, 0, enabled=True) as log:
+    with RunLog(small_config(tensorboard_dir=tmp_path / "tb", log_interval=1), None, 0, is_writer=True) as log:
         write(log, 1, 3)
         log.validation(3, 2.5)
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
@@ -152,7 +152,7 @@ def test_a_log_line_cut_by_a_full_disk_is_written_whole_later(tmp_path, monkeypa
         file = opened(path, mode, *args, **kwargs)
         return LittleRoom(file) if mode == "ab" else file
 
-    with RunLog(config, tmp_path, 0, enabled=True) as log:
+    with RunLog(config, tmp_path, 0, is_writer=True) as log:
         write(log, 1, 2)
         monkeypatch.setattr(Path, "open", in_little_room)
         write(log, 3, 4)
@@ -176,7 +176,7 @@ def test_pages_and_plots_that_cannot_be_written_end_nothing(tmp_path, monkeypatc
         def describe(self, *_args, **_options) -> str:
             return "a page"
 
-    with RunLog(small_config(log_interval=1, train_iters=2), tmp_path, 0, enabled=True) as log:
+    with RunLog(small_config(log_interval=1, train_iters=2), tmp_path, 0, is_writer=True) as log:
         log.model(Model(), 1)
         write(log, 1, 2)
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2]

@@ -79,17 +79,17 @@ class LanguageModelEmbedding(MegatronModule):
         check_same_groups("LanguageModelEmbedding", ProcessGroupCollection(tp=tp_group), ("tp",))
         config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
-        learned = position_embedding_type == "learned_absolute"
+        has_positions = position_embedding_type == "learned_absolute"
         # Positions are added before the sequence is split; without them the reduce-scatter of the look-up splits it.
-        self.scatters_sequence = config.sequence_parallel and learned
+        self.scatters_sequence = config.sequence_parallel and has_positions
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
             config=config,
             init_method=config.embedding_init_method,
-            reduce_scatter_embeddings=config.sequence_parallel and not learned,
+            reduce_scatter_embeddings=config.sequence_parallel and not has_positions,
         )
-        self.position_embeddings = PositionEmbedding(config, max_sequence_length) if learned else None
+        self.position_embeddings = PositionEmbedding(config, max_sequence_length) if has_positions else None
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Tensor | None = None

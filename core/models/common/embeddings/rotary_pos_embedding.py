@@ -51,7 +51,7 @@ class RotaryEmbedding(nn.Module):
                 "channels turn in pairs; choose sizes that give an even number from 2"
             )
         # The last length and device, and their angles. `forward` sets it; None before the first forward.
-        self._kept: tuple[tuple[int, torch.device], Rotation] | None = None
+        self._last_rotation: tuple[tuple[int, torch.device], Rotation] | None = None
 
     def forward(self, max_seq_len: int, *, device: torch.device, position_ids: torch.Tensor | None = None) -> Rotation:
         """Returns cosine and sine in fp32, `[s, 1, 1, r]` each, or `[s, b, 1, r]` with explicit positions.
@@ -63,13 +63,13 @@ class RotaryEmbedding(nn.Module):
         if position_ids is not None:
             return self._rotation(position_ids.t())
         key = (max_seq_len, device)
-        if self._kept is not None and self._kept[0] == key:
-            return self._kept[1]
+        if self._last_rotation is not None and self._last_rotation[0] == key:
+            return self._last_rotation[1]
         rotation = self._rotation(torch.arange(max_seq_len, device=device).unsqueeze(1))
         if not (
             torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
         ):  # tensors of these modes must not be cached
-            self._kept = key, rotation
+            self._last_rotation = key, rotation
         return rotation
 
     def _rotation(self, positions: torch.Tensor) -> Rotation:

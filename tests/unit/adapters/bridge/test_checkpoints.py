@@ -67,7 +67,7 @@ def _step(trained: Trained) -> None:
 
 def _masters(trained: Trained) -> dict[str, torch.Tensor]:
     state = trained.optimizer_tensors().items()
-    return {name: value.held.clone() for name, value in state}
+    return {name: value.elements.clone() for name, value in state}
 
 
 def _continues(folder: str) -> None:

@@ -277,7 +277,7 @@ def test_mismatched_architecture_lists_differences(tmp_path: Path):
     before = build("llama", tied=False, rotary_base=10000.0, ffn_hidden_size=24)
     saved = [parameter.clone() for parameter in before.parameters()]
     with pytest.raises(
-        CheckpointError, match=r"ffn_hidden_size 24 and 20, rotary_base 10000.0 and 5000.0, tied False"
+        CheckpointError, match=r"ffn_hidden_size 24 and 20, rotary_base 10000.0 and 5000.0, ties_embeddings False"
     ):
         load_hugging_face(before, tmp_path / "model")
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), saved, strict=True))
