@@ -16,7 +16,13 @@ from .base.megatron_names import absent_names
 from .process_groups import current
 from .process_groups.current import data_parallel_kind, group_getter, name_functions, rank_getter, size_getter
 from .process_groups.current import destroy_model_parallel as destroy_model_parallel
+from .process_groups.current import (
+    get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank,
+)
 from .process_groups.current import initialize_model_parallel as initialize_model_parallel
+from .process_groups.current import (
+    set_virtual_pipeline_model_parallel_rank as set_virtual_pipeline_model_parallel_rank,
+)
 
 
 def is_initialized() -> bool:
@@ -89,16 +95,6 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Returns the number of pipeline stages of each rank, or None where it is one."""
     groups = current.groups_or_none()
     return None if groups is None else groups.virtual_pipeline_size
-
-
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the virtual stage whose forward runs, or that a script has set, or None."""
-    return current.virtual_pipeline_rank()
-
-
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets what `get_virtual_pipeline_model_parallel_rank` returns."""
-    current.set_virtual_pipeline_rank(rank)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError, ShardstackError
-from ..base.text import listed, rank_list
+from ..base.text import join_parts, rank_list
 from .format.index import Box, TensorEntry, json_problem
 from .global_view import held_boxes, is_copy, is_piece
 
@@ -141,7 +141,7 @@ def error_text(error: BaseException) -> str:
 def refuse(what: str, problems: list[str]) -> None:
     """Raises CheckpointError if there are problems."""
     if problems:
-        raise CheckpointError(f"{what}: {listed(problems, _PROBLEMS_SHOWN)}")
+        raise CheckpointError(f"{what}: {join_parts(problems, _PROBLEMS_SHOWN)}")
 
 
 _MARK = "written_by_first_rank"

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.text import listed
+from ..base.text import join_parts
 from .agreement import Ranks
 from .format.index import CheckpointIndex, Piece
 from .format.reader import PieceReader
@@ -181,7 +181,7 @@ def _check(
                 problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
     if problems:
         raise CheckpointError(
-            f"{folder} is of another model, and nothing was loaded: {listed(problems, _PROBLEMS_SHOWN)}"
+            f"{folder} is of another model, and nothing was loaded: {join_parts(problems, _PROBLEMS_SHOWN)}"
         )
 
 

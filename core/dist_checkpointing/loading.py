@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.text import listed, readable_bytes
+from ..base.text import join_parts, readable_bytes
 from .agreement import Ranks, refuse, tensor_problem
 from .format import folders
 from .format.content_hash import MODULUS, box_hash
@@ -189,7 +189,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     files: dict[str, list[str]] = {}
     for name, piece in (damaged_piece for of_rank in ranks.all_gather(bad) for damaged_piece in of_rank):
         files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
-    return [f"{folder / file} is damaged in {listed(places, 5, ', ')}" for file, places in sorted(files.items())]
+    return [f"{folder / file} is damaged in {join_parts(places, 5, ', ')}" for file, places in sorted(files.items())]
 
 
 def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds: float) -> str:

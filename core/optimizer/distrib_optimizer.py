@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
-from ..base.megatron_names import refuse
+from ..base.megatron_names import checks_arguments
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
@@ -130,6 +130,7 @@ def collect_main_ranges(
     return collect_main_params(model_chunks, make)
 
 
+@checks_arguments
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
@@ -169,11 +170,6 @@ def get_megatron_optimizer(
     """
     if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
         raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
-    refuse(
-        "get_megatron_optimizer",
-        ConfigError,
-        dump_param_to_param_group_map=(dump_param_to_param_group_map, None, "read the optimizer's param_groups"),
-    )
     if tp_group is None and pg_collection is not None:
         tp_group = pg_collection.tp
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]

@@ -61,7 +61,7 @@ class PendingOutcome:
         written: `[len(names)]`, whether code other than the optimizer has written each parameter; None if the masters
             already have such values.
         names: names of parameters in low precision.
-        updated: main tensors whose step count was raised in advance.
+        params: main tensors whose step count was raised in advance.
         lr: largest learning rate of the step.
         loss_scale: the step's loss scale.
     """
@@ -86,7 +86,7 @@ class PendingOutcome:
         self._lr, self._loss_scale = lr, loss_scale
         # Main tensors whose step counts `take_back_step` lowers if the step is skipped. `MegatronOptimizer.start_step`
         # empties it if it makes no update.
-        self.updated = params
+        self.params = params
 
     def wait(self) -> StepOutcome:
         """Waits for the device and returns the outcome.
@@ -202,7 +202,7 @@ class MegatronOptimizer(OptimizerState):
 
         Args:
             report: `[n]`, numbers on the device, for example a loss, that are copied to the host with the outcome.
-            concluded: called once with the outcome, before the next step's update.
+            on_outcome: called once with the outcome, before the next step's update.
 
         Raises:
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
@@ -230,12 +230,12 @@ class MegatronOptimizer(OptimizerState):
         params = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
         lr = max(group["lr"] for group in self.param_groups)
         self._pending = PendingOutcome(
-            norm, num_zeros, report, written, self._written_params.names, updated=params, lr=lr, loss_scale=scale
+            norm, num_zeros, report, written, self._written_params.names, params=params, lr=lr, loss_scale=scale
         )
         self._on_outcome, self._has_unfinished_step = on_outcome, True
         is_finite = torch.isfinite(norm)
         if not skips_on_device(self.optimizer) and not self._pending.wait().updated:
-            self._pending.updated = ()
+            self._pending.params = ()
             return
 
         # Clip.
@@ -292,7 +292,7 @@ class MegatronOptimizer(OptimizerState):
         if self.grad_scaler is not None:
             self.grad_scaler.update(not outcome.updated)
         if not outcome.updated:
-            take_back_step(self.optimizer, pending.updated)
+            take_back_step(self.optimizer, pending.params)
             for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
                 wrapper.gradient_state.note_skipped(phase)
         elif self.average is not None:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..base._torch_compat import forget_sharding_decisions
 from ..base.errors import ParallelConfigError, ParallelStateError
-from ..base.megatron_names import ignore, refuse
+from ..base.megatron_names import checks_arguments, refuse
 from .make_groups import ParallelGroups, ParallelSizes, RankGroup, make_parallel_groups
 
 _groups: ParallelGroups | None = None
@@ -24,24 +24,24 @@ _groups: ParallelGroups | None = None
 
 _virtual_pipeline_rank: int | None = None
 """The virtual pipeline stage of this process at the moment, for scripts to read. Schedules and scripts set it by
-`set_virtual_pipeline_rank`. `set_groups` clears it."""
+`set_virtual_pipeline_model_parallel_rank`. `set_groups` clears it."""
 
 
 def set_groups(groups: ParallelGroups | None) -> None:
     """Stores the groups. None removes them."""
     global _groups
     _groups = groups
-    set_virtual_pipeline_rank(None)
+    set_virtual_pipeline_model_parallel_rank(None)
 
 
-def set_virtual_pipeline_rank(rank: int | None) -> None:
-    """Stores the virtual pipeline stage."""
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Sets what `get_virtual_pipeline_model_parallel_rank` returns."""
     global _virtual_pipeline_rank
     _virtual_pipeline_rank = rank
 
 
-def virtual_pipeline_rank() -> int | None:
-    """Returns the virtual pipeline stage, or None."""
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Returns the virtual stage whose forward runs, or that a script has set, or None."""
     return _virtual_pipeline_rank
 
 
@@ -112,23 +112,21 @@ def group_getter(kind: str, text: str) -> GroupGetter:
 
 def size_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
     """Makes a getter of the number of ranks, which returns `alone`, if given, before initialisation."""
-
-    def getter() -> int:
-        return size(kind, alone)
-
-    getter.__doc__ = f"Returns the size of the {what}{'' if alone is None else f'; {alone} before initialisation'}."
-    return getter
+    return _number_getter(size, kind, f"the size of the {what}", alone)
 
 
 def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
     """Makes a getter of this rank's place, which returns `alone`, if given, before initialisation."""
+    return _number_getter(rank, kind, f"this rank's place in the {what}", alone)
 
+
+def _number_getter(
+    read: Callable[[str, int | None], int], kind: str, what: str, alone: int | None
+) -> Callable[[], int]:
     def getter() -> int:
-        return rank(kind, alone)
+        return read(kind, alone)
 
-    getter.__doc__ = (
-        f"Returns this rank's place in the {what}{'' if alone is None else f'; {alone} before initialisation'}."
-    )
+    getter.__doc__ = f"Returns {what}{'' if alone is None else f'; {alone} before initialisation'}."
     return getter
 
 
@@ -150,10 +148,7 @@ def name_functions(module: dict[str, Any]) -> None:
             function.__module__ = module["__name__"]
 
 
-_NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
-_EMBEDDING_RANKS = "tied embeddings are on the first and the last stage of a pipeline; drop it"
-
-
+@checks_arguments
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
@@ -210,36 +205,9 @@ def initialize_model_parallel(
         raise ParallelStateError(
             "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
         )
-    caller = "initialize_model_parallel"
-    refuse(
-        caller,
-        hierarchical_context_parallel_sizes=(
-            hierarchical_context_parallel_sizes,
-            None,
-            "context parallelism here has one level; use context_parallel_size",
-        ),
-        hybrid_context_parallel=(
-            hybrid_context_parallel,
-            False,
-            "every sequence is split over the same ranks; use context_parallel_size",
-        ),
-        gtp_remat_size=(gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
-        expert_gtp_remat_size=(expert_gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
-        get_embedding_ranks=(get_embedding_ranks, None, _EMBEDDING_RANKS),
-        get_position_embedding_ranks=(get_position_embedding_ranks, None, _EMBEDDING_RANKS),
-        rank_offset=(rank_offset, 0, "groups span the whole world; start the ranks of a part as a world of their own"),
-    )
     num_ranks = world.size()
-    refuse(caller, local_world_size=(local_world_size or num_ranks, num_ranks, "groups span the whole world"))
-    ignore(
-        caller,
-        "they set how groups communicate, and change no number",
-        pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
-        use_sharp=(use_sharp, False),
-        nccl_communicator_config_path=(nccl_communicator_config_path, None),
-        high_priority_stream_groups=(high_priority_stream_groups, None),
-        sharp_enabled_group=(sharp_enabled_group, None),
-    )
+    is_whole = (local_world_size or num_ranks, num_ranks, "groups span the whole world")
+    refuse("initialize_model_parallel", local_world_size=is_whole)
     if distributed_timeout_minutes <= 0:
         raise ParallelConfigError(
             f"distributed_timeout_minutes is {distributed_timeout_minutes}; it takes a positive number"

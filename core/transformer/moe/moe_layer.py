@@ -14,7 +14,7 @@ from torch import nn
 from ... import parallel_state
 from ...base.device import current_device
 from ...base.errors import warn_once
-from ...base.megatron_names import refuse
+from ...base.megatron_names import checks_arguments
 from ...comm.collectives import all_reduce_by_backend
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
 from ...tensor_parallel.groups import Group, check_degrees, expert_tensor_group, group_size, resolve_group
@@ -56,6 +56,7 @@ class MoELayer(MegatronModule):
         ParallelConfigError: other groups or refused arguments are given.
     """
 
+    @checks_arguments
     def __init__(
         self,
         config: TransformerConfig,
@@ -65,11 +66,6 @@ class MoELayer(MegatronModule):
         is_mtp_layer: bool = False,
         name: str | None = None,
     ) -> None:
-        refuse(
-            "MoELayer",
-            submodules=(submodules, None, "experts are those that the config describes"),
-            is_mtp_layer=(is_mtp_layer, False, "models here predict the next token alone"),
-        )
         check_same_groups("MoELayer", pg_collection, ("tp", "cp", "pp", "ep", "expt_tp"))
         config.check_sizes_given("num_layers", "hidden_size", "num_moe_experts")
         check_degrees(
