@@ -1,7 +1,4 @@
-"""GPT: embeddings, a stack of causal transformer layers, and a projection to the vocabulary.
-
-Rejects degrees of parallelism that it does not have, and batches that do not fit.
-"""
+"""GPT: embeddings, a stack of causal transformer layers, and a projection to the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from ... import parallel_state
 from ...base import device
-from ...base.errors import ConfigError, DataError, ParallelConfigError, check_positive
+from ...base.errors import ConfigError, DataError, check_choices, check_positive
 from ...base.megatron_names import checks_arguments, refuse
 from ...comm.collectives import broadcast_by_backend
 from ...process_groups_config import ProcessGroupCollection
@@ -27,7 +24,7 @@ from ...tensor_parallel.initialization import (
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.moe.load_balancing import add_auxiliary_losses, forget_losses
-from ...transformer.pipeline_stages import PipelineStage, pipeline_stage
+from ...transformer.pipeline_stages import pipeline_stage
 from ...transformer.sequences import PackedDocuments, own_positions
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -35,6 +32,7 @@ from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..common.language_module import LanguageModule, LinearCrossEntropyModule, batch_first
+from .checks import check_batch, check_ends, check_fused_loss, check_shared_weight
 
 
 class GPTModel(LanguageModule):
@@ -111,22 +109,10 @@ class GPTModel(LanguageModule):
             pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         )
         check_positive({"vocab_size": vocab_size, "max_sequence_length": max_sequence_length})
-        if position_embedding_type not in get_args(PositionEmbeddingType):
-            raise ConfigError(
-                f'position_embedding_type is {position_embedding_type!r}; it takes "rope" or "learned_absolute"'
-            )
         stage = pipeline_stage(config, vp_stage)
-        _check_ends(stage, pre_process, post_process)
-        if share_embeddings_and_output_weights and stage.count == 1 and not (pre_process and post_process):
-            raise ParallelConfigError(
-                "share_embeddings_and_output_weights is set for a model without "
-                f"{'post_process' if pre_process else 'pre_process'}; both ends of a shared weight are in one model"
-            )
-        if share_embeddings_and_output_weights and stage.count > 1 and config.pipeline_schedule == "ZBVZeroBubble":
-            raise ParallelConfigError(
-                "share_embeddings_and_output_weights is set, and pipeline_parallel_schedule 'ZBVZeroBubble' has the "
-                "first and the last stage on one rank, where they cannot share a weight; leave one of them out"
-            )
+        check_ends(stage, pre_process, post_process)
+        if share_embeddings_and_output_weights:
+            check_shared_weight(config.pipeline_schedule, stage, pre_process, post_process)
         super().__init__(config, pg_collection)
         self.pre_process, self.post_process = pre_process, post_process
         # The seed of all initial values. `share_init_seeds` replaces it by the first rank's if a wrapper draws values.
@@ -137,9 +123,10 @@ class GPTModel(LanguageModule):
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type: PositionEmbeddingType = position_embedding_type
+        check_choices(self, position_embedding_type=get_args(PositionEmbeddingType))
         self.parallel_output = parallel_output
         self.fuse_linear_cross_entropy = config.fuses_linear_cross_entropy
-        _check_fused_loss(self)
+        check_fused_loss(self)
         self.rotary_percent = config.rotary_percent if rotary_percent is None else rotary_percent
         self.rotary_base = config.rotary_base if rotary_base is None else float(rotary_base)
         with deferred_initialization():
@@ -249,7 +236,7 @@ class GPTModel(LanguageModule):
             extra_block_kwargs=(extra_block_kwargs, None, "write a layer of your own, as transformer_layer_spec"),
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
-        _check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
+        check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
         if self.config.num_moe_experts is not None:
             forget_losses(self.decoder)
         if self._earlier_losses is not None:
@@ -301,21 +288,6 @@ class GPTModel(LanguageModule):
         return None if self.embedding is None else self.embedding.word_embeddings.weight
 
 
-def _check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> None:
-    """Refuses a model that embeds or computes the loss on another pipeline stage than that which does.
-
-    Raises:
-        ParallelConfigError: names the argument.
-    """
-    ends = {"pre_process": (pre_process, stage.is_first), "post_process": (post_process, stage.is_last)}
-    for name, (actual, required) in ends.items():
-        if stage.count > 1 and actual != required:
-            raise ParallelConfigError(
-                f"{name} is {actual} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
-                "core.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"
-            )
-
-
 def _stage_seed(config: TransformerConfig, vp_stage: int | None) -> int:
     """Draws the seed of all initial values: one for all stages, that of the first rank of the pipeline."""
     if config.pipeline_model_parallel_size == 1:
@@ -326,55 +298,3 @@ def _stage_seed(config: TransformerConfig, vp_stage: int | None) -> int:
         torch.set_rng_state(before)  # the rank's next virtual stage draws the same
     broadcast_by_backend(seed, parallel_state.get_pipeline_model_parallel_group(), what="the seed of initial values")
     return int(seed)
-
-
-def _check_fused_loss(model: LanguageModule) -> None:
-    """Refuses a loss of the model's own class if the loss is fused with the projection.
-
-    Raises:
-        ConfigError: names the class.
-    """
-    kind = type(model)
-    has_own_loss = kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
-    if model.config.fuses_linear_cross_entropy and has_own_loss:
-        raise ConfigError(
-            f'cross_entropy_fusion_impl is "linear", but {kind.__name__} has a compute_language_model_loss of its '
-            "own, which takes whole logits; drop one of them"
-        )
-
-
-def _check_batch(
-    max_sequence_length: int,
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    labels: Tensor | None,
-    document_starts: Tensor | None,
-) -> None:
-    """Refuses tensors of a forward whose shapes or dtypes disagree, and sequences longer than the model's.
-
-    Raises:
-        DataError: names the tensor.
-    """
-    if input_ids.dim() != 2:
-        raise DataError(f"input_ids has shape {list(input_ids.shape)}; it takes [batch, sequence]")
-    batch, length = input_ids.shape
-    whole = length * parallel_state.get_context_parallel_world_size()
-    if whole > max_sequence_length:
-        raise DataError(
-            f"a sequence of {whole} tokens is longer than the model's max_sequence_length of "
-            f"{max_sequence_length}; cut it, or build the model for longer ones"
-        )
-    inputs = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
-    for name, tensor in inputs.items():
-        if tensor is not None and tensor.shape != input_ids.shape:
-            raise DataError(f"{name} has shape {list(tensor.shape)}, but input_ids {[batch, length]}; they must agree")
-    if attention_mask is None:
-        return
-    if attention_mask.shape not in ((batch, 1, length, length), (1, 1, length, length)):
-        raise DataError(
-            f"attention_mask has shape {list(attention_mask.shape)}; for input_ids {[batch, length]} it takes "
-            f"{[batch, 1, length, length]} or {[1, 1, length, length]}"
-        )
-    if attention_mask.dtype != torch.bool:
-        raise DataError(f"attention_mask is {attention_mask.dtype}; it takes torch.bool, True where a token is hidden")
