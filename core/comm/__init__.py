@@ -6,6 +6,6 @@
 | `gloo` | exchanges pieces directly between ranks under gloo, and adds them |
 | `streams` | streams of a GPU, and the points at which they wait for each other |
 | `lane` | runs collectives while the rank computes, and reads numbers of the device without stopping it |
-| `record` | records the calls of this rank; asks other ranks for theirs when one fails; reads torch's own |
-| `call` | one call of a collective with its time and the error that explains its failure; a group's last calls |
+| `record` | records the calls of this rank; asks other ranks for theirs when one fails |
+| `call` | one call of a collective: its time, the error that explains its failure; the last calls; torch's record |
 """

@@ -1,4 +1,8 @@
-"""The calls of collectives: one with its name, its time and the error that explains its failure, and the last ones."""
+"""The calls of collectives: one with its name, its time and the error that explains its failure, and the last ones.
+
+Torch's flight recorder (`positions`) has the collectives of other code too: NCCL's has every one, and gloo's lacks
+messages between two ranks, and so direct exchanges (`gloo`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ..base._torch_compat import group_time_limit
+from ..base._torch_compat import flight_recorder, group_time_limit
 from . import streams
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
@@ -39,8 +44,8 @@ class CollectiveRecord:
         self.limit_s = group_time_limit(group).total_seconds()
         # Calls by kind and payload; `count` adds, nothing clears.
         self._counts: Counter[tuple[str, str]] = Counter()
-        # The text that `record.publish` has written last; it alone uses it, on any thread.
-        self.published_text = ""
+        # The table that `record.publish` has written last; it alone uses it, on any thread.
+        self.published_table: dict[str, Any] = {}
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
         """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
@@ -253,3 +258,41 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 UNRECORDED = _Unrecorded()
 """The instance shared by all calls that are not recorded. It has no state."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's first unfinished collective in a group, else its last one."""
+
+    name: str
+    """By torch, as ``nccl:_all_gather_base``."""
+    number: int
+    """Among the collectives of the group, from 1."""
+    is_over: bool
+    """It has ended, or, under gloo, failed."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, number {self.number}{' (over)' if self.is_over else ''}"
+
+
+def positions() -> dict[str, Position]:
+    """Returns this rank's position in each group by the group's name, that of its last collective last.
+
+    Empty where the backend or the build of torch has no recorder."""
+    latest: dict[str, Position] = {}
+    try:
+        entries = flight_recorder()
+    except Exception:  # it explains failures, and must not add another
+        return latest
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        group = entry.get("process_group", ["?"])[0]
+        before = latest.pop(group, None)
+        if before is not None and not before.is_over:
+            latest[group] = before
+            continue
+        # gloo never sets the state "completed": it retires entries that have ended in any way.
+        is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
+        latest[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
+    return latest

@@ -7,9 +7,6 @@
 nothing is sent until a collective fails. Its rank then asks the others through the store of the default process group:
 in every process a thread looks about once a second for a question and answers it. ``SHARDSTACK_RECORD_COLLECTIVES=0``,
 set on every rank, switches recording off.
-
-Torch's flight recorder (`positions`) has the collectives of other code too: NCCL's has every one, and gloo's lacks
-messages between two ranks, and so direct exchanges (`gloo`).
 """
 
 from __future__ import annotations
@@ -22,55 +19,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..base._torch_compat import flight_recorder
 from ..base.errors import OutOfStepError
 from . import streams
-from .call import UNRECORDED, Collective, CollectiveRecord
-
-
-@dataclass(frozen=True)
-class Position:
-    """A rank's first unfinished collective in a group, else its last one."""
-
-    name: str
-    """By torch, as ``nccl:_all_gather_base``."""
-    number: int
-    """Among the collectives of the group, from 1."""
-    is_over: bool
-    """It has ended, or, under gloo, failed."""
-
-    def __str__(self) -> str:
-        return f"{self.name}, number {self.number}{' (over)' if self.is_over else ''}"
-
-
-def positions() -> dict[str, Position]:
-    """Returns this rank's position in each group by the group's name, that of its last collective last.
-
-    Empty where the backend or the build of torch has no recorder."""
-    latest: dict[str, Position] = {}
-    try:
-        entries = flight_recorder()
-    except Exception:  # it explains failures, and must not add another
-        return latest
-    for entry in entries:
-        if entry.get("is_p2p"):
-            continue
-        group = entry.get("process_group", ["?"])[0]
-        before = latest.pop(group, None)
-        if before is not None and not before.is_over:
-            latest[group] = before
-            continue
-        # gloo never sets the state "completed": it retires entries that have ended in any way.
-        is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
-        latest[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
-    return latest
-
+from .call import UNRECORDED, Collective, CollectiveRecord, Position, positions
 
 NUM_CALLS_PUBLISHED = 8
 """Calls per group that a rank publishes when another one asks: as many of the last calls, and as many around the first
@@ -85,15 +42,16 @@ def publish(record: CollectiveRecord) -> None:
     near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
     last = range(len(recent) - NUM_CALLS_PUBLISHED, len(recent))
     calls = [call for index, call in enumerate(recent) if index in near or index in last]
-    text = json.dumps({"num_calls": record.num_calls, "calls": [call.as_json() for call in calls]})
-    if text != record.published_text:
-        _store().set(_key(record.group_name, record.rank), text)
-        record.published_text = text
+    table = {"num_calls": record.num_calls, "calls": [call.as_json() for call in calls]}
+    if table != record.published_table:
+        write_to_store(_key(record.group_name, record.rank), table)
+        record.published_table = table
 
 
 def read_published(record: CollectiveRecord, rank: int) -> dict[str, Any] | None:
     """Returns what `rank` of the record's group published last, or None if it never did, or if the store is gone."""
-    return _read(_key(record.group_name, rank))
+    table: dict[str, Any] | None = read_from_store(_key(record.group_name, rank))
+    return table
 
 
 def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.ProcessGroup | None = None) -> Collective:
@@ -251,7 +209,7 @@ def _publish_all() -> None:
             publish(record)
     if own := positions():
         values = {group: astuple(position) for group, position in own.items()}
-        _store().set(_key(_BY_TORCH, dist.get_rank()), json.dumps(values))
+        write_to_store(_key(_BY_TORCH, dist.get_rank()), values)
 
 
 _BY_TORCH = "flight_recorder"
@@ -260,7 +218,7 @@ _BY_TORCH = "flight_recorder"
 
 def flight_recorder_of(rank: int) -> dict[str, Position]:
     """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked."""
-    table = _read(_key(_BY_TORCH, rank)) or {}
+    table = read_from_store(_key(_BY_TORCH, rank)) or {}
     return {group: Position(*values) for group, values in table.items()}
 
 
@@ -368,8 +326,11 @@ def write_to_store(key: str, value: Any) -> None:
 
 
 def read_from_store(key: str) -> Any:
-    """Returns the value that a rank wrote under a key, or None."""
-    return _read(f"shardstack/{key}")
+    """Returns the value that a rank wrote under a key, or None if there is none, or if the store is gone."""
+    try:
+        return json.loads(_store().get(f"shardstack/{key}")) if _store().check([f"shardstack/{key}"]) else None
+    except Exception:  # the store may have gone with the rank that held it
+        return None
 
 
 _WATCH: list[Callable[[], None]] = []
@@ -392,14 +353,5 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _read(key: str) -> dict[str, Any] | None:
-    """Returns the JSON table under a key of the store, or None if there is none, or if the store is gone."""
-    try:
-        table: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
-    except Exception:  # the store may have gone with the rank that held it
-        return None
-    return table
-
-
 def _key(group_name: str, rank: int) -> str:
-    return f"shardstack/collectives/{group_name}/{rank}"
+    return f"collectives/{group_name}/{rank}"

@@ -33,16 +33,14 @@ import torch.distributed as dist
 from ..base.errors import OutOfStepError, ShardstackError
 from ..base.text import join_parts, rank_list, readable_bytes
 from ..comm import gloo, record
-from ..comm.call import Collective, explain_failures_with
+from ..comm.call import Collective, Position, explain_failures_with, positions
 from ..comm.record import (
     MOST_ASKING,
-    Position,
     ask_other_ranks,
     flight_recorder_of,
     is_recording,
     latest_collective,
     may_ask_other_ranks,
-    positions,
     read_published,
 )
 from .out_of_memory import is_out_of_memory

@@ -368,9 +368,9 @@ def _forget_collectives() -> None:
     record = sys.modules.get("core.comm.record")
     for known in record.live_records() if record is not None else ():
         known.calls.clear()
-        if known.published:  # a question of the next job would be answered by it
-            record._store().delete_key(record._key(known.group_name, known.rank))
-            known.published = ""
+        if known.published_table:  # a question of the next job would be answered by it
+            record._store().delete_key(f"shardstack/{record._key(known.group_name, known.rank)}")
+            known.published_table = {}
 
 
 def _forget_compiled() -> None:

@@ -77,7 +77,7 @@ MUTATIONS = (
         "streams: a task that raises ends its lane's turn",
         "core.comm.lane._StreamLane.submit",
         r"task\.execute\(\)",
-        "(run(), task._ended.set())",
+        "(run(), task._end_event.set())",
         (f"{PROGRAMS_ON_STREAMS}an_error_in_a_lane_frees_no_memory_in_use",),
     ),
     Mutation(

@@ -133,7 +133,7 @@ def test_megatrons_sharded_state_dict_has_every_row_at_its_place() -> None:
 def _stock() -> type:
     from core.adapters.megatron_lm import TorchFullyShardedDataParallel
 
-    return TorchFullyShardedDataParallel._replaced
+    return TorchFullyShardedDataParallel._stock_class
 
 
 def test_the_class_is_replaced_wherever_megatron_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

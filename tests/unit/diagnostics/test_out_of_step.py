@@ -17,6 +17,7 @@ from torch import nn
 
 from core.base.errors import OutOfStepError
 from core.comm import collectives, record
+from core.comm.call import Position, positions
 from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import PATIENCE_S, is_failure_of_backend
@@ -299,13 +300,13 @@ def test_the_flight_recorder_comes_first_where_it_has_the_call():
         assert "; look at rank 1 for a skipped micro-batch" in message
 
 
-def _positions_under_gloo() -> tuple[list[record.Position | None], ...]:
+def _positions_under_gloo() -> tuple[list[Position | None], ...]:
     group, late = dist.new_group(), dist.new_group()
     names = (group.group_name, late.group_name)
     dist.all_reduce(torch.ones(2), group=group)
     work = dist.all_reduce(torch.ones(2), group=late, async_op=True) if dist.get_rank() == 0 else None
     dist.barrier()
-    found = [record.positions().get(name) for name in names]
+    found = [positions().get(name) for name in names]
     record._publish_all()
     dist.barrier()
     of_other = [record.flight_recorder_of(1 - dist.get_rank()).get(name) for name in names]
@@ -317,7 +318,7 @@ def _positions_under_gloo() -> tuple[list[record.Position | None], ...]:
 
 def test_positions_are_those_of_torchs_own_recorder():
     (first, of_second), (second, of_first) = run_distributed(_positions_under_gloo, 2)
-    ended, waiting = (record.Position("gloo:all_reduce", 1, is_over=over) for over in (True, False))
+    ended, waiting = (Position("gloo:all_reduce", 1, is_over=over) for over in (True, False))
     assert first == of_first == [ended, waiting]
     assert second == of_second == [ended, None]
 

@@ -94,13 +94,13 @@ def _loses(folder: str) -> None:
 
 def _counts_versions(folder: str) -> int:
     """Returns how many versions there are at most while copies of a second generation are made."""
-    counts, mapped = [], host_copies._mapped
+    counts, mapped = [], host_copies._map_file
 
     def count(*arguments, **options):
         counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {arguments[0].parent}))
         return mapped(*arguments, **options)
 
-    with mock.patch.object(host_copies, "_mapped", count):
+    with mock.patch.object(host_copies, "_map_file", count):
         for first in (1, 2):
             copies = HostCopies(Path(folder), first, _state(first), {"step": first}, first)
             copies.start(_state(first + 1), {"step": first + 1}, first + 1)

@@ -122,7 +122,7 @@ def _fails_on_rank_1(root: str) -> list[str]:
         saving._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
     deadline = time.monotonic() + 600
-    while not saver.failed and time.monotonic() < deadline:
+    while not saver.has_failed and time.monotonic() < deadline:
         time.sleep(0.01)
     saving._append = kept
     for then in (saver.wait, lambda: saver.save({"w": torch.ones(2)}, f"{root}/iter_0000003", metadata={})):
