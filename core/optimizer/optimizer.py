@@ -5,16 +5,13 @@ The device decides the outcome of a step, and the host learns it later.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.errors import OptimizerError
-from ..comm.lane import HostRead
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
@@ -25,93 +22,8 @@ from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
+from .step_outcome import PendingOutcome, StepOutcome
 from .update_rules import skips_on_device, take_back_step
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """The outcome of a step, equal on all ranks."""
-
-    updated: bool
-    """False if a gradient was not finite, so that nothing was updated."""
-
-    grad_norm: float
-    """Global norm of the gradient before clipping, without the loss scale. Not finite if the step was skipped."""
-
-    num_zeros: int
-    """Number of zeros in the gradient, or 0 if they are not counted."""
-
-    report: tuple[float, ...]
-    """The numbers that the caller gave to `MegatronOptimizer.start_step` as `report`."""
-
-    lr: float
-    """Largest learning rate of the update."""
-
-    loss_scale: float
-    """Factor that losses were multiplied by."""
-
-
-class PendingOutcome:
-    """The outcome of a step while it is copied to the host.
-
-    Args:
-        norm: 0-dim, in double.
-        num_zeros: 0-dim, in double.
-        report: `[n]`, the caller's numbers, copied in the same read; None if there are none.
-        written: `[len(names)]`, whether code other than the optimizer has written each parameter; None if the masters
-            already have such values.
-        names: names of parameters in low precision.
-        params: main tensors whose step count was raised in advance.
-        lr: largest learning rate of the step.
-        loss_scale: the step's loss scale.
-    """
-
-    def __init__(
-        self,
-        norm: Tensor,
-        num_zeros: Tensor,
-        report: Tensor | None,
-        written: Tensor | None,
-        names: Sequence[str],
-        *,
-        params: Sequence[Tensor],
-        lr: float,
-        loss_scale: float,
-    ) -> None:
-        parts = [torch.stack([norm, num_zeros]), *(part for part in (report, written) if part is not None)]
-        # Norm, number of zeros, report and written flags, in one copy that began here on the current stream.
-        self._read = HostRead(torch.cat([part.to(norm.device, torch.float64) for part in parts]))
-        self._num_reported = 0 if report is None else len(report)
-        self._names = names if written is not None else ()
-        self._lr, self._loss_scale = lr, loss_scale
-        # Main tensors whose step counts `take_back_step` lowers if the step is skipped. `MegatronOptimizer.start_step`
-        # empties it if it makes no update.
-        self.params = params
-
-    def wait(self) -> StepOutcome:
-        """Waits for the device and returns the outcome.
-
-        Raises:
-            OutOfStepError: not all ranks took part in the step.
-            OptimizerError: parameters in low precision were written between this step and the one before it.
-        """
-        norm, num_zeros, *others = self._read.wait()
-        report, flags = others[: self._num_reported], others[self._num_reported :]
-        names = [name for name, is_written in zip(self._names, flags, strict=True) if is_written]
-        if names:
-            raise OptimizerError(
-                f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} was written after a step of "
-                "the optimizer that was still running, and the next step has overwritten the values from the fp32 "
-                "masters; call the optimizer's reload_model_params() after writing, or its finish_step() before"
-            )
-        return StepOutcome(
-            updated=math.isfinite(norm),
-            grad_norm=norm,
-            num_zeros=int(num_zeros),
-            report=tuple(report),
-            lr=self._lr,
-            loss_scale=self._loss_scale,
-        )
 
 
 class MegatronOptimizer(OptimizerState):
@@ -185,9 +97,9 @@ class MegatronOptimizer(OptimizerState):
         self.start_step(on_outcome=outcomes.append)
         self.finish_step()
         outcome = outcomes[0]
-        if not outcome.updated and self.grad_scaler is not None:
+        if not outcome.has_update and self.grad_scaler is not None:
             return False, None, None
-        return outcome.updated, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
+        return outcome.has_update, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
     @torch.no_grad()
     def start_step(
@@ -234,7 +146,7 @@ class MegatronOptimizer(OptimizerState):
         )
         self._on_outcome, self._has_unfinished_step = on_outcome, True
         is_finite = torch.isfinite(norm)
-        if not skips_on_device(self.optimizer) and not self._pending.wait().updated:
+        if not skips_on_device(self.optimizer) and not self._pending.wait().has_update:
             self._pending.params = ()
             return
 
@@ -290,8 +202,8 @@ class MegatronOptimizer(OptimizerState):
         pending, self._pending = self._pending, None
         outcome = pending.wait()
         if self.grad_scaler is not None:
-            self.grad_scaler.update(not outcome.updated)
-        if not outcome.updated:
+            self.grad_scaler.update(not outcome.has_update)
+        if not outcome.has_update:
             take_back_step(self.optimizer, pending.params)
             for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
                 wrapper.gradient_state.note_skipped(phase)

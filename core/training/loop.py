@@ -227,7 +227,7 @@ class _Reporter:
         self._log.step(iteration, result, num_tokens=num_tokens, seconds=seconds + waited_s, weights_hash=weights_hash)
         if result.stop:
             self._writer.finish()  # raises on all ranks if the failed checkpoint is the reason
-        self._skips.note(iteration, result.updated)
+        self._skips.note(iteration, result.has_update)
         self._state.skipped_steps = self._skips.in_a_row
         return result.stop
 
@@ -254,13 +254,13 @@ class SkippedSteps:
         self._has_warned = False
         """Whether a skipped step was warned about. `note` sets it, for the rest of the run."""
 
-    def note(self, iteration: int, has_updated: bool) -> None:
+    def note(self, iteration: int, has_update: bool) -> None:
         """Counts one step.
 
         Raises:
             OptimizerError: the limit is reached.
         """
-        self.in_a_row = 0 if has_updated or self._scale_adapts else self.in_a_row + 1
+        self.in_a_row = 0 if has_update or self._scale_adapts else self.in_a_row + 1
         if self.in_a_row >= LIMIT:
             raise OptimizerError(
                 f"gradients have been infinite or NaN for {LIMIT} steps, up to iteration {iteration}, and nothing was "

@@ -103,7 +103,7 @@ class RunLog:
         self._losses.append(result.loss)
         self._num_tokens += num_tokens
         self._seconds += seconds
-        self._num_skipped += not result.updated
+        self._num_skipped += not result.has_update
         memory = _peak_memory_bytes()
         self._show(result, num_tokens / seconds, memory)
         hash_entry = {} if weights_hash is None else {"weights_hash": weights_hash}
@@ -179,7 +179,7 @@ class RunLog:
             self.message(f"warning: not written: {', '.join(map(str, self.files.waiting))}")
 
     def _show(self, result: StepResult, tokens_per_s: float, memory: int) -> None:
-        norm = f"{result.grad_norm:.2f}" if result.updated and result.grad_norm is not None else "skipped"
+        norm = f"{result.grad_norm:.2f}" if result.has_update and result.grad_norm is not None else "skipped"
         texts = {"loss": f"{result.loss:.3f}", "lr": f"{result.lr:.2e}", "grad": norm}
         texts |= {"tok/s": f"{tokens_per_s:,.0f}", "mem": f"{memory / 2**20:,.0f}M"}
         with suppress(OSError):

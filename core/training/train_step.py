@@ -21,7 +21,7 @@ from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.finalize_model_grads import is_last_stage, sum_of_last_stage
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
-from ..optimizer.optimizer import StepOutcome
+from ..optimizer.step_outcome import StepOutcome
 from ..pipeline_parallel.stages import run_stages
 from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.moe.moe_layer import logged_statistics
@@ -37,7 +37,7 @@ class StepResult:
     """Mean loss in nats per token: over all tokens with `calculate_per_token_loss`, else the mean over
     micro-batches."""
 
-    updated: bool
+    has_update: bool
     """False if gradients overflowed and the step was skipped."""
 
     grad_norm: float | None
@@ -84,15 +84,15 @@ class RunningStep:
         optimizer.start_step(totals, on_outcome=self._conclude)
 
     def _conclude(self, outcome: StepOutcome) -> None:
-        if outcome.updated:
+        if outcome.has_update:
             self._scheduler.step(1)
         total_loss, total_weight, stops, *others = outcome.report
         has_scaler = self._optimizer.grad_scaler is not None
-        counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.updated or not has_scaler)
+        counts = self._optimizer.config.log_num_zeros_in_grad and (outcome.has_update or not has_scaler)
         self._result = StepResult(
             loss=total_loss / max(total_weight, 1.0),
-            updated=outcome.updated,
-            grad_norm=outcome.grad_norm if outcome.updated or not has_scaler else None,
+            has_update=outcome.has_update,
+            grad_norm=outcome.grad_norm if outcome.has_update or not has_scaler else None,
             num_zeros=outcome.num_zeros if counts else None,
             stop=stops > 0,
             lr=outcome.lr,

@@ -18,7 +18,7 @@ MUTATIONS = (
     Mutation(
         "the schedule moves on in a step that was skipped",
         "core.training.train_step.RunningStep._conclude",
-        r"if outcome\.updated:",
+        r"if outcome\.has_update:",
         "if True:",
         ("tests/unit/training/test_train_step.py",),
     ),

@@ -127,7 +127,7 @@ def _steps(
                 running[-1].result()
         running[-1].result()
     results = [step.result() for step in running]
-    assert [step.updated for step in results] == [True, True, False, True]
+    assert [step.has_update for step in results] == [True, True, False, True]
     assert scheduler.num_steps == 3 and adam.state_scalars()["step"] == 3
     assert results[2].lr == results[3].lr  # the schedule has waited for the step that was skipped
     model.settle_parameters()
@@ -150,7 +150,7 @@ def test_steps_without_a_wait_have_the_same_bits(wrapper: str, precision: dict[s
     late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (watched, None))
     for (_, results, weights), (_, expected, expected_weights) in zip(late, at_once, strict=True):
         assert math.isnan(results[2].loss) and math.isnan(expected[2].loss)
-        assert [r for r in results if r.updated] == [r for r in expected if r.updated]
+        assert [r for r in results if r.has_update] == [r for r in expected if r.has_update]
         assert all(map(torch.equal, weights, expected_weights))
         assert all(torch.isfinite(weight).all() for weight in weights)
 
@@ -275,7 +275,7 @@ def _compare_with_waiting(watch: Watch, wrapper: str, changes: dict[str, Any]) -
         torch._dynamo.reset()
         with one_rank_on_a_gpu() if watch is _watched_by_cuda else nullcontext():
             _, results, weights = _steps(changes, one, packed, unwatched)
-            found.append(([r for r in results if r.updated], weights))
+            found.append(([r for r in results if r.has_update], weights))
             parallel_state.destroy_model_parallel()
     (results, weights), (expected, expected_weights) = found
     if "seq_length" in changes:  # beyond one block of queries kernels add in any order

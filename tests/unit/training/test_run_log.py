@@ -18,7 +18,9 @@ from tests.unit.training._configs import small_config
 
 def result(loss: float, updated: bool = True) -> StepResult:
     norm = 0.5 if updated else None
-    return StepResult(loss=loss, updated=updated, grad_norm=norm, num_zeros=None, stop=False, lr=0.1, loss_scale=1.0)
+    return StepResult(
+        loss=loss, has_update=updated, grad_norm=norm, num_zeros=None, stop=False, lr=0.1, loss_scale=1.0
+    )
 
 
 def write(log: RunLog, first: int, last: int) -> None:

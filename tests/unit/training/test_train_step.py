@@ -119,7 +119,7 @@ def test_a_step_on_two_ranks_is_the_step_of_one_process(fsdp2: bool, per_token: 
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert before == pytest.approx(over_tokens, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert result.updated and not result.stop
+        assert result.has_update and not result.stop
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
 
@@ -160,7 +160,7 @@ def step_that_overflows() -> tuple[bool, int, float]:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.inf)
     result = train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1).result()
-    return result.updated, scheduler.num_steps, optimizer.param_groups[0]["lr"]
+    return result.has_update, scheduler.num_steps, optimizer.param_groups[0]["lr"]
 
 
 def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
