@@ -144,10 +144,10 @@ def checks_arguments(function: Function) -> Function:
 
     @functools.wraps(function)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(defaults, args, strict=False)) | kwargs
-        refuse(caller, **{n: (given[n], defaults[n], remedy) for n, remedy in remedies.items() if n in given})
+        arguments = dict(zip(defaults, args, strict=False)) | kwargs
+        refuse(caller, **{n: (arguments[n], defaults[n], remedy) for n, remedy in remedies.items() if n in arguments})
         for names, reason in reasons.items():
-            ignore(caller, reason, **{n: (given[n], defaults[n]) for n in names.split() if n in given})
+            ignore(caller, reason, **{n: (arguments[n], defaults[n]) for n in names.split() if n in arguments})
         return function(*args, **kwargs)
 
     return check_and_call  # type: ignore[return-value]
@@ -191,21 +191,21 @@ def takes_megatron_fields(kind: type[Config]) -> type[Config]:
     construct = kind.__init__
 
     @functools.wraps(construct)
-    def __init__(self: Config, *args: Any, **given: Any) -> None:
+    def __init__(self: Config, *args: Any, **values: Any) -> None:
         if len(args) > len(positional):
             raise ConfigError(
                 f"{kind.__name__} takes {len(positional)} field(s) by position, and {len(args)} were given; "
                 "give fields by name, as their order changes between Megatron-LM's versions"
             )
-        given = dict(zip(positional, args, strict=False)) | given
-        for name in numbers & {name for name, value in given.items() if value is None}:
+        values = dict(zip(positional, args, strict=False)) | values
+        for name in numbers & {name for name, value in values.items() if value is None}:
             raise ConfigError(f"{kind.__name__}: {name} is None; give a number, or leave it out")
-        absent = [name for name in given if name in defaults or (name.startswith(prefixes) and name not in own)]
-        foreign = {name: given.pop(name) for name in absent}
+        absent = [name for name in values if name in defaults or (name.startswith(prefixes) and name not in own)]
+        foreign = {name: values.pop(name) for name in absent}
         refuse(kind.__name__, ConfigError, **{n: (v, *remedies[n]) for n, v in foreign.items() if n in remedies})
         unread = {n: (v, inert.get(n)) for n, v in foreign.items() if n not in remedies and n not in harmless}
         ignore(kind.__name__, "nothing here reads them, and no number changes", **unread)
-        construct(self, **given)
+        construct(self, **values)
         vars(self).update(foreign)
 
     for name, default in defaults.items():

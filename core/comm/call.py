@@ -223,7 +223,7 @@ class _Unrecorded(Collective):
     def __enter__(self) -> Collective:
         return self
 
-    def __exit__(self, *unused: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         pass
 
     def explain(self, error: BaseException) -> None:

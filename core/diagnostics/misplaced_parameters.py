@@ -132,7 +132,7 @@ def reject_plain_state_dicts(root: nn.Module) -> None:
 
 
 def _checker(names: list[str]) -> Callable[..., None]:
-    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in names:
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

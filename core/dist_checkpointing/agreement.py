@@ -232,7 +232,7 @@ def join_entries(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> tuple[dict[st
     """Returns each tensor with the pieces of all ranks, and the bytes of each file."""
     tensors: dict[str, TensorEntry] = {}
     file_bytes: dict[str, int] = {}
-    for name, entry in (named for of_rank in of_ranks for named in of_rank.items()):
+    for name, entry in (item for of_rank in of_ranks for item in of_rank.items()):
         earlier = tensors[name].pieces if name in tensors else ()
         tensors[name] = dataclasses.replace(entry, pieces=earlier + entry.pieces)
         for piece in entry.pieces:

@@ -124,7 +124,7 @@ def load_foreign(
     index: CheckpointIndex,
     folder: Path,
     *,
-    ignored: Iterable[str] = (),
+    ignored_names: Iterable[str] = (),
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Fills our tensors in place from a foreign checkpoint. Holds one piece of a foreign tensor at a time.
@@ -136,7 +136,7 @@ def load_foreign(
         targets: tensors of the whole model by name, as `model_state_dict` or an optimizer gives them.
         recipes: one for each of `targets`.
         index: the index of the foreign checkpoint in `folder`.
-        ignored: foreign tensors that no recipe has to name.
+        ignored_names: foreign tensors that no recipe has to name.
 
     Raises:
         CheckpointError: on all ranks, before anything is written. Names all tensors that are missing, left over or of
@@ -144,15 +144,15 @@ def load_foreign(
     """
     recipes = list(recipes)
     ranks = Ranks(process_group)
-    ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored)))
+    ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored_names)))
     source = BoxReader(folder, index)
     ranks.on_all(lambda: _fill_all(targets, recipes, source))
 
 
 def _check(
-    targets: Mapping[str, torch.Tensor], recipes: list[Recipe], index: CheckpointIndex, folder: Path, ignored: set[str]
+    targets: Mapping[str, torch.Tensor], recipes: list[Recipe], index: CheckpointIndex, folder: Path, without: set[str]
 ) -> None:
-    empty = [name for name, target in targets.items() if any(held.is_meta for _, held in held_boxes(target))]
+    empty = [name for name, target in targets.items() if any(part.is_meta for _, part in held_boxes(target))]
     if empty:
         raise CheckpointError(
             f"{empty[0]} is on the meta device: nothing was loaded; wrap the model, or call to_empty"
@@ -163,7 +163,7 @@ def _check(
     ours = [recipe for recipe in recipes if recipe.name in targets]
     shapes = foreign_shapes(ours, {name: tuple(tensor.shape) for name, tensor in targets.items()})
     problems += [f"missing there: {name}" for name in sorted(shapes.keys() - index.tensors.keys())]
-    problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - shapes.keys() - ignored)]
+    problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - shapes.keys() - without)]
     for name in sorted(shapes.keys() & index.tensors.keys()):
         entry = index.tensors[name]
         if entry.shape != shapes[name]:

@@ -342,17 +342,17 @@ def _remove_all_but_loaded(root: Path) -> None:
 
 
 def _places(
-    offered: Mapping[str, Offer], keys: Sequence[Key], file: str
+    sources: Mapping[str, Offer], keys: Sequence[Key], file: str
 ) -> tuple[dict[str, TensorEntry], int, list[tuple[Piece, torch.dtype]]]:
     """Returns the tensors with the places of their pieces in a file, its length, and the place of each piece."""
     end, places = 0, []
-    pieces: dict[str, list[Piece]] = {name: [] for name, offer in offered.items() if 0 in offer.shape}
+    pieces: dict[str, list[Piece]] = {name: [] for name, offer in sources.items() if 0 in offer.shape}
     for name, box in keys:
         start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = start + int(np.prod(box.sizes)) * offered[name].dtype.itemsize
-        places.append((Piece(box.offsets, box.sizes, file, start, end - start), offered[name].dtype))
+        end = start + int(np.prod(box.sizes)) * sources[name].dtype.itemsize
+        places.append((Piece(box.offsets, box.sizes, file, start, end - start), sources[name].dtype))
         pieces.setdefault(name, []).append(places[-1][0])
-    entries = {name: TensorEntry(offered[name].dtype, offered[name].shape, tuple(of)) for name, of in pieces.items()}
+    entries = {name: TensorEntry(sources[name].dtype, sources[name].shape, tuple(of)) for name, of in pieces.items()}
     return entries, end, places
 
 

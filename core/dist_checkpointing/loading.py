@@ -90,8 +90,8 @@ def load(
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     refuse(f"{folder} is a checkpoint of another model or layout", problems)
     targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
-    resharded_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
-    line = _verify(targets, source, index, resharded_names, verify, ranks)
+    moved_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
+    line = _verify(targets, source, index, moved_names, verify, ranks)
     if report is not None:
         report(line)
     for tensor, stand_in in casts.values():
@@ -120,13 +120,13 @@ def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _verify(
-    state: Mapping[str, Tensor], folder: Path, index: CheckpointIndex, resharded: set[str], all_: bool, ranks: Ranks
+    state: Mapping[str, Tensor], folder: Path, index: CheckpointIndex, moved_names: set[str], all_: bool, ranks: Ranks
 ) -> str:
     """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank. Reports
     it."""
     started_at = time.perf_counter()
     hashed_names = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
-    names = set().union(*ranks.all_gather(set(state) if all_ else resharded)) & hashed_names
+    names = set().union(*ranks.all_gather(set(state) if all_ else moved_names)) & hashed_names
     if differing := differing_tensors(state, index, names, ranks) if names else []:
         files = damage(folder, ranks) or ["its files are undamaged, and were assembled wrongly: report it"]
         refuse(f"{folder}: the loaded tensors differ from the saved ones ({'; '.join(files)})", differing)
@@ -198,15 +198,15 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
     return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
 
 
-def newest_good(root: Path, ranks: Ranks, *, excluded: Path | None = None) -> Path | None:
+def newest_good(root: Path, ranks: Ranks, *, exclude: Path | None = None) -> Path | None:
     """Returns the newest undamaged checkpoint that a run can continue from, or None if there is none. Collective.
 
     Args:
-        excluded: a checkpoint that is not considered; older ones are tried first, then newer ones.
+        exclude: a checkpoint that is not considered; older ones are tried first, then newer ones.
     """
-    paths = ranks.from_first(lambda: [path for path in folders.complete_checkpoints(root) if path != excluded])
-    if excluded is not None:
-        paths.sort(key=lambda path: folders.iteration_of(path) > folders.iteration_of(excluded))
+    paths = ranks.from_first(lambda: [path for path in folders.complete_checkpoints(root) if path != exclude])
+    if exclude is not None:
+        paths.sort(key=lambda path: folders.iteration_of(path) > folders.iteration_of(exclude))
     for path in paths:
         if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
             return path
@@ -226,7 +226,7 @@ def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 def advice(folder: Path, ranks: Ranks) -> str:
     """Says which checkpoint to load instead of `folder`. Collective."""
-    good_folder = newest_good(folder.parent, ranks, excluded=folder)
+    good_folder = newest_good(folder.parent, ranks, exclude=folder)
     if good_folder is None:
         return f"no other checkpoint in {folder.parent} is whole"
     return f"{good_folder.name} in the same folder is whole: continue from it with --load {good_folder}"

@@ -130,9 +130,9 @@ class MegatronOptimizer(OptimizerState):
         for p in self._checked_here:
             p.check_storage()
         if self._has_unfinished_step:
-            written = self._written_params.find_written()  # to wait for it would leave the device without work
+            written_flags = self._written_params.find_written()  # to wait for it would leave the device without work
         else:
-            written = None
+            written_flags = None
             self._written_params.refresh_masters()
         grads = take_gradients(self._params)
         scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
@@ -142,7 +142,7 @@ class MegatronOptimizer(OptimizerState):
         params = [p.main for p, grad in zip(self._params, grads, strict=True) if grad is not None]
         lr = max(group["lr"] for group in self.param_groups)
         self._pending = PendingOutcome(
-            norm, num_zeros, report, written, self._written_params.names, params=params, lr=lr, loss_scale=scale
+            norm, num_zeros, report, written_flags, self._written_params.names, params=params, lr=lr, loss_scale=scale
         )
         self._on_outcome, self._has_unfinished_step = on_outcome, True
         is_finite = torch.isfinite(norm)

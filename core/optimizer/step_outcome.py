@@ -56,18 +56,18 @@ class PendingOutcome:
         norm: Tensor,
         num_zeros: Tensor,
         report: Tensor | None,
-        written: Tensor | None,
+        written_flags: Tensor | None,
         names: Sequence[str],
         *,
         params: Sequence[Tensor],
         lr: float,
         loss_scale: float,
     ) -> None:
-        parts = [torch.stack([norm, num_zeros]), *(part for part in (report, written) if part is not None)]
+        parts = [torch.stack([norm, num_zeros]), *(part for part in (report, written_flags) if part is not None)]
         # Norm, number of zeros, report and written flags, in one copy that began here on the current stream.
         self._read = HostRead(torch.cat([part.to(norm.device, torch.float64) for part in parts]))
         self._num_reported = 0 if report is None else len(report)
-        self._names = names if written is not None else ()
+        self._names = names if written_flags is not None else ()
         self._lr, self._loss_scale = lr, loss_scale
         # Main tensors whose step counts `take_back_step` lowers if the step is skipped. `MegatronOptimizer.start_step`
         # empties it if it makes no update.

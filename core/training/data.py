@@ -253,5 +253,5 @@ class DeviceBatches(Iterator[Batch]):
     def __enter__(self) -> DeviceBatches:
         return self
 
-    def __exit__(self, *unused: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -160,7 +160,7 @@ class _Notes:
         self._model, self._optimizer = model, optimizer
         self.entries: list[_Note] = []  # in the order of the markers; `take` and the hooks of `watch` append
 
-    def take(self, *unused: Any) -> None:
+    def take(self, *_: Any) -> None:
         """Records the current tensors of wrapper and optimizer."""
         with record_function(_MARK):
             of_wrapper = self._model.held_tensors()
@@ -253,13 +253,13 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
 
     moments = sorted({start, end, *(block.start for block in blocks), *(block.end for block in blocks)})
     index_of = {moment: index for index, moment in enumerate(moments)}
-    added = np.zeros((len(moments), len(CATEGORIES)), np.int64)
-    added[0, _REST] = 0 if before is None else max(before - start_bytes, 0)
+    changes_of = np.zeros((len(moments), len(CATEGORIES)), np.int64)
+    changes_of[0, _REST] = 0 if before is None else max(before - start_bytes, 0)
     for block in blocks:
-        added[index_of[block.start], block.category] += block.nbytes
+        changes_of[index_of[block.start], block.category] += block.nbytes
         if block.end < end:
-            added[index_of[block.end], block.category] -= block.nbytes
-    return MemoryTimeline(kind, (np.array(moments) - start) / 1e9, added.cumsum(0))
+            changes_of[index_of[block.end], block.category] -= block.nbytes
+    return MemoryTimeline(kind, (np.array(moments) - start) / 1e9, changes_of.cumsum(0))
 
 
 def _blocks(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Block]:

@@ -102,6 +102,6 @@ class StepCopies:
     def __enter__(self) -> StepCopies:
         return self
 
-    def __exit__(self, *unused: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._copies is not None:
             self._copies.close()

@@ -162,7 +162,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, kind: object, *unused: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
         if not self.is_writer:
             return

@@ -52,10 +52,10 @@ def define_attention(
     torch.library.impl(full_name, "CompositeExplicitAutograd", forward)
     torch.library.impl(f"{full_name}_backward", "CompositeExplicitAutograd", backward)
 
-    def shapes(query: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+    def shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return empty_like(query), empty_logsumexp(query)
 
-    def backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *unused: Any) -> tuple[Tensor, ...]:
+    def backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
         return empty_like(query), empty_like(key), empty_like(value)
 
     torch.library.register_fake(full_name, shapes)
@@ -68,7 +68,7 @@ def define_attention(
         ctx.save_for_backward(query, key, value, *output, *tensors)
         ctx.mark_non_differentiable(output[1])
 
-    def derivative(ctx: Any, grad: Tensor, unused: Any) -> tuple[Tensor | None, ...]:
+    def derivative(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp, *tensors = ctx.saved_tensors
         layout_args = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
         operation = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward")

@@ -148,12 +148,12 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
     Raises:
         ConfigError: the model cannot be trained, or is not built equally twice; or a wrapper is unknown.
     """
-    allowed = names_of_wrappers(dist.get_world_size())
-    names = allowed if wrappers is None else list(wrappers)
-    strays = [name for name in names if name not in allowed]
+    all_names = names_of_wrappers(dist.get_world_size())
+    names = all_names if wrappers is None else list(wrappers)
+    strays = [name for name in names if name not in all_names]
     if strays:
         raise ConfigError(
-            f"wrapper {strays[0]!r} is unknown on {dist.get_world_size()} ranks; {choices(strays[0], allowed)}"
+            f"wrapper {strays[0]!r} is unknown on {dist.get_world_size()} ranks; {choices(strays[0], all_names)}"
         )
     model = under_test.check()
     rounding = _rounding(model.parameters())

@@ -120,7 +120,7 @@ def load_run_weights(
         rows = {name: index.tensors[name].shape[0] for name in stored.values() if name in index.tensors}
         dense = [Recipe(name, (Run(source, rows.get(source, 0)),)) for name, source in stored.items()]
         recipes, copies = upcycle_recipes(architecture_of(model), dense, targets, upcycle)
-        load_foreign(copies, recipes, index, checkpoint, ignored=index.tensors.keys() - rows.keys())
+        load_foreign(copies, recipes, index, checkpoint, ignored_names=index.tensors.keys() - rows.keys())
         group_routers(targets, upcycle)
 
 

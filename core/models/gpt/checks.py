@@ -18,8 +18,8 @@ def check_ends(stage: PipelineStage, pre_process: bool, post_process: bool) -> N
         ParallelConfigError: names the argument.
     """
     ends = {"pre_process": (pre_process, stage.is_first), "post_process": (post_process, stage.is_last)}
-    for name, (actual, required) in ends.items():
-        if stage.count > 1 and actual != required:
+    for name, (actual, by_stage) in ends.items():
+        if stage.count > 1 and actual != by_stage:
             raise ParallelConfigError(
                 f"{name} is {actual} on {stage}; give pre_process=stage.is_first and post_process=stage.is_last of "
                 "core.transformer.pipeline_stages.pipeline_stage(config, vp_stage)"

@@ -257,7 +257,7 @@ def load_hugging_face(
         recipes,
         index,
         folder,
-        ignored=names_without_meaning(layout, theirs, prefix, index.tensors),
+        ignored_names=names_without_meaning(layout, theirs, prefix, index.tensors),
         process_group=process_group,
     )
     group_routers(everything, upcycle, process_group)

@@ -77,7 +77,7 @@ def load_megatron(
     if upcycle:
         recipes, targets = upcycle_recipes(ours, recipes, targets, upcycle)
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
-    load_foreign(targets, recipes, index, checkpoint, ignored=others, process_group=process_group)
+    load_foreign(targets, recipes, index, checkpoint, ignored_names=others, process_group=process_group)
     group_routers(everything, upcycle, process_group)
 
 
@@ -130,7 +130,7 @@ def _expert_recipes(source: _Layer, a: Architecture, kind: str) -> Iterator[Reci
     """Yields the recipes of a layer's router and experts, all their weights or all their biases."""
     experts, ffn = a["num_moe_experts"], a["moe_ffn_hidden_size"]
     yield source.plain(f"mlp.router.{kind}", experts)
-    yield source.experts(f"linear_fc1.{kind}", ffn, experts, gated=a["gated_linear_unit"])
+    yield source.experts(f"linear_fc1.{kind}", ffn, experts, is_gated=a["gated_linear_unit"])
     yield source.experts(f"linear_fc2.{kind}", a["hidden_size"], experts)
     if kind == "weight" and a["moe_router_enable_expert_bias"]:
         yield source.plain("mlp.router.expert_bias", experts)
@@ -157,9 +157,9 @@ class _Layer:
     def gated(self, name: str, rows: int) -> Recipe:
         """Returns the recipe of gate and up: ours alternate by row, theirs are halves of one tensor, or two
         tensors."""
-        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([name], rows, gated=True))
+        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([name], rows, is_gated=True))
 
-    def experts(self, name: str, rows: int, num_experts: int, *, gated: bool = False) -> Recipe:
+    def experts(self, name: str, rows: int, num_experts: int, *, is_gated: bool = False) -> Recipe:
         """Returns the recipe of a matrix of all experts, or of their biases. Megatron-LM stores one tensor for each
         expert, under three names, or all in one with an axis of experts."""
         runs: list[Run] = []
@@ -170,15 +170,17 @@ class _Layer:
                 f"{name}{expert}",
                 f"experts.{name}",
             )
-            runs += self._runs([f"mlp.experts.{form}" for form in forms], rows, gated=gated, expert=expert)
+            runs += self._runs([f"mlp.experts.{form}" for form in forms], rows, is_gated=is_gated, expert=expert)
         return Recipe(f"decoder.layers.{self.number}.mlp.experts.{name}", tuple(runs))
 
-    def _runs(self, names: list[str], rows: int, *, gated: bool = False, expert: int | None = None) -> tuple[Run, ...]:
+    def _runs(
+        self, names: list[str], rows: int, *, is_gated: bool = False, expert: int | None = None
+    ) -> tuple[Run, ...]:
         """Returns the runs of a tensor that has one of these names, the last of which has an axis of experts."""
-        first, place = self._find(*(f"{name}_w" for name in names if gated), *names)
+        first, place = self._find(*(f"{name}_w" for name in names if is_gated), *names)
         if expert is not None and first.removesuffix("_w").endswith(names[-1]):
             place = (*place, expert)
-        if not gated:
+        if not is_gated:
             return (Run(first, rows, source_index=place, index=expert),)
         apart = first.endswith("_w")
         second = f"{first.removesuffix('_w')}_v" if apart else first

@@ -51,9 +51,9 @@ def parse_arguments(
         MissingExtraError: cyclopts is not installed.
     """
     values = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
-    hidden = {name for group in ALTERNATIVES if group & values.keys() for name in group}
-    hidden |= {name for source, targets in DERIVED.items() if source in values for name in targets}
-    return build_config({name: value for name, value in (defaults or {}).items() if name not in hidden} | values)
+    overridden = {name for group in ALTERNATIVES if group & values.keys() for name in group}
+    overridden |= {name for source, targets in DERIVED.items() if source in values for name in targets}
+    return build_config({name: value for name, value in (defaults or {}).items() if name not in overridden} | values)
 
 
 def parse_call(

@@ -168,7 +168,7 @@ class TopKRouter(ParameterOwner):
             counts_tokens: whether this is a training forward, and no recomputation.
         """
         config, (length, batch, num_experts) = self.config, logits.shape
-        weighted = balance = of_logits = shares.new_zeros(())
+        total = balance = of_logits = shares.new_zeros(())
         group = self.token_group
         ranks = group_size(group)
         if config.auxiliary_losses:
@@ -185,11 +185,11 @@ class TopKRouter(ParameterOwner):
                 counts = per_sequence.sum(0) if is_local else self._global_mean(per_sequence, probs, counts_tokens)
                 arguments = shares.flatten(0, 1), counts, length * batch * ranks
             loss = load_balancing.switch_loss(*arguments, config.moe_router_topk)
-            weighted, balance = weighted + coefficient * loss, balance + loss.detach()
+            total, balance = total + coefficient * loss, balance + loss.detach()
         if config.moe_z_loss_coeff:
             loss = load_balancing.z_loss(logits, length * batch * ranks)
-            weighted, of_logits = weighted + config.moe_z_loss_coeff * loss, loss.detach()
-        return weighted, balance, of_logits
+            total, of_logits = total + config.moe_z_loss_coeff * loss, loss.detach()
+        return total, balance, of_logits
 
     @torch.no_grad()
     def _global_mean(self, per_sequence: Tensor, probs: Tensor, counts_tokens: bool) -> Tensor:

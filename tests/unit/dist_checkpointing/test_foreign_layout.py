@@ -94,7 +94,7 @@ def test_any_run_of_elements_gets_its_own(folder: Path):
             values = torch.full((end - start,), torch.nan)
             targets = {recipe.name: torch.zeros(SHAPES[recipe.name]) for recipe in recipes}
             targets[name] = flat_range_view(whole, values, start)
-            load_foreign(targets, recipes, index, folder, ignored=index.tensors.keys() - sources)
+            load_foreign(targets, recipes, index, folder, ignored_names=index.tensors.keys() - sources)
             assert torch.equal(values, whole.flatten()[start:end]), (name, start, end)
 
 
