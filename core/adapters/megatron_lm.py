@@ -187,9 +187,7 @@ def _reject_unsupported(config: Any) -> None:
     no_sync = getattr(config, "no_sync_func", None)
     is_of_a_wrapper = isinstance(getattr(no_sync, "__self__", None), TorchFullyShardedDataParallel)
     if no_sync is not None and not is_of_a_wrapper:
-        raise ParallelConfigError(
-            f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own no_sync; leave it None"
-        )
+        raise ParallelConfigError(f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own; leave it None")
     translate(vars(config), _UNSUPPORTED, where=" with --use-torch-fsdp2")
 
 

@@ -223,9 +223,7 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
     if not params.enable_fsdp:
         translate(params, _REPLICATED)
         return Replicas(model, data_parallel_mesh(device_mesh, hybrid=False))
-    translate(
-        params, (*_ENABLED, *(row for policy, row in _OF_POLICY.items() if policy is not params.auto_wrap_policy))
-    )
+    translate(params, (*_ENABLED, *(row for kind, row in _OF_POLICY.items() if kind is not params.auto_wrap_policy)))
     strategy, dtype = params.sharding_strategy, as_dtype(params.mixed_precision)
     mesh = data_parallel_mesh(device_mesh, hybrid=strategy.is_hybrid)
     if strategy is ShardingStrategy.NO_SHARD:

@@ -144,9 +144,7 @@ def apex_module(name: str, kernels: str, *functions: str) -> typing.Any | None:
         importlib.import_module(kernels)
         module = importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"SHARDSTACK_APEX is 1, but {error}; build NVIDIA apex with its kernels, or unset it"
-        ) from None
+        raise ConfigError(f"SHARDSTACK_APEX is 1, but {error}; build apex with its kernels, or unset it") from None
     missing = [function for function in functions if not hasattr(module, function)]
     if missing:
         raise ConfigError(

@@ -28,9 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 from .errors import ConfigError, ParallelConfigError, warn_once
 
-_TABLES: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("megatron_names.json").read_text(encoding="utf-8")
-)
+_TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("megatron_names.json").read_text("utf-8"))
 FOREIGN_FLAGS: dict[str, str] = _TABLES["flags"]
 
 

@@ -81,9 +81,7 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
     record = _records.get(group)
     if record is None:
         record = _records[group] = CollectiveRecord(group)
-        _every_record[:] = [reference for reference in _every_record if reference() is not None] + [
-            weakref.ref(record)
-        ]
+        _every_record[:] = [ref for ref in _every_record if ref() is not None] + [weakref.ref(record)]
         if group.size() > 1 and dist.get_backend(group) != "fake":
             _listener.ensure_running()
     return record

@@ -106,7 +106,7 @@ def _message_without_record(error: BaseException) -> str:
             ask_other_ranks()
             positions_of = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
             at = {rank: position for rank, position in positions_of.items() if position is not None}
-        places, behind = _by_flight_recorder(at, own[group])
+        places, behind = _by_recorder(at, own[group])
         where, look_at = f"{places[0].upper()}{places[1:]}. ", rank_list(behind) if behind else look_at
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}. {where}Every rank must make the same "
@@ -133,9 +133,7 @@ def _message(error: BaseException, call: Collective) -> str:
     behind = [rank for state, ranks in states.items() if state.is_behind for rank in ranks]
     by_torch, own = "", positions().get(record.group_name)
     if own is not None and not own.is_over:
-        places, first = _by_flight_recorder(
-            {r: flight_recorder_of(r).get(record.group_name) for r in record.ranks}, own
-        )
+        places, first = _by_recorder({r: flight_recorder_of(r).get(record.group_name) for r in record.ranks}, own)
         by_torch, behind = f" ({places})", first or behind
     look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
@@ -156,7 +154,7 @@ def _advice(call: Collective) -> str:
     )
 
 
-def _by_flight_recorder(at: Mapping[int, Position | None], own: Position) -> tuple[str, list[int]]:
+def _by_recorder(at: Mapping[int, Position | None], own: Position) -> tuple[str, list[int]]:
     """Compares positions of ranks in a group with this rank's own.
 
     Returns:

@@ -95,10 +95,8 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, _IS_OWN):
         return
-    distinct = dict.fromkeys(
-        getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"]
-    )
-    marks = [mark for mark in distinct if mark is not None]
+    every = dict.fromkeys(getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"])
+    marks = [mark for mark in every if mark is not None]
     setattr(optimizer, _MET, marks)
     if not marks:
         return

@@ -41,12 +41,8 @@ _LONGEST_LIST = 8
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="core.dist_checkpointing.inspect", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint, the folder of a run, or a model of Hugging Face's"
-    )
+    parser = argparse.ArgumentParser(prog="core.dist_checkpointing.inspect", description=str(__doc__).split("\n")[0])
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a run's folder, or a model of Hugging Face's")
     parser.add_argument("--expand", action="store_true", help="list every tensor, with its hash")
     parser.add_argument(
         "--no-verify-checkpoint", action="store_true", help="read only the description, not the contents of the files"

@@ -138,9 +138,7 @@ class AsyncSaver:
         except CheckpointError as error:
             self._error = error
             return
-        self._thread = threading.Thread(
-            target=self._write, args=(copies, writer, ranks), name="checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(copies, writer, ranks), name="saving", daemon=True)
         self._thread.start()
 
     @property

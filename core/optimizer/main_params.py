@@ -142,9 +142,7 @@ class MainParam:
         if grad is None:
             return None
         if grad.layout != torch.strided:
-            raise OptimizerError(
-                f"parameter {self.name} has a sparse gradient; the optimizer takes dense ones (sparse=False)"
-            )
+            raise OptimizerError(f"parameter {self.name} has a sparse gradient; give sparse=False")
         if grad.shape != self.main.shape:
             raise OptimizerError(
                 f"the gradient of parameter {self.name} has shape {list(grad.shape)} where this rank holds "

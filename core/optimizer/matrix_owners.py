@@ -191,9 +191,7 @@ class MatrixOwners:
     def _make_routes(self, indices: Sequence[int]) -> tuple[_Route, _Route]:
         parts = [(part, self.owners[index]) for index in indices for part in self._parts[index]]
         # The owner itself, or the holder that is nearest to it.
-        to_owners = [
-            (part, min(part.starts, key=lambda rank: (abs(rank - owner), rank)), owner) for part, owner in parts
-        ]
+        to_owners = [(part, min(part.starts, key=lambda at: (abs(at - owner), at)), owner) for part, owner in parts]
         to_holders = [(part, owner, holder) for part, owner in parts for holder in part.starts]
         return self._route(to_owners), self._route(to_holders)
 

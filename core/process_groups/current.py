@@ -112,17 +112,15 @@ def group_getter(kind: str, text: str) -> GroupGetter:
 
 def size_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
     """Makes a getter of the number of ranks, which returns `alone`, if given, before initialisation."""
-    return _number_getter(size, kind, f"the size of the {what}", alone)
+    return _getter(size, kind, f"the size of the {what}", alone)
 
 
 def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
     """Makes a getter of this rank's place, which returns `alone`, if given, before initialisation."""
-    return _number_getter(rank, kind, f"this rank's place in the {what}", alone)
+    return _getter(rank, kind, f"this rank's place in the {what}", alone)
 
 
-def _number_getter(
-    read: Callable[[str, int | None], int], kind: str, what: str, alone: int | None
-) -> Callable[[], int]:
+def _getter(read: Callable[[str, int | None], int], kind: str, what: str, alone: int | None) -> Callable[[], int]:
     def getter() -> int:
         return read(kind, alone)
 
@@ -209,9 +207,7 @@ def initialize_model_parallel(
     is_whole = (local_world_size or num_ranks, num_ranks, "groups span the whole world")
     refuse("initialize_model_parallel", local_world_size=is_whole)
     if distributed_timeout_minutes <= 0:
-        raise ParallelConfigError(
-            f"distributed_timeout_minutes is {distributed_timeout_minutes}; it takes a positive number"
-        )
+        raise ParallelConfigError(f"distributed_timeout_minutes is {distributed_timeout_minutes}; make it positive")
     sizes = ParallelSizes(
         world=num_ranks,
         tensor=tensor_model_parallel_size,

@@ -55,11 +55,7 @@ def check_degree(config: ModelParallelConfig, group: Group) -> None:
     degree, num_ranks = config.tensor_model_parallel_size, group_size(group)
     if degree in (1, num_ranks):
         return
-    fix = (
-        "call initialize_model_parallel with the same size first, or pass tp_group"
-        if group is None
-        else "make them equal"
-    )
+    fix = "call initialize_model_parallel with that size, or pass tp_group" if group is None else "make them equal"
     raise ParallelConfigError(
         f"config.tensor_model_parallel_size is {degree}, but the tensor-parallel group has {num_ranks} rank(s); {fix}"
     )

@@ -88,7 +88,7 @@ def gather_from_sequence_parallel_region(
     Raises:
         ParallelConfigError: parts of different lengths are requested.
     """
-    _check_foreign("gather_from_sequence_parallel_region", use_global_buffer, output_split_sizes=output_split_sizes)
+    _check_others("gather_from_sequence_parallel_region", use_global_buffer, output_split_sizes=output_split_sizes)
     return (_gather_sequence if tensor_parallel_output_grad else _gather_same_sequence)(input_, group)
 
 
@@ -102,9 +102,7 @@ def reduce_scatter_to_sequence_parallel_region(
     Raises:
         ParallelConfigError: tp does not divide the sequence, or parts of different lengths are requested.
     """
-    _check_foreign(
-        "reduce_scatter_to_sequence_parallel_region", use_global_buffer, input_split_sizes=input_split_sizes
-    )
+    _check_others("reduce_scatter_to_sequence_parallel_region", use_global_buffer, input_split_sizes=input_split_sizes)
     return _reduce_scatter_sequence(input_, group)
 
 
@@ -127,7 +125,7 @@ def column_parallel_linear(
     return output
 
 
-def _check_foreign(caller: str, use_global_buffer: bool, **split_sizes: list[int] | None) -> None:
+def _check_others(caller: str, use_global_buffer: bool, **split_sizes: list[int] | None) -> None:
     refuse(caller, **{name: (sizes, None, "pad the parts to one length") for name, sizes in split_sizes.items()})
     ignore(caller, "no memory is kept between calls", use_global_buffer=(use_global_buffer, False))
 

@@ -72,9 +72,7 @@ class RNGStatesTracker:
             ConfigError: there is a stream of that name.
         """
         if name in self._states:
-            raise ConfigError(
-                f"the random stream {name!r} exists already; reset() the tracker before seeding it again"
-            )
+            raise ConfigError(f"the random stream {name!r} exists already; reset() the tracker before seeding again")
         self._states[name] = torch.Generator(device=device_type()).manual_seed(seed).get_state()
 
     @contextmanager

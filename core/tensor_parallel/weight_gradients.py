@@ -153,9 +153,7 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_bias, _ = ctx.needs_input_grad
         flat_grad = _flat(grad)
         grad_input = flat_grad.mm(weight).view(input_.shape) if needs_input else None
-        grad_weight = weight_gradient(
-            ctx, ctx.lender, lambda memory: torch.mm(flat_grad.t(), _flat(input_), out=memory)
-        )
+        grad_weight = weight_gradient(ctx, ctx.lender, lambda out: torch.mm(flat_grad.t(), _flat(input_), out=out))
         grad_bias = flat_grad.sum(0) if needs_bias else None
         return grad_input, grad_bias, grad_weight
 

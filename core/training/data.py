@@ -173,9 +173,7 @@ def to_device(batch: Batch) -> Batch:
     """Copies a batch to this process's device, except tensors that the host reads. Does not wait for copies of pinned
     memory."""
     here, host = device.current_device(), torch.device("cpu")
-    return {
-        name: tensor.to(host if name in READ_ON_HOST else here, non_blocking=True) for name, tensor in batch.items()
-    }
+    return {name: value.to(host if name in READ_ON_HOST else here, non_blocking=True) for name, value in batch.items()}
 
 
 Wait = Callable[[], Batch]

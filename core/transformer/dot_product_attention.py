@@ -168,11 +168,9 @@ def check_mask_type(caller: str, attn_mask_type: AttnMaskType | None) -> None:
     refuse(caller, attn_mask_type=(attn_mask_type, only, "a token sees none after it; hide more by attention_mask"))
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, fuses_groups: bool
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, dropout: float, fuses: bool) -> Tensor:
     return F.scaled_dot_product_attention(
-        query, key, value, visible, dropout, is_causal=visible is None, enable_gqa=fuses_groups
+        query, key, value, visible, dropout, is_causal=visible is None, enable_gqa=fuses
     )
 
 

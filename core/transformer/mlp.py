@@ -63,9 +63,7 @@ class MLP(MegatronModule):
         config.check_sizes_given("num_layers", "hidden_size", "ffn_hidden_size")
         submodules = submodules or MLPSubmodules()
         if submodules.activation_func is not None:
-            raise ConfigError(
-                "MLPSubmodules.activation_func is set; give TransformerConfig.activation_func a function"
-            )
+            raise ConfigError("MLPSubmodules.activation_func is set; give TransformerConfig.activation_func instead")
         super().__init__(config)
         width, inner = input_size or config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = activation_function(config.activation_func)

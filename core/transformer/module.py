@@ -55,9 +55,7 @@ class Float16Module(MegatronModule):
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         if not (config.fp16 or config.bf16):
-            raise ConfigError(
-                "Float16Module with neither fp16 nor bf16 in its config; set one, or use the module bare"
-            )
+            raise ConfigError("Float16Module with neither fp16 nor bf16 in its config; set one, or use it bare")
         super().__init__(config)
         self.module = module
         for parameter in module.parameters():

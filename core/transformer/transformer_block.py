@@ -143,7 +143,5 @@ def _block_submodules(
         return TransformerBlockSubmodules([spec or TransformerLayer] * config.num_layers)
     layers = spec.layer_specs or [TransformerLayer] * config.num_layers
     if len(layers) != config.num_layers:
-        raise ConfigError(
-            f"layer_specs has {len(layers)} entries, and num_layers is {config.num_layers}; give as many"
-        )
+        raise ConfigError(f"layer_specs has {len(layers)} entries, num_layers is {config.num_layers}; give as many")
     return TransformerBlockSubmodules(layers, spec.layer_norm)

@@ -67,9 +67,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m core.verify",
         description="Trains a model under every wrapper and says whether, and where, the numbers part.",
     )
-    parser.add_argument(
-        "build", metavar="module:function", help="builds the model; docs/verify.md says what it returns"
-    )
+    parser.add_argument("build", metavar="module:function", help="builds the model; see docs/verify.md")
     defaults = Options()
     parser.add_argument("--steps", type=int, default=defaults.steps, help="optimizer steps, 10 by default")
     parser.add_argument("--micro-batches", type=int, default=defaults.micro_batches, help="of a step, 2 by default")

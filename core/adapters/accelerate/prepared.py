@@ -54,9 +54,7 @@ class ShardstackPlugin:
     ) -> None:
         kind = config_class(sharding_strategy, "sharding_strategy")
         if hybrid and sharding_strategy == "no_shard":
-            raise ConfigError(
-                "hybrid is set under no_shard, which shards nothing; drop it, or choose another strategy"
-            )
+            raise ConfigError("hybrid is set under no_shard, which shards nothing; drop it, or take another strategy")
         names = transformer_cls_names_to_wrap
         self.unit_names = names if names is None or isinstance(names, str) else ",".join(names)
         self.hybrid = hybrid
@@ -139,9 +137,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(closure is not None for closure in (*args[1:], kwargs.get("closure"))):
-            raise OptimizerError(
-                "step was given a closure, which would run between reduction and update; leave it out"
-            )
+            raise OptimizerError("step was given a closure, which would run between reduction and update; drop it")
         self.trained.finish_sums()
         if self.megatron is not None:
             # Accelerate's attribute, which `step_was_skipped` returns. Valid until the next step.

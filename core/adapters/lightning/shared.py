@@ -166,9 +166,7 @@ def trained_of(module: nn.Module) -> Trained:
     """
     wrapper = wrapper_of(module)
     if wrapper is None:
-        raise ConfigError(
-            f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first"
-        )
+        raise ConfigError(f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module")
     return Trained.of(wrapper) or Trained(wrapper)
 
 

@@ -82,9 +82,7 @@ def acquire_folder(root: Path) -> tuple[int, str]:
         except (OSError, NotImplementedError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise
-            warnings.warn(
-                f"{root} is on a file system without locks: make sure that no other run writes there", stacklevel=3
-            )
+            warnings.warn(f"{root} is on a file system without locks: no other run may write there", stacklevel=3)
         if lock.lock_counter <= 1:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             with contextlib.suppress(OSError):  # a full disk: the lock works without its description

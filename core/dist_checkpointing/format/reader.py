@@ -94,9 +94,7 @@ class PieceReader:
         try:
             tensor = read_tensor_archive(archive)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{path} holds no readable tensor for {name!r}: {error}; nothing in it was run"
-            ) from error
+            raise CheckpointError(f"{path} holds no readable tensor for {name!r}: {error}; nothing was run") from error
         if tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
             raise CheckpointError(
                 f"{path} has another dtype or shape for {name!r} than {dtype} of shape {piece.sizes}, which the index "

@@ -198,9 +198,7 @@ def group_routers(
     rows = {n: whole[: len(whole) // granularity].repeat_interleave(granularity, 0) for n, whole in wholes.items()}
     for name, router in routers.items():
         for offsets, part in held_boxes(router):
-            part.copy_(
-                rows[name][tuple(slice(start, start + n) for start, n in zip(offsets, part.shape, strict=True))]
-            )
+            part.copy_(rows[name][tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))])
 
 
 def _runs_of(a: Architecture, name: str, runs: Iterable[Run], expert: int, granularity: int) -> Iterator[Run]:

@@ -61,9 +61,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
     if violations:
         violations += _division_errors(types, settings) if "model" not in sections else []
         is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
-        raise (ParallelConfigError if is_parallel else ConfigError)(
-            "\n".join(str(violation) for violation in violations)
-        )
+        raise (ParallelConfigError if is_parallel else ConfigError)("\n".join(map(str, violations)))
     return PretrainConfig(**sections)
 
 

@@ -194,15 +194,11 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
         yield error
     limit = config.gpt.max_position_embeddings
     if limit is not None and config.data.seq_length > limit:
-        yield ConfigError(
-            f"seq_length {config.data.seq_length} exceeds max_position_embeddings {limit}; raise the latter"
-        )
+        yield ConfigError(f"seq_length {config.data.seq_length} exceeds max_position_embeddings {limit}; raise it")
     for name in ("fp16", "bf16"):
         model, optimizer = getattr(config.model, name), getattr(config.optimizer, name)
         if model != optimizer:
-            yield ConfigError(
-                f"{name} is {model} for the model and {optimizer} for the optimizer; set both to one value"
-            )
+            yield ConfigError(f"{name} is {model} for the model and {optimizer} for the optimizer; set them equal")
     if config.optimizer.loss_scale is not None and not config.model.fp16:
         yield ConfigError(f"loss_scale {config.optimizer.loss_scale} is given without fp16, where nothing reads it")
     if config.model.fp16 and config.optimizer.loss_scale is None and config.ddp.check_for_nan_in_grad:

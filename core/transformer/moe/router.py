@@ -71,9 +71,7 @@ class TopKRouter(ParameterOwner):
         sums = torch.zeros(experts + len(SUMS), dtype=torch.float64)
         self.register_buffer("step_sums", sums, persistent=False)
         self.register_buffer("global_counts", torch.zeros(experts, dtype=torch.float64), persistent=False)
-        self.initializers.update(
-            {name: nn.init.zeros_ for name, buffer in self._buffers.items() if buffer is not None}
-        )
+        self.initializers.update({name: nn.init.zeros_ for name, state in self._buffers.items() if state is not None})
         self.pending_loss = self.latest_counts = None
         initialize_unless_deferred(self, config)
 

@@ -50,7 +50,7 @@ def test_spec_with_other_classes():
     x = torch.randn(4, 1, 16)
     attended = x + layer.self_attention(layer.input_layernorm(x))
     assert torch.equal(layer(x), attended + (MLP.forward(layer.mlp, layer.pre_mlp_layernorm(attended)) / 2 + 1))
-    with pytest.raises(ConfigError, match="layer_specs has 1 entries, and num_layers is 2"):
+    with pytest.raises(ConfigError, match="layer_specs has 1 entries, num_layers is 2"):
         GPTModel(small_config(), TransformerBlockSubmodules([spec]), VOCAB, LENGTH)
     spec.submodules.mlp_bda = torch.add
     with pytest.raises(ParallelConfigError, match=r"mlp_bda .* the layer adds the branch"):
