@@ -154,9 +154,7 @@ def _check(
 ) -> None:
     empty = [name for name, target in targets.items() if any(part.is_meta for _, part in held_boxes(target))]
     if empty:
-        raise CheckpointError(
-            f"{empty[0]} is on the meta device: nothing was loaded; wrap the model, or call to_empty"
-        )
+        raise CheckpointError(f"{empty[0]} is on the meta device: nothing was loaded; wrap the model or call to_empty")
     names = {recipe.name for recipe in recipes}
     problems = [f"the model has no {name}" for name in sorted(names - targets.keys())]
     problems += [f"nothing there makes up {name}" for name in sorted(targets.keys() - names)]

@@ -179,9 +179,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
         index = ranks.from_first(lambda: read_index(folder))
     except CheckpointError as error:
         return [str(error)]
-    pieces = [
-        (name, piece) for name, entry in index.tensors.items() for piece in entry.pieces if piece.hash is not None
-    ]
+    pieces = [(name, part) for name, entry in index.tensors.items() for part in entry.pieces if part.hash is not None]
     pieces.sort(key=lambda entry: (entry[1].file, entry[1].start))
     mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
     reader = PieceReader(folder, index)

@@ -78,9 +78,7 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
         tensors |= entries
     missing = sorted(places.keys() - tensors.keys()) if places is not None else []
     if missing:
-        raise CheckpointError(
-            f"{shards_index} names {missing[0]}, which {places and places[missing[0]]} does not hold"
-        )
+        raise CheckpointError(f"{shards_index} names {missing[0]}, which {places and places[missing[0]]} lacks")
     index = CheckpointIndex(tensors, file_bytes, encoding="safetensors")
     try:
         index.check()

@@ -188,10 +188,8 @@ def get_megatron_optimizer(
     if config.optimizer == "muon":
         reasons = choose_optimizers(params, config, config_overrides)
         ours, others = ([p for p in params if bool(reasons[p]) == is_other] for is_other in (False, True))
-        groups = [group | {"optimizer": "muon"} for group in build_param_groups(ours, *settings)]
-        groups += [
-            group | {"optimizer": config.muon_scalar_optimizer} for group in build_param_groups(others, *settings)
-        ]
+        groups = [one | {"optimizer": "muon"} for one in build_param_groups(ours, *settings)]
+        groups += [one | {"optimizer": config.muon_scalar_optimizer} for one in build_param_groups(others, *settings)]
         rule = Muon(groups, config, reasons, tp_group)
     else:
         rule = build_update_rule(config, build_param_groups(params, *settings), device_type)

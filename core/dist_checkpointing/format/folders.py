@@ -141,9 +141,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
             f"{pointer} cannot be read ({error}); it is a file that holds the name of a checkpoint: write one there"
         ) from None
     if not name or name in (".", "..") or Path(name).name != name or len(name) > _LONGEST_NAME or "\0" in name:
-        raise CheckpointError(
-            f"{pointer} holds {brief(name)}, which is no folder next to it; write a checkpoint's name there"
-        )
+        raise CheckpointError(f"{pointer} holds {brief(name)}, no folder next to it; write a checkpoint's name there")
     folder = Path(root) / name
     if not (existing_folder(folder) / INDEX_FILE).is_file():
         others = ", ".join(path.name for path in complete_checkpoints(root)[:5])
