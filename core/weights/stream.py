@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import ConfigError, ShardstackError, WeightsError, check_choices
-from ..base.text import listed
+from ..base.text import join_parts
 from ..dist_checkpointing.agreement import Ranks, held_parts
 from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream, move, owners_of, plan_transfers
 from ..dist_checkpointing.model_state import stages_state_dict
