@@ -186,7 +186,7 @@ class _Embedding(torch.autograd.Function):
         if not (_is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):
             return None, sum_rows(grad, ids, ctx.shape[0], -1, False)
         distinct_ids, place = torch.unique(ids, return_inverse=True)
-        rows = sum_rows(grad, place, len(distinct_ids), -1, False)  # [used, h]
+        rows = sum_rows(grad, place, len(distinct_ids), -1, False)  # [ids, h]
         return None, torch.sparse_coo_tensor(
             distinct_ids.unsqueeze(0), rows, ctx.shape, is_coalesced=True, check_invariants=False
         )

@@ -146,7 +146,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], Optimizer):
             names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-            raise ConfigError(f"configure_optimizers gave {names or 'nothing'}; this takes one torch optimizer")
+            raise ConfigError(f"configure_optimizers gave {names or 'nothing'}; return one torch optimizer")
         take_optimizer(self.optimizers[0])
 
     # ---- a step

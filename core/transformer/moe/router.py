@@ -278,10 +278,10 @@ def _best(scores: Tensor, config: MoEConfig) -> Tensor:
 
     The score of a group is the sum of as many of its best experts as a token takes from each group.
     """
-    topk, groups, best = (config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk)
-    if groups is not None and best is not None:
+    topk, groups, most = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
+    if groups is not None and most is not None:
         of_groups = scores.unflatten(-1, (groups, -1))  # [tokens, groups, experts of a group]
-        score = of_groups.topk(topk // best, dim=-1).values.sum(-1)
-        is_closed = torch.ones_like(score, dtype=torch.bool).scatter_(-1, score.topk(best, dim=-1).indices, False)
+        score = of_groups.topk(topk // most, dim=-1).values.sum(-1)
+        is_closed = torch.ones_like(score, dtype=torch.bool).scatter_(-1, score.topk(most, dim=-1).indices, False)
         scores = of_groups.masked_fill(is_closed.unsqueeze(-1), float("-inf")).flatten(-2)
     return scores.topk(topk, dim=-1).indices
