@@ -86,9 +86,7 @@ class Collective:
         *("on_device", "record", "started_at", "what"),
     )
 
-    def __init__(
-        self, record: CollectiveRecord, kind: str, what: str, num_bytes: int, on_device: bool = False
-    ) -> None:
+    def __init__(self, record: CollectiveRecord, kind: str, what: str, num_bytes: int, on_device: bool) -> None:
         # Fixed: the group's record, the kind ("all-gather", "reduce-scatter", ...), the payload as messages name it (a
         # unit, a bucket), and its bytes, 0 if messages should give no size.
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes

@@ -26,7 +26,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -233,11 +232,9 @@ class _TrackedStates:
         _tracker.set_states(self._states)
         self._inner.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
-            self._inner.__exit__(kind, error, trace)
+            self._inner.__exit__(*error)
         finally:
             _tracker.set_states(self._outer.pop())
 

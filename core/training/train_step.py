@@ -260,14 +260,12 @@ def _has_stages() -> bool:
     return parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
-def _inputs(
-    chunks: Sequence[_BaseDataParallel], batches: Iterator[Batch], num_microbatches: int
-) -> list[Iterator[Batch]]:
+def _inputs(chunks: Sequence[_BaseDataParallel], batches: Iterator[Batch], count: int) -> list[Iterator[Batch]]:
     """Returns an iterator over a step's micro-batches for each chunk. Pipeline stages read them when the step begins,
     as each has its turn several times."""
     if not _has_stages():
         return [batches]
-    step = [next(batches) for _ in range(num_microbatches)]
+    step = [next(batches) for _ in range(count)]
     return [iter(step) for _ in chunks]
 
 

@@ -157,7 +157,7 @@ class _Layer:
     def gated(self, name: str, rows: int) -> Recipe:
         """Returns the recipe of gate and up: ours alternate by row, theirs are halves of one tensor, or two
         tensors."""
-        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([name], rows, is_gated=True))
+        return Recipe(f"decoder.layers.{self.number}.{name}", self._runs([name], rows, pairs=True))
 
     def experts(self, name: str, rows: int, num_experts: int, *, is_gated: bool = False) -> Recipe:
         """Returns the recipe of a matrix of all experts, or of their biases. Megatron-LM stores one tensor for each
@@ -170,17 +170,15 @@ class _Layer:
                 f"{name}{expert}",
                 f"experts.{name}",
             )
-            runs += self._runs([f"mlp.experts.{form}" for form in forms], rows, is_gated=is_gated, expert=expert)
+            runs += self._runs([f"mlp.experts.{form}" for form in forms], rows, pairs=is_gated, expert=expert)
         return Recipe(f"decoder.layers.{self.number}.mlp.experts.{name}", tuple(runs))
 
-    def _runs(
-        self, names: list[str], rows: int, *, is_gated: bool = False, expert: int | None = None
-    ) -> tuple[Run, ...]:
+    def _runs(self, names: list[str], rows: int, *, pairs: bool = False, expert: int | None = None) -> tuple[Run, ...]:
         """Returns the runs of a tensor that has one of these names, the last of which has an axis of experts."""
-        first, place = self._find(*(f"{name}_w" for name in names if is_gated), *names)
+        first, place = self._find(*(f"{name}_w" for name in names if pairs), *names)
         if expert is not None and first.removesuffix("_w").endswith(names[-1]):
             place = (*place, expert)
-        if not is_gated:
+        if not pairs:
             return (Run(first, rows, source_index=place, index=expert),)
         apart = first.endswith("_w")
         second = f"{first.removesuffix('_w')}_v" if apart else first
