@@ -114,7 +114,7 @@ class Wrapped(Training):
         batches = self._batches(step, between)
         result = train_step(self.wrappers, self.optimizer, self.scheduler, batches, self.number).result()
         self.reported.append(torch.tensor([result.loss, 1.0], dtype=torch.float64))
-        self.note(step, result.grad_norm if result.updated else None)
+        self.note(step, result.grad_norm if result.has_update else None)
 
     def _batches(self, step: int, between: Any) -> Iterator[Mapping[str, Tensor]]:
         """Yields this replica's micro-batches of a step, as `train_step` takes them."""

@@ -242,7 +242,7 @@ def _ranges_of_the_plan(strategy: str, instances: int) -> None:
     for p in optimizer._params:
         for tensor in (state[f"{kind}.{p.name}"] for kind in kinds):
             assert isinstance(tensor, FlatRange) and tensor.dtype == torch.float32
-            assert tensor.shape == module.get_parameter(p.name).shape and len(tensor.held) == p.main.numel()
+            assert tensor.shape == module.get_parameter(p.name).shape and len(tensor.elements) == p.main.numel()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -30,7 +30,7 @@ U = 2**-24
 def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cross_entropy, "_COMPILED_ON", ["cuda", "cpu"])
     for function in (_log_sum_exp, _gradient_of_logits):
-        monkeypatch.setattr(function, "_compiled", None)
+        monkeypatch.setattr(function, "_compiled_function", None)
     torch._dynamo.reset()
     counters.clear()
     yield
