@@ -59,7 +59,7 @@ def load_pretrained(
     left = {name for name in index.tensors if any(re.search(pattern, name) for pattern in patterns)}
     left |= module.state_dict(keep_vars=True).keys() - views.keys()
     filled = {recipe.name: views[recipe.name] for recipe in recipes}
-    load_foreign(filled, recipes, index, folder, ignored=left, process_group=process_group)
+    load_foreign(filled, recipes, index, folder, ignored_names=left, process_group=process_group)
 
 
 def save_pretrained(

@@ -210,9 +210,11 @@ def test_settings_of_megatron_are_translated_or_refused() -> None:
     )
     added = TorchFullyShardedDataParallelConfig()
     added.forward_prefetch = 2  # which is no field of Megatron-LM's class
-    assert translated(added).forward_prefetch == 2
+    assert translate_config(added).forward_prefetch == 2
     added.forward_prefetc = 3
-    _raises_one_line(ParallelConfigError, "given forward_prefetc, which is no setting of FSDP2", translated, added)
+    _raises_one_line(
+        ParallelConfigError, "given forward_prefetc, which is no setting of FSDP2", translate_config, added
+    )
     try:
         megatron_lm.register(grad_reduce_in_fp32=True, reshard_after_forward=False)
         assert translate_config(TorchFullyShardedDataParallelConfig()).grad_reduce_in_fp32

@@ -113,7 +113,7 @@ def _counts_versions(folder: str) -> int:
 
 
 def _counts_versions_while_fetching(folder: str) -> int:
-    rank, counts, mapped = dist.get_rank(), [], host_copies._mapped
+    rank, counts, mapped = dist.get_rank(), [], host_copies._map_file
     root = Path(folder, f"node{rank}")
     expected = {f"rank{other}": torch.full((3,), 20.0 + other) for other in range(3)} | {"all": torch.full((5,), 2.0)}
     copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, rank)
@@ -128,7 +128,7 @@ def _counts_versions_while_fetching(folder: str) -> int:
         return mapped(path, num_bytes, new=new)
 
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    with mock.patch.object(host_copies, "_mapped", count):
+    with mock.patch.object(host_copies, "_map_file", count):
         newest, _ = fetch_newest(root, lambda: loaded, rank)
     assert load(loaded, newest)["step"] == 2
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
