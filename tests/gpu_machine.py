@@ -47,11 +47,9 @@ def missing_packages(modules: tuple[str, ...] = EXAMPLE) -> list[str]:
 def reason_against() -> str | None:
     """Returns why the tests for GPUs cannot run here, in one line; None if they can."""
     if not torch.cuda.is_available():
-        join_parts = _gpus_of_the_driver()
-        if join_parts:
-            return (
-                f"the driver lists {join_parts}, but torch {torch.__version__} sees no GPU; install a build for CUDA"
-            )
+        listed = _gpus_of_the_driver()
+        if listed:
+            return f"the driver lists {listed}, but torch {torch.__version__} sees no GPU; install a build for CUDA"
         return "there is no GPU here; make test and make test-long run on the CPU"
     if missing := missing_packages(SUITE):
         return f"this Python lacks {', '.join(missing)}; docs/functional-cases.md says how to bring them along"
@@ -62,8 +60,8 @@ def _gpus_of_the_driver() -> str:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
-    join_parts = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=600).stdout
-    return join_parts.partition("(")[0].strip()
+    listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=600).stdout
+    return listed.partition("(")[0].strip()
 
 
 def main() -> None:

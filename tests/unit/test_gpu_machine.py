@@ -112,9 +112,9 @@ def test_a_missing_package_is_named(with_a_gpu: pytest.MonkeyPatch) -> None:
     ("listed", "reason"),
     [("", "there is no GPU here"), ("GPU 0: NVIDIA H100", "the driver lists GPU 0: NVIDIA H100, but torch ")],
 )
-def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, join_parts: str, reason: str) -> None:
+def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, listed: str, reason: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_machine, "_gpus_of_the_driver", lambda: join_parts)
+    monkeypatch.setattr(gpu_machine, "_gpus_of_the_driver", lambda: listed)
     assert str(reason_against()).startswith(reason)
 
 
