@@ -27,11 +27,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def has_no_memory(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter has only a shape, as `allocate_meta_tensors` gives one to a wrapper."""
-    return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.element_size()
-
-
 _RANGE = "held_range"
 """An attribute of a parameter: its elements on this rank. Set by `keep_range` when the model is wrapped, to None
 inside `whole_parameters`. The elements are a view of the wrapper's memory, valid as long as the wrapper exists."""

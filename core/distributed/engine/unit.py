@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ...base._torch_compat import NO_BACKWARD
 from ...base.host_memory import transient_memory
-from ...base.parameters import can_be_pending, end_pending, has_no_memory, make_pending
+from ...base.parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
