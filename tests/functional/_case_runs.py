@@ -23,7 +23,7 @@ from corpus import prepare
 from core.training.run_log import read_log
 from tests.functional._cases import Case, Leg, merged_flags
 from tests.functional._golden import METRICS, Golden, rounded
-from tests.functional._program import PROGRAMS, Ended, program_environment, run_program
+from tests.functional._program import PROGRAMS, Ended, forget_after, program_environment, run_program
 
 LIMIT_S = 600.0
 COMMON = (
@@ -129,7 +129,7 @@ class CaseRunner:
             undisturbed = undisturbed or written
             lines = written  # a resumed run drops what came after its checkpoint
             if leg.until is not None:
-                _forget_after(run, leg.until)
+                forget_after(run, leg.until)
         shutil.rmtree(run)
         return self._golden(lines, legs[0]), self._golden(undisturbed, legs[0])
 
@@ -166,14 +166,6 @@ class CaseRunner:
         steps = [line["step"] for line in lines]
         # A step that is missing, or there twice, leaves fewer or more values than there are steps.
         return Golden(self.target.device, torch.__version__, first.ranks, steps[0], steps[-1], 1, values)
-
-
-def _forget_after(run: Path, step: int) -> None:
-    """Leaves the folder of a run as a crash after a checkpoint does: the log is ahead of it."""
-    for checkpoint in run.glob("iter_*"):
-        if int(checkpoint.name.removeprefix("iter_")) > step:
-            shutil.rmtree(checkpoint)
-    (run / "latest").write_text(f"iter_{step:07d}\n")
 
 
 def as_golden(curve: Golden) -> Golden:

@@ -7,10 +7,12 @@ start it as a user does, with `program_environment`.
 from __future__ import annotations
 
 import importlib.util
+import json
 import multiprocessing as mp
 import os
 import re
 import runpy
+import shutil
 import socket
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -154,3 +157,29 @@ def load_program(name: str):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def pretrain(*arguments: str) -> None:
+    """Runs the pretraining example on this rank."""
+    load_program("pretrain_gpt").main(arguments)
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Leaves the folder of a run as a crash after a checkpoint does: the log is ahead of it."""
+    for checkpoint in run.glob("iter_*"):
+        if int(checkpoint.name.removeprefix("iter_")) > step:
+            shutil.rmtree(checkpoint)
+    (run / "latest").write_text(f"iter_{step:07d}\n")
+
+
+def content(checkpoint: Path) -> dict[str, Any]:
+    """Returns every byte of every tensor, and all that is said about them but where the run was kept."""
+    description = json.loads((checkpoint / "checkpoint.json").read_text())
+    del description["metadata"]["config"], description["sha256"]
+    return {"description": description} | {p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.bin"))}
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    """Returns the log without what a clock and a memory gauge said."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "memory_bytes")} for line in lines]

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import saving
 from core.dist_checkpointing.format.index import seal
-from tests.functional._program import REPOSITORY, TINY, load_program, run_program
-from tests.functional.test_resume import content, log
+from tests.functional._program import REPOSITORY, TINY, content, forget_after, load_program, log, run_program
 from tests.unit._spawn import run_distributed
 
 KILLED_RUNS = REPOSITORY / "tests" / "functional" / "_killed_runs.py"
@@ -52,13 +51,6 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
-
-
-def _as_after(run: Path, iteration: int) -> None:
-    for folder in run.glob("iter_*"):
-        if int(folder.name[5:]) > iteration:
-            shutil.rmtree(folder)
-    (run / "latest").write_text(f"iter_{iteration:07d}\n")
 
 
 def test_async_saving_writes_the_same_checkpoints(corpus: Path, whole: Path, tmp_path: Path) -> None:
@@ -168,7 +160,7 @@ def _pretrain_with_little_room(*arguments: str) -> str:
 def test_a_full_disk_ends_the_run_with_its_last_checkpoint(
     corpus: Path, whole: Path, run: Path, how: list[str]
 ) -> None:
-    _as_after(run, 2)
+    forget_after(run, 2)
     flags = ["--data-path", str(corpus), "--load", str(run), *how]
     messages = run_distributed(_pretrain_with_little_room, 2, *FLAGS, *flags)
     assert messages[0] == messages[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from core.distributed import finalize_model_grads, wrap_model
 from core.transformer.moe import finish_step
 from core.transformer.sequences import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
-from tests.functional._program import TINY, run_program
+from tests.functional._program import TINY, log, run_program
 from tests.functional._runs import (
     Curve,
     Training,
@@ -216,8 +215,7 @@ def test_a_run_logs_the_balance_of_each_layer(corpus, tmp_path):
     run = ("--data-path", corpus, "--lr", "1e-3", "--train-iters", "3", "--save", tmp_path / "run")
     ended = run_program("pretrain_gpt", *TINY, *run, *flags, "--tensorboard-dir", tmp_path / "tb", folder=tmp_path)
     assert ended.status == 0, ended.err
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in log(tmp_path / "run") if "loss" in line]
     assert len(steps) == 3
     for line in steps:
         loads = [line[f"moe/layer_2/expert_{index}/load"] for index in range(4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from core.training.launch.nodes import MACHINE
 from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, programs_in, run_program
+from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, log, programs_in, run_program
 
 PROGRAM = REPOSITORY / "tests" / "functional" / "_lost_rank.py"
 ITERATIONS = 5
@@ -59,7 +58,7 @@ def _run(
         status, written = _launch_on_two(command, program, once.parent, variables)
     assert status == 0, written[-4000:]
     assert {entry.replace(":", "-") for entry in lose.split(",") if entry} <= {path.name for path in once.iterdir()}
-    return _hashes(folder), [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()], written
+    return _hashes(folder), log(folder), written
 
 
 def _launch(command: list[str], folder: Path, **environment: str) -> tuple[int | None, str]:
@@ -97,8 +96,7 @@ def _launch_on_two(
 
 
 def _hashes(folder: Path) -> dict[int, str]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    hashes = {line["step"]: line["weights_hash"] for line in lines if "weights_hash" in line}
+    hashes = {line["step"]: line["weights_hash"] for line in log(folder) if "weights_hash" in line}
     assert list(hashes) == list(range(1, ITERATIONS + 1))
     return hashes
 

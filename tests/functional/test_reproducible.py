@@ -7,7 +7,6 @@ step has one place in one tree, and what is not an addition of floating-point nu
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import pytest
 
 from core.base.micro_batch_tree import MicroBatchTree
 from core.tensor_parallel.random import MicroBatchSeeds
-from core.training.run_log import LOG_FILE
-from tests.functional._program import TINY, load_program, run_program
+from tests.functional._program import TINY, forget_after, log, pretrain, run_program
 from tests.functional._reproducible import KINDS, WRAPPERS, Kind, Record, on_one_rank, on_ranks, train
 from tests.unit._spawn import run_distributed
 
@@ -75,15 +73,6 @@ FLAGS = (
 )
 
 
-def _pretrain(*arguments: str) -> None:
-    load_program("pretrain_gpt").main(arguments)
-
-
-def _comparable(run: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run / LOG_FILE).read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "memory_bytes")} for line in lines]
-
-
 @pytest.mark.parametrize(
     "legs",
     [
@@ -107,27 +96,19 @@ def test_a_run_on_two_then_four_then_one_rank_is_the_run_on_one(corpus: Path, tm
     """Three steps on each; the log of the whole run, and the hash of its weights, are those of nine on one rank."""
     precision = [flag for flag in legs[0] if flag in ("--bf16", "--grad-reduce-in-fp32")]
     arguments = (*FLAGS, "--data-path", str(corpus))
-    run_distributed(_pretrain, 1, *arguments, *precision, "--save", str(tmp_path / "whole"))
+    run_distributed(pretrain, 1, *arguments, *precision, "--save", str(tmp_path / "whole"))
 
     moved = tmp_path / "moved"
     for number, (ranks, *flags) in enumerate(legs):
         continued = () if number == 0 else ("--load", str(moved))
-        run_distributed(_pretrain, ranks, *arguments, *flags, "--save", str(moved), *continued)
+        run_distributed(pretrain, ranks, *arguments, *flags, "--save", str(moved), *continued)
         if number < 2:  # as a crash leaves the run after more iterations
-            for later in range(number + 2, 4):
-                _remove(moved / f"iter_{3 * later:07}")
-            (moved / "latest").write_text(f"iter_{3 * (number + 1):07}\n")
-    assert _comparable(moved) == _comparable(tmp_path / "whole")
-    hashes = [line["weights_hash"] for line in _comparable(moved) if "weights_hash" in line]
+            forget_after(moved, 3 * (number + 1))
+    assert log(moved) == log(tmp_path / "whole")
+    hashes = [line["weights_hash"] for line in log(moved) if "weights_hash" in line]
     assert len(hashes) == 9 and len(set(hashes)) == 9
     shown = [_inspected(tmp_path / name, tmp_path) for name in ("whole", "moved")]
     assert all(f"weights {hashes[-1]}" in text for text in shown), shown
-
-
-def _remove(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
 
 
 def _inspected(run: Path, folder: Path) -> str:

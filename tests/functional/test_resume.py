@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.functional._program import TINY, load_program, run_program
+from tests.functional._program import TINY, content, forget_after, log, pretrain, run_program
 from tests.unit._spawn import run_distributed
 
 # Dropout draws from the random streams, and several micro-batches and workers make order matter.
@@ -18,23 +17,6 @@ FLAGS = (
     *("--train-iters", "6", "--save-interval", "3", "--eval-interval", "2", "--global-batch-size", "8"),
     *("--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--lr-warmup-iters", "2", "--log-num-zeros-in-grad"),
 )
-
-
-def _pretrain(*arguments: str) -> None:
-    load_program("pretrain_gpt").main(arguments)
-
-
-def content(checkpoint: Path) -> dict[str, Any]:
-    """Returns every byte of every tensor, and all that is said about them but where the run was kept."""
-    description = json.loads((checkpoint / "checkpoint.json").read_text())
-    del description["metadata"]["config"], description["sha256"]
-    return {"description": description} | {p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.bin"))}
-
-
-def log(run: Path) -> list[dict[str, Any]]:
-    """Returns the log without what a clock and a memory gauge said."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "memory_bytes")} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -79,24 +61,23 @@ def log(run: Path) -> list[dict[str, Any]]:
 def test_stop_and_resume_equals_the_uninterrupted_run(
     corpus: Path, tmp_path: Path, ranks: int, flags: list[str]
 ) -> None:
-    def pretrain(*more: str) -> None:
+    def run(*more: str) -> None:
         arguments = [*FLAGS, *flags, "--data-path", str(corpus), *more]
         if ranks > 1:
-            run_distributed(_pretrain, ranks, *arguments)
+            run_distributed(pretrain, ranks, *arguments)
         else:  # a process of its own, which may start readers of data
             ended = run_program("pretrain_gpt", *arguments, folder=tmp_path)
             assert ended.status == 0, ended.err
 
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    pretrain("--save", str(whole))
+    run("--save", str(whole))
     assert [line["step"] for line in log(whole)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
     expected = content(whole / "iter_0000006")
     assert expected != content(whole / "iter_0000003")
 
     shutil.copytree(whole, resumed)  # as a crash in iteration 6 leaves it: the log is ahead of the checkpoint
-    shutil.rmtree(resumed / "iter_0000006")
-    (resumed / "latest").write_text("iter_0000003\n")
-    pretrain("--load", str(resumed))
+    forget_after(resumed, 3)
+    run("--load", str(resumed))
     assert content(resumed / "iter_0000006") == expected
     assert log(resumed) == log(whole)
     if "--fp16" in flags:
@@ -116,11 +97,9 @@ def test_a_deterministic_run_is_repeated_bit_by_bit(corpus: Path, tmp_path: Path
 @pytest.mark.long  # the matrix of checkpoints has every wrapper, and the next test numbers of ranks
 def test_another_wrapper_and_world_size_continue_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     arguments = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0", "--data-path", str(corpus)]
-    arguments = _last_wins(arguments)
     first = tmp_path / "first"
-    run_distributed(_pretrain, 2, *arguments, "--bf16", "--use-torch-fsdp2", "--save", str(first))
-    shutil.rmtree(first / "iter_0000006")
-    (first / "latest").write_text("iter_0000003\n")
+    run_distributed(pretrain, 2, *arguments, "--bf16", "--use-torch-fsdp2", "--save", str(first))
+    forget_after(first, 3)
     losses = {}
     for name, ranks, flags in (
         ("fsdp2", 2, ["--use-torch-fsdp2"]),
@@ -129,24 +108,12 @@ def test_another_wrapper_and_world_size_continue_a_checkpoint(corpus: Path, tmp_
         ("alone", 1, []),
     ):
         second = tmp_path / name
-        run_distributed(_pretrain, ranks, *arguments, "--bf16", *flags, "--load", str(first), "--save", str(second))
+        run_distributed(pretrain, ranks, *arguments, "--bf16", *flags, "--load", str(first), "--save", str(second))
         losses[name] = [line["loss"] for line in log(second) if "loss" in line]
         assert [line["step"] for line in log(second) if "loss" in line] == [4, 5, 6]
     # Gradients in bf16 are rounded in another order by each; a run that started again would be off in the first digit.
     for name in losses:
         assert losses[name] == pytest.approx(losses["fsdp2"], rel=2e-3), name
-
-
-def _last_wins(arguments: list[str]) -> list[str]:
-    """Keeps the last value of a flag that is given twice: a flag may be given only once."""
-    seen: dict[str, list[str]] = {}
-    for argument in arguments:
-        if argument.startswith("--"):
-            seen.pop(argument, None)
-            seen[argument] = []
-        else:
-            seen[list(seen)[-1]].append(argument)
-    return [part for flag, values in seen.items() for part in (flag, *values)]
 
 
 def _pretrain_noting_samples(*arguments: str) -> list[int]:
@@ -163,7 +130,7 @@ def _pretrain_noting_samples(*arguments: str) -> list[int]:
 
     GPTDataset.__getitem__ = noting
     try:
-        _pretrain(*arguments)
+        pretrain(*arguments)
     finally:
         GPTDataset.__getitem__ = read
     return seen
@@ -171,12 +138,10 @@ def _pretrain_noting_samples(*arguments: str) -> list[int]:
 
 def test_another_world_size_resumes_the_same_samples_and_numbers(corpus: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0", "--data-path", str(corpus)]
-    flags = _last_wins(flags)
     first, batch = tmp_path / "first", 8
-    run_distributed(_pretrain, 2, *flags, "--save", str(first))
+    run_distributed(pretrain, 2, *flags, "--save", str(first))
     expected = [line["loss"] for line in log(first) if "loss" in line][3:]
-    shutil.rmtree(first / "iter_0000006")
-    (first / "latest").write_text("iter_0000003\n")
+    forget_after(first, 3)
     for ranks in (2, 1):
         second = tmp_path / str(ranks)
         seen = run_distributed(_pretrain_noting_samples, ranks, *flags, "--load", str(first), "--save", str(second))

@@ -17,20 +17,16 @@ from core.base.device import current_device
 from core.base.errors import OptimizerError
 from core.comm.record import record_of
 from core.distributed import wrap_model
-from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.tensor_parallel import model_parallel_manual_seed
-from core.training.config import PretrainConfig
-from core.training.data import Batch
 from core.training.state import build_scheduler
 from core.training.train_step import RunningStep, StepResult, train_step
 from core.transformer.module import Float16Module
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
-from tests.unit.training._configs import small_config
+from tests.unit.training._configs import batches, model_of, small_config
 from tests.unit.training._reads import Reads, watched
-from tests.unit.training.test_train_step import batches, model_of
 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -55,42 +51,6 @@ NUM_STEPS = 4
 Watch = Callable[[list[Tensor]], AbstractContextManager[Reads]]
 
 
-def _model_of(config: PretrainConfig) -> GPTModel:
-    torch.manual_seed(3)
-    return GPTModel(
-        config.model,
-        vocab_size=_vocab_size(config),
-        max_sequence_length=config.data.seq_length,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
-
-
-def _vocab_size(config: PretrainConfig) -> int:
-    return 4 * config.data.seq_length
-
-
-def _batches(config: PretrainConfig, count: int, packed: bool) -> list[Batch]:
-    """Returns micro-batches with different numbers of tokens that count; documents begin elsewhere in each row."""
-    rank = parallel_state.get_data_parallel_rank()
-    generator = torch.Generator().manual_seed(10 + rank)
-    size, length = config.data.micro_batch_size, config.data.seq_length
-    made = []
-    for i in range(count):
-        tokens = torch.randint(0, _vocab_size(config), (size, length + 1), generator=generator)
-        mask = torch.ones(size, length)
-        mask[0, : 2 + i + 3 * rank] = 0.0
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask}
-        batch["position_ids"] = torch.arange(length).expand(size, length)
-        batch = {name: tensor.contiguous().to(current_device()) for name, tensor in batch.items()}
-        if packed:
-            places = torch.arange(length).expand(size, length)
-            cut = torch.randint(1, length, (size, 1), generator=generator)
-            batch["document_starts"] = torch.where(places >= cut, cut, 0)
-        made.append(batch)
-    return made
-
-
 def _steps(
     changes: dict[str, Any], watch: Watch | None = watched, packed: bool = False, unwatched: int = 0
 ) -> tuple[list[int], list[StepResult], list[Tensor]]:
@@ -106,13 +66,13 @@ def _steps(
     model_parallel_manual_seed(5)
     replicas = parallel_state.get_data_parallel_world_size()
     config = small_config(**{**changes, "lr_warmup_iters": 2}, global_batch_size=4 * replicas)
-    model = _model_of(config).to(current_device())
+    model = model_of(config).to(current_device())
     if (config.model.bf16 or config.model.fp16) and not config.use_torch_fsdp2:
         model = Float16Module(config.model, model)
     model = wrap_model(model, config.model, config.ddp)
     adam = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, adam)
-    data = _batches(config, 2 * NUM_STEPS, packed)
+    data = batches(config, parallel_state.get_data_parallel_rank(), 2 * NUM_STEPS, packed)
     data[4]["loss_mask"][:] = torch.inf
 
     running: list[RunningStep] = []
@@ -208,7 +168,7 @@ def _write_between_steps(resolved: str) -> list[float]:
     model = wrap_model(Float16Module(config.model, model_of(config)), config.model, config.ddp)
     adam = get_megatron_optimizer(config.optimizer, [model])
     arguments = (model, adam, build_scheduler(config, adam))
-    step = train_step(*arguments, iter(batches(0, 1)), 1)
+    step = train_step(*arguments, iter(batches(config, 0, 1)), 1)
     if resolved == "result":
         step.result()
     weight = model.module.module.decoder.layers[0].mlp.linear_fc1.weight
@@ -216,7 +176,7 @@ def _write_between_steps(resolved: str) -> list[float]:
         weight.fill_(4.0)
     if resolved == "reloaded":
         adam.reload_model_params()
-    train_step(*arguments, iter(batches(0, 1)), 1).result()
+    train_step(*arguments, iter(batches(config, 0, 1)), 1).result()
     return [weight.float().min().item(), weight.float().max().item()]
 
 

@@ -11,46 +11,19 @@ import torch.distributed as dist
 from core import parallel_state
 from core.base.errors import MemoryLimitError
 from core.distributed import wrap_model
-from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
+from core.training.config import PretrainConfig
 from core.training.state import build_scheduler
 from core.training.train_step import Batch, StepResult, evaluate, train_step
 from tests.unit._spawn import run_distributed
-from tests.unit.training._configs import small_config
-
-VOCAB = 32
-
+from tests.unit.training._configs import batches, model_of, small_config
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
 """Where documents begin, `[b, s]`: two of one token, and borders off those of chunks."""
 
 
-def batches(rank: int, count: int, packed: bool = False) -> list[Batch]:
-    """Makes micro-batches whose numbers of tokens that count differ, between micro-batches and between ranks."""
-    generator = torch.Generator().manual_seed(10 + rank)
-    made: list[Batch] = []
-    for i in range(count):
-        tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
-        mask = torch.ones(2, 8)
-        mask[0, : 2 + i + 3 * rank] = 0.0
-        positions = torch.arange(8).expand(2, 8).contiguous()
-        made.append(
-            {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
-            | {"position_ids": positions}
-            | ({"document_starts": STARTS} if packed else {})
-        )
-    return made
-
-
-def model_of(config) -> GPTModel:
-    torch.manual_seed(3)
-    return GPTModel(
-        config.model,
-        vocab_size=VOCAB,
-        max_sequence_length=8,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    )
+def _of_a_step(config: PretrainConfig, rank: int, packed: bool) -> list[Batch]:
+    return [batch | ({"document_starts": STARTS} if packed else {}) for batch in batches(config, rank, 2)]
 
 
 def step_on_ranks(
@@ -63,7 +36,7 @@ def step_on_ranks(
     model = wrap_model(model_of(config), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, optimizer)
-    mine = batches(parallel_state.get_data_parallel_rank(), 2, packed)
+    mine = _of_a_step(config, parallel_state.get_data_parallel_rank(), packed)
     before = evaluate(model, iter(mine), 2)
     running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
     result = running.result()
@@ -82,7 +55,7 @@ def expected_step(
     config = small_config(**changes)
     model = model_of(config)
     per_token = config.model.calculate_per_token_loss
-    everything = [batch for rank in range(num_ranks) for batch in batches(rank, 2, packed)]
+    everything = [batch for rank in range(num_ranks) for batch in _of_a_step(config, rank, packed)]
     sums, counts = [], []
     for batch in everything:
         starts = batch.get("document_starts")
@@ -159,7 +132,7 @@ def step_that_overflows() -> tuple[bool, int, float]:
     scheduler = build_scheduler(config, optimizer)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.inf)
-    result = train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1).result()
+    result = train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1).result()
     return result.has_update, scheduler.num_steps, optimizer.param_groups[0]["lr"]
 
 
@@ -175,7 +148,7 @@ def step_that_runs_out_of_memory(fsdp2: bool) -> str:
     scheduler = build_scheduler(config, optimizer)
     optimizer.optimizer.register_step_post_hook(_asks_for_too_much)
     with pytest.raises(MemoryLimitError) as caught:
-        train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1)
+        train_step(model, optimizer, scheduler, iter(batches(config, 0, 1)), 1)
     return str(caught.value)
 
 
