@@ -108,12 +108,21 @@ def start(tmp_path: Path) -> Iterator[Start]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_for_steps(run: Path, process: Launcher) -> None:
+def wait_until(reached: Callable[[], bool], process: Launcher) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count("\n") < 2:
+    while not reached():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was logged"
+        assert time.monotonic() < deadline, "the run did not get there"
         time.sleep(0.05)
+
+
+def lines_of(run: Path) -> int:
+    """Returns how many lines the log has."""
+    return (run / "log.jsonl").read_text().count("\n") if (run / "log.jsonl").exists() else 0
+
+
+def wait_for_steps(run: Path, process: Launcher) -> None:
+    wait_until(lambda: lines_of(run) >= 2, process)
 
 
 def ranks_of(process: Launcher) -> list[int]:
@@ -179,10 +188,7 @@ def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus
     ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + LIMIT_S
-    while not _is_pending(signal.SIGTERM, ranks[1]):  # which the launcher has passed on
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: _is_pending(signal.SIGTERM, ranks[1]), process)  # which the launcher has passed on
     time.sleep(2 * ECHO_S)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=LIMIT_S)
@@ -204,16 +210,11 @@ def test_a_killed_run_restarts_and_a_signal_saves_and_ends_it(
     wait_for_steps(run, process)
     if sys.platform.startswith("linux"):
         assert_listens_on_loopback_alone(process)
-    deadline = time.monotonic() + LIMIT_S
-    while not (run / "latest").exists():  # a checkpoint that is still being written would not be loaded
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_until((run / "latest").exists, process)  # a checkpoint that is still being written would not be loaded
     ranks = ranks_of(process)
     os.kill(ranks[0], signal.SIGKILL)
-    deadline, before = time.monotonic() + LIMIT_S, (run / "log.jsonl").read_text().count("\n")
-    while (run / "log.jsonl").read_text().count("\n") <= before + 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    before = lines_of(run)
+    wait_until(lambda: lines_of(run) > before + 2, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
