@@ -167,7 +167,7 @@ def translate_config(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
         ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one, or does not know it.
     """
     values = changed_fields(ddp_config)
-    if not isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
+    if not isinstance(ddp_config, distributed.DistributedDataParallelConfig):
         _check_known(values.keys() - {field.name for field in fields(ddp_config)}, "Megatron-LM's settings were given")
     for name, value in registered_settings.items():
         if values.get(name, value) != value:
