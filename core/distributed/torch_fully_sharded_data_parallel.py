@@ -146,6 +146,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         except BaseException:
             if current_backward() == NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
                 self.settle_parameters()
+                self._order.leave_model()
             raise
         if not self._is_called_by_module:
             self._note_forward(self.module, inputs, output)

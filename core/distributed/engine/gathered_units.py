@@ -89,6 +89,10 @@ class UnitOrder(Generic[Unit]):
         self.end()
         self._trace.clear()
 
+    def leave_model(self) -> None:
+        """Ends a forward of the model, which may have raised: a unit that runs next is no part of it."""
+        self._next = None
+
     def enter(self, unit: Unit) -> list[Unit]:
         """Begins a unit's forward, or in backward its computation again. Returns the units to gather meanwhile."""
         if current_backward() != NO_BACKWARD:
@@ -142,9 +146,9 @@ class UnitOrder(Generic[Unit]):
         if place < self._next:
             name, before = (self._units[self._planned_units[p]].names[0] for p in (place, self._next - 1))
             raise UnitError(
-                f"unit {name} runs after unit {before}, and gather_skipped_units takes units that run once, in the "
-                "order in which the model holds them, none inside another; drop it, and name in replicated what ranks "
-                "skip"
+                f"unit {name} runs after unit {before}, and gather_skipped_units takes units that run once in a call "
+                "of the model (self(...), not self.forward(...)), in the order in which the model holds them, none "
+                "inside another; drop it, and name in replicated what ranks skip"
             )
         while self._next < place:
             yield self._planned_units[self._next]

@@ -79,8 +79,10 @@ class ParameterGathering:
 
         Returns outputs that are cast.
         """
-        if unit is self._root and (module is not None or unit.num_running == 1) and output is not None:
-            self._gather_skipped()
+        if unit is self._root and (module is not None or unit.num_running == 1):
+            if output is not None:
+                self._gather_skipped()
+            self._order.leave_model()
         unit.num_running = max(unit.num_running - 1, 0)
         has_ended = not unit.num_running and current_backward() == NO_BACKWARD
         if unit is not self._root:

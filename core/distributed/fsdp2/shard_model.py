@@ -208,6 +208,7 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
     def end(*unused: Any) -> None:
         if current_backward() == NO_BACKWARD:
             gather_skipped()
+            order.leave_model()
             _set_backward(model, order.before())
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -269,9 +270,13 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
                 begin()
             elif module in units:
                 enter(module, args, kwargs)
-            output = gathering(*args, **kwargs)
-            if module is model:
-                end()
+            try:
+                output = gathering(*args, **kwargs)
+                if module is model:
+                    end()
+            finally:
+                if module is model:
+                    order.leave_model()
             return output
 
         setattr(module, name, followed)

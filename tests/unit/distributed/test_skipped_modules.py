@@ -143,6 +143,25 @@ def test_ranks_skip_units_in_each_forward_of_a_named_method(kind: str) -> None:
             assert model.module.generate(x, towers) == Generating().generate(x, towers)
 
 
+class Forwarding(Seeing):
+    def generate(self, x: Tensor, towers: list[str]) -> list[Tensor]:
+        return [self.forward(x, tower) for tower in towers]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+@on_ranks(2)
+def test_a_unit_runs_alone_after_a_forward_that_raised(kind):
+    x, methods = torch.ones(2, 7), {"forward_methods": ("generate",)}
+    model = build(kind, Forwarding(), unit_classes=(Block,), **GATHERS, **methods)
+    with torch.no_grad():
+        for call in (model, lambda x, tower: model.module.generate(x, [tower])):
+            with pytest.raises(KeyError, match="unknown"):
+                call(x, "unknown")
+            assert torch.equal(model.module.first[0](x), Seeing().first[0](x))
+        with pytest.raises(UnitError, match=r"once in a call of the model \(self\(...\), not self.forward\(...\)\)"):
+            model.module.generate(x, ["used", "used"])
+
+
 class Unordered(nn.Module):
     def __init__(self, nests: bool) -> None:
         super().__init__()
