@@ -25,7 +25,7 @@ from core.dist_checkpointing import latest_checkpoint, verify
 from core.training.launch.entry import run_command
 from tests.functional._program import TINY, content, load_program
 
-ITERATIONS, RANKS, GRACE_S = 24, 2, 5.0
+RANKS, GRACE_S = 2, 5.0
 KILLS_A_RUN = 50
 """Most kills of a run before it is left to end."""
 KINDS = {
@@ -36,7 +36,7 @@ KINDS = {
 }
 FLAGS = (
     *TINY[:-2],  # but for the number of validations
-    *("--train-iters", str(ITERATIONS), "--save-interval", "1", "--eval-interval", "1000", "--eval-iters", "0"),
+    *("--save-interval", "1", "--eval-interval", "1000", "--eval-iters", "0"),
     *("--global-batch-size", "4", "--hidden-dropout", "0.1"),
 )
 
@@ -109,15 +109,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so many")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--iterations", type=int, default=24)
     options = parser.parse_args()
     draw, pretrain = random.Random(options.seed), load_program("pretrain_gpt").main
     counts = {"kills": 0, "of one rank": 0, "of all": 0, "while saving": 0, "runs": 0, "resumed from": []}
-    final = f"iter_{ITERATIONS:07d}"
+    final = f"iter_{options.iterations:07d}"
     wholes = {}
     until, a_run = time.monotonic() + options.seconds, min(options.kills / len(options.kinds), KILLS_A_RUN)
     while counts["kills"] < options.kills and time.monotonic() < until:
         kind = options.kinds[counts["runs"] % len(options.kinds)]
-        flags = [*FLAGS, *KINDS[kind], "--data-path", str(options.corpus)]
+        flags = [*FLAGS, *KINDS[kind], "--train-iters", str(options.iterations), "--data-path", str(options.corpus)]
         if kind not in wholes:
             folder = options.folder / f"whole-{len(wholes)}"
             seconds = run_whole(pretrain, flags, folder)

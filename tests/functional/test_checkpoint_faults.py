@@ -178,7 +178,9 @@ def _killed_runs(corpus: Path, folder: Path, *flags: str, limit_s: float) -> dic
 
 
 def test_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    counts = _killed_runs(corpus, tmp_path, "--kills", "1", "--seed", "1", "--kinds", "fsdp2, async", limit_s=1000)
+    counts = _killed_runs(
+        corpus, tmp_path, "--kills", "1", "--seed", "1", "--kinds", "fsdp2, async", "--iterations", "8", limit_s=1000
+    )
     assert counts["kills"] == 1
 
 
