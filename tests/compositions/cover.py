@@ -131,7 +131,8 @@ def _with(pair: Pair) -> Composition | None:
 
 @functools.cache
 def short_sample() -> tuple[Composition, ...]:
-    """Returns those of the sample that run each time: in them every value meets every wrapper and precision."""
+    """Returns those of the sample that run each time: in them every value meets every engine, fp32 and a low
+    precision (`facts`)."""
     return _read("each time")
 
 
@@ -145,9 +146,28 @@ def _read(part: str) -> tuple[Composition, ...]:
     return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8"))[part])
 
 
-def meets_each_time(pair: Pair) -> bool:
-    """Returns whether `short_sample` has to cover a pair that is allowed."""
-    return bool({"wrapper", "precision"} & dict(pair).keys())
+_ENGINES = {"zero3": "slots", "fsdp2": "FSDP2"}
+
+
+def facts(composition: Composition) -> set[tuple[str, str, str]]:
+    """Returns the values of a composition, each with its engine (buckets, slots or FSDP2), and with fp32 or a low
+    precision."""
+    kinds = (_ENGINES.get(composition.wrapper, "buckets"), "fp32" if composition.precision == "fp32" else "low")
+    return {(kind, axis, getattr(composition, axis)) for kind in kinds for axis in AXES}
+
+
+def _enough(chosen: Sequence[Composition]) -> list[Composition]:
+    """Returns compositions, few and with little work, that have the facts of all."""
+    missing = set().union(*map(facts, chosen))
+    found: list[Composition] = []
+    while missing:
+        found.append(max(chosen, key=lambda c: len(facts(c) & missing) / work(c)))
+        missing -= facts(found[-1])
+    for composition in sorted(found, key=work, reverse=True):
+        others = [other for other in found if other is not composition]
+        if facts(composition) <= set().union(*map(facts, others)):
+            found = others
+    return found
 
 
 def _chosen(missing: dict[Pair, None], candidates: Callable[[], Sequence[Composition]]) -> Iterator[Composition]:
@@ -175,10 +195,7 @@ def write_sample(seed: int = 2) -> int:
     for best in _chosen(missing, candidates):
         chosen.append(best)
     chosen = _needed(chosen)
-    missing = {pair: None for pair in allowed if meets_each_time(pair)}
-    short = _needed(
-        list(_chosen(missing, lambda: [c for c in chosen if pairs_of(c) & missing.keys()])), meets_each_time
-    )
+    short = _enough(chosen)
     parts = {"each time": [c for c in chosen if c in short], "long": [c for c in chosen if c not in short]}
     text = ",\n".join(f"{json.dumps(part)}: [\n{_lines(of_part)}\n]" for part, of_part in parts.items())
     SAMPLE.write_text(f"{{{text}}}\n", encoding="utf-8")
@@ -192,11 +209,11 @@ def _lines(compositions: list[Composition]) -> str:
     return ",\n".join(map(json.dumps, given))
 
 
-def _needed(chosen: list[Composition], counts: Callable[[Pair], bool] = lambda pair: True) -> list[Composition]:
-    """Drops compositions whose pairs that count all meet in others, the most work first."""
-    met = Counter(pair for composition in chosen for pair in pairs_of(composition) if counts(pair))
+def _needed(chosen: list[Composition]) -> list[Composition]:
+    """Drops compositions whose pairs all meet in others, the most work first."""
+    met = Counter(pair for composition in chosen for pair in pairs_of(composition))
     for composition in sorted(chosen, key=work, reverse=True):
-        pairs = set(filter(counts, pairs_of(composition)))
+        pairs = pairs_of(composition)
         if all(met[pair] > 1 for pair in pairs):
             chosen = [other for other in chosen if other is not composition]
             met.subtract(pairs)

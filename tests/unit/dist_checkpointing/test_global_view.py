@@ -194,7 +194,7 @@ def test_the_view_is_the_whole_tensor_and_shares_storage():
     param, values = torch.nn.Parameter(torch.zeros(3, 4)), torch.arange(7.0)
     view = flat_range_view(param, values, 3)
     assert isinstance(view, torch.Tensor) and view.shape == (3, 4) and view.dtype == torch.float32
-    assert view.detach().held.data_ptr() == values.data_ptr()
+    assert view.detach().elements.data_ptr() == values.data_ptr()
     assert repr(view) == "FlatRange(shape=[3, 4], dtype=torch.float32, 7 elements here)"
     with pytest.raises(CheckpointError, match=r"aten.add.Tensor was called on a tensor .* flat range"):
         view + 1
