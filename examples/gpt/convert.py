@@ -186,7 +186,7 @@ def flags_of(architecture: Architecture) -> list[str]:
             flags.append(flag if value else NEGATED.get(name, f"--no-{dashed}"))
         else:
             flags += [flag, str(value)]
-    return flags + ([] if architecture.tied else ["--untie-embeddings-and-output-weights"])
+    return flags + ([] if architecture.ties_embeddings else ["--untie-embeddings-and-output-weights"])
 
 
 def settings_of(architecture: Architecture) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def settings_of(architecture: Architecture) -> dict[str, Any]:
         **architecture.transformer,
         "position_embedding_type": architecture.position_embedding_type,
         "max_position_embeddings": length,
-        "untie_embeddings_and_output_weights": not architecture.tied,
+        "untie_embeddings_and_output_weights": not architecture.ties_embeddings,
         "seq_length": length,
         "micro_batch_size": 1,
         "train_iters": 1,

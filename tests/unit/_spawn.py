@@ -36,7 +36,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -55,6 +55,7 @@ START_LIMIT_S = 600.0
 _HOST = "127.0.0.1"
 JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
 IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
+_GROUPS_LEFT = 8  # of jobs whose models cannot be freed: each wakes up a thread a hundred times a second
 _GIVES_UP_AFTER = timedelta(seconds=0.5)
 _LISTENS_EACH_S = 0.2  # where ranks of a test ask each other: less than in a run, which a test would wait for
 _JOBS_NAMED = 4  # the last jobs of a pool, named when one fails
@@ -72,7 +73,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, limit_s
     value on every rank before each call, and `core.parallel_state` is torn down after it.
     """
     pool = _POOLS.pop(world_size, None)
-    if pool is not None and not pool.is_alive():  # the last job broke the group, which its ranks saw at its end
+    if pool is not None and not pool.is_fresh():
         pool.close()
         pool = None
     pool = pool or _RankPool(world_size)
@@ -116,8 +117,9 @@ class _RankPool:
             self._processes.append(process)
         self._collect(START_LIMIT_S, "starting")
 
-    def is_alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+    def is_fresh(self) -> bool:
+        """Returns whether the group works, which ranks see at the end of a job, and jobs have left few others."""
+        return all(p.is_alive() for p in self._processes) and _num_groups(self._processes[0].pid) <= _GROUPS_LEFT
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> list[Any]:
         for pipe in self._pipes:
@@ -181,6 +183,15 @@ def close_pools() -> None:
     """Ends every rank process that is still alive."""
     while _POOLS:
         _POOLS.popitem()[1].close()
+
+
+def _num_groups(pid: int | None) -> int:
+    """Returns how many of gloo's groups a process has, by their threads; 0 where the system does not say."""
+    number = 0
+    for name in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(OSError):  # the thread has ended
+            number += name.read_text() == "gloo_tcp_loop\n"
+    return number
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str) -> None:

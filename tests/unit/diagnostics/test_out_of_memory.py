@@ -123,7 +123,7 @@ def _savings(kind: str, device_type: str = "cuda", bf16: bool = True, **fields: 
     )
     plan = plan_model(module, config, settings(kind, **fields), DataParallelGroups(group, group), [nn.Sequential])
     wrapper = SimpleNamespace(module=module, plan=plan, config=config, process_group=group)
-    found = savings(wrapper, TABLE, requested=20, device_type=device_type)
+    found = savings(wrapper, TABLE, missing_bytes=20, device_type=device_type)
     return {(re.search(r"\((\w+)", setting) or re.search(r"(half)", setting))[1]: size for setting, size in found}
 
 

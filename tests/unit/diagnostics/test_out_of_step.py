@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import OutOfStepError
-from core.comm import collectives, record
+from core.comm import call, collectives, record
 from core.comm.call import Position, positions
 from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
@@ -276,7 +276,7 @@ def _waits_as_under_nccl() -> str:
     with recorded("all-reduce", "the gradient norm", torch.ones(4), group):
         dist.all_reduce(torch.ones(4), group=group)
     entries = [_nccls_entry(group, 56, "completed")] + [_nccls_entry(group, 57, "started")] * (rank != 1)
-    with mock.patch.object(record, "flight_recorder", lambda: entries):
+    with mock.patch.object(call, "flight_recorder", lambda: entries):
         if rank == 1:
             return _stays_away(0, 2)
         wait_for("rank 1 stays away")
