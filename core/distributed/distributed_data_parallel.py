@@ -165,7 +165,7 @@ class DistributedDataParallel(_FlatDataParallel):
         return [
             ParamAndGradBuffer(buffer, [bucket for bucket in self._bucket_at.values() if bucket.buffer is buffer])
             for buffer in self._flat_buffers
-            if buffer.kind.holds_experts is of_experts
+            if (buffer.kind.kind == "expert") is of_experts
         ]
 
     @property
@@ -181,12 +181,12 @@ class DistributedDataParallel(_FlatDataParallel):
     @property
     def bucket_groups(self) -> list[Bucket]:
         """The buckets of `buffers`, in the order in which they leave."""
-        return [bucket for bucket in self._buckets if not bucket.buffer.kind.holds_experts]
+        return [bucket for bucket in self._buckets if bucket.buffer.kind.kind != "expert"]
 
     @property
     def expert_parallel_bucket_groups(self) -> list[Bucket]:
         """The buckets of `expert_parallel_buffers`, in the order in which they leave."""
-        return [bucket for bucket in self._buckets if bucket.buffer.kind.holds_experts]
+        return [bucket for bucket in self._buckets if bucket.buffer.kind.kind == "expert"]
 
 
 class ParamAndGradBuffer:

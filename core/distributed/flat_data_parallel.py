@@ -25,7 +25,7 @@ from .engine.unit import build_units
 from .gradient_state import Phase
 from .groups import ParameterKind, managed_parameters, twin_group
 from .plan import Plan
-from .verbs import UNREADABLE, is_unreadable, take_added
+from .verbs import UNREADABLE, is_unreadable
 
 
 class _FlatDataParallel(_BaseDataParallel):
@@ -147,7 +147,7 @@ class _FlatDataParallel(_BaseDataParallel):
         """
         if self.plan.finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
-        gradient = take_added(param.grad) if is_unreadable(param.grad) else param.grad  # type: ignore[arg-type]
+        gradient: Tensor | None = vars(param.grad).pop("added") if is_unreadable(param.grad) else param.grad
         if gradient is None:
             return
         if gradient.requires_grad:

@@ -228,18 +228,12 @@ def is_unreadable(gradient: Any) -> bool:
     return type(gradient) is UnreadableGradient
 
 
-def take_added(gradient: Tensor) -> Tensor:
-    """Returns what autograd has just added to an unreadable gradient, which does not hold it any longer."""
-    added: Tensor = vars(gradient).pop("added")
-    return added
-
-
 class UnreadableGradient(Tensor):
     """A tensor without memory, to be ``param.grad`` of `param`, that raises whenever it is used."""
 
     added: Tensor
     """The gradient of a backward. Autograd's accumulation sets it, on its thread. The wrapper's hook, which autograd
-    calls next, takes it away (`take_added`). It exists only between the two."""
+    calls next, takes it away. It exists only between the two."""
 
     @staticmethod
     def __new__(cls, param: nn.Parameter) -> UnreadableGradient:

@@ -84,11 +84,6 @@ class PieceKind:
     releases_grads: bool = True
     """A whole gradient is allocated when a gradient arrives, and freed when it is reduced."""
 
-    @property
-    def holds_experts(self) -> bool:
-        """Whether its parameters carry Megatron-LM's mark ``allreduce=False``."""
-        return self.kind == "expert"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PiecePlan(PieceKind):

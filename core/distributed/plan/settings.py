@@ -138,7 +138,8 @@ def common_plan(
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     changed_values = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
     compared = {name: value for name, value in values.items() if name not in _MAY_DIFFER} | dict(options)
-    broadcast_buffers = settings.broadcast_buffers
+    # A training forward of such a module, as of BatchNorm, changes its buffers by its own batch.
+    has_statistics = any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
     of_model = {name: bool(getattr(config, name, False)) for name in _FIELDS_OF_MODEL_CONFIG}
     # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
     # a config of another library True says that layers add to ``main_grad`` themselves.
@@ -147,7 +148,7 @@ def common_plan(
     return {
         # Fields of a plan with the name of a setting have its value.
         **{f.name: values[f.name] for f in fields(Plan) if f.name in values},
-        "broadcast_buffers": _has_running_statistics(module) if broadcast_buffers is None else broadcast_buffers,
+        "broadcast_buffers": has_statistics if settings.broadcast_buffers is None else settings.broadcast_buffers,
         "buffer_dtype": as_dtype(values.get("buffer_dtype")),
         "pins_memory": _pins_memory(values),
         "caller": caller,
@@ -165,11 +166,6 @@ def common_plan(
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
     }
-
-
-def _has_running_statistics(module: nn.Module) -> bool:
-    """Returns whether a training forward changes buffers by its own batch, as that of BatchNorm does."""
-    return any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
 
 
 def _pins_memory(settings: Mapping[str, Any]) -> bool:

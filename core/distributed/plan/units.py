@@ -61,7 +61,9 @@ def find_units(
     singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
     others = (choice for choice in choices if not isinstance(choice, nn.Module) or choice not in singled_out)
     outermost = _as_classes(others, "sub_modules_to_wrap")
-    chosen = list(_match_modules(root, outermost, _declared_by_modules(root), singled_out))
+    declared = (entry for module in root.modules() for entry in getattr(module, "_fsdp_modules", ()))
+    always = tuple(dict.fromkeys(_as_classes(declared, "_fsdp_modules")))
+    chosen = list(_match_modules(root, outermost, always, singled_out))
     owners = _owners_of_parameters(root, chosen)
     while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again
         chosen = [module for module in chosen if not _is_read_outside(module, owners)]
@@ -158,11 +160,6 @@ def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], .
         if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise WrapError(f"{origin} holds {entry!r}, which is not a module class; give classes such as nn.Linear")
     return module_classes
-
-
-def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
-    declared = (entry for module in root.modules() for entry in getattr(module, "_fsdp_modules", ()))
-    return tuple(dict.fromkeys(_as_classes(declared, "_fsdp_modules")))
 
 
 def _match_modules(
