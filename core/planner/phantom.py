@@ -35,8 +35,11 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def _has_values(tensor: Tensor) -> bool:
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.nbytes <= MOST_INTEGER_BYTES if is_integer else tensor.numel() <= MOST_VALUES
+    """Returns whether the values are computed. A small part of a large phantom has what was in its memory before."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.nbytes <= MOST_INTEGER_BYTES
+    most = MOST_VALUES * tensor.itemsize
+    return tensor.nbytes <= most and (tensor.is_sparse or tensor.untyped_storage().nbytes() <= most)
 
 
 _COLLECTIVES: dict[str, tuple[Kind, int]] = {

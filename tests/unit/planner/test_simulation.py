@@ -124,6 +124,24 @@ def test_a_plan_leaves_nothing_behind():
     assert not dist.is_initialized()
 
 
+def _fill_free_memory(value: float) -> None:
+    """Leaves a value in the memory that the next tensors get."""
+    for log in range(12, 22):
+        blocks = [torch.full((2**log // 4,), value) for _ in range(2**23 // 2**log)]
+        del blocks
+
+
+def test_plans_in_one_process_do_not_depend_on_each_other():
+    lines, plans = ("--optimizer muon", "--data-parallel-sharding-strategy optim"), []
+    for order, value in ((lines, 0.0), (lines[::-1], float("nan"))):
+        planned = {}
+        for flags in order:
+            _fill_free_memory(value)
+            planned[flags] = simulated(flags)
+        plans.append([(planned[flags].peak, planned[flags].wire(), len(planned[flags].events)) for flags in lines])
+    assert plans[0] == plans[1]
+
+
 def test_what_is_not_simulated_is_named():
     with pytest.raises(ConfigError, match="optimizer is 'muon'"):
         simulated("--use-torch-fsdp2 --optimizer muon")
