@@ -86,7 +86,13 @@ def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
     moments = [f"peak of {each['wrapper']}: {each['peak_at']}" for each in numbers]
     left = f"{_size(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
     yield "\n".join([memory, *moments, f"fits: in {_size(estimates[0].gpu_memory)}, with {left}"])
-    yield text_table(["time of a step", *names], rows(_COSTS))
+    host = estimates[0].hardware
+    assumed = (
+        f"\ncopies to and from the host at {host.host_bandwidth / 1e9:.0f} GB/s, and its memory at "
+        f"{host.host_memory_bandwidth / 1e9:.0f} GB/s for each accelerator: both are assumed, not measured"
+    )
+    offloads = any(entry.kind.endswith("the host") for e in estimates for entry in e.wire)
+    yield text_table(["time of a step", *names], rows(_COSTS)) + assumed * offloads
     sent = [{(entry.kind, entry.ranks): entry for entry in e.wire} for e in estimates]
     cells = {key: [of.get(key) for of in sent] for key in sorted({key for of in sent for key in of})}
     wire = [

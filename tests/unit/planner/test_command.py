@@ -34,6 +34,12 @@ def test_a_wrapper_that_the_run_would_refuse_is_listed(capsys: pytest.CaptureFix
     assert "ZeRO-1: forward_prefetch is a setting of wrappers that shard parameters" in capsys.readouterr().out
 
 
+def test_bandwidths_of_the_host_are_said_to_be_assumed(capsys: pytest.CaptureFixture[str]):
+    for more in ([], ["--cpu-offload"]):
+        assert main(["--world-size", "2", "--wrappers", "FSDP2", *TINY.split(), "--use-torch-fsdp2", *more]) == 0
+        assert ("GB/s for each accelerator: both are assumed" in capsys.readouterr().out) == bool(more)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
