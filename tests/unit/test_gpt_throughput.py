@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -175,14 +175,11 @@ def test_every_wrapper_trains_as_torch_alone_does(is_bf16):
         assert losses == pytest.approx(bare, rel=2**-9 if is_bf16 else 1e-6), wrapper
 
 
-def _asks_bare_to_recompute() -> None:
+@on_ranks(1)
+def test_a_model_without_wrapper_refuses_what_wrappers_do() -> None:
     llama = _load("_llama")
     with pytest.raises(ValueError, match="activation_checkpointing cannot be had without a wrapper"):
         llama.Training(llama.PRESETS["small"], {}, {"activation_checkpointing": "full"}, "bare")
-
-
-def test_a_model_without_wrapper_refuses_what_wrappers_do():
-    run_distributed(_asks_bare_to_recompute, 1)
 
 
 def test_only_the_parts_of_the_datasheet_have_its_peak():

@@ -19,7 +19,7 @@ from core.process_groups_config import ProcessGroupCollection, check_same_groups
 from core.transformer import Float16Module, MegatronModule, TransformerConfig
 from core.transformer.module import mark_keep_in_fp32
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 SIZES = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4}
 
@@ -54,7 +54,8 @@ def test_absent_helpers_name_what_to_use():
         from core.utils import StragglerDetector  # noqa: F401
 
 
-def _cuts_batches() -> None:
+@on_ranks(2)
+def test_a_batch_is_cut_over_context_parallel_ranks() -> None:
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     tokens = torch.arange(8).view(1, 8)
     batch = utils.get_batch_on_this_cp_rank({"tokens": tokens, "attention_mask": None})
@@ -64,10 +65,6 @@ def _cuts_batches() -> None:
         utils.get_batch_on_this_cp_rank({"tokens": tokens, "cu_seqlens": [0, 8]})
     with pytest.raises(ParallelConfigError, match="s x s elements"):
         utils.get_batch_on_this_cp_rank({"attention_mask": torch.ones(1, 1, 8, 8)})
-
-
-def test_a_batch_is_cut_over_context_parallel_ranks():
-    run_distributed(_cuts_batches, 2)
 
 
 def test_parameters_may_stay_in_fp32_and_outputs_in_half():
@@ -218,7 +215,8 @@ def test_what_a_schedule_of_one_stage_refuses():
         _steps([model, model], None)
 
 
-def _reduces_once() -> None:
+@on_ranks(2)
+def test_a_wrapper_reduces_once_a_step_by_default() -> None:
     parallel_state.initialize_model_parallel()
     rank = parallel_state.get_data_parallel_rank()
     inner, config = _model(False)
@@ -226,10 +224,6 @@ def _reduces_once() -> None:
     config.finalize_model_grads_func = finalize_model_grads
     _steps(model, lambda out: (out.sum() * (rank + 1), None))
     assert inner.weight.main_grad.item() == 4.5  # the mean of 3 and 6
-
-
-def test_a_wrapper_reduces_once_a_step_by_default():
-    run_distributed(_reduces_once, 2)
 
 
 def test_a_collection_lists_stand_ins_of_groups_too():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
 from tests.functional._program import run_program
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters import _megatron
 
 pytestmark = needs("megatron")
@@ -23,7 +23,11 @@ pytestmark = needs("megatron")
 UNITS = 5  # two layers, the embedding, the output layer, and the root, which has the last norm
 
 
-def _trains_as_one_process(tied: bool, per_token: bool) -> None:
+@pytest.mark.parametrize(
+    ("tied", "per_token"), [(False, False), pytest.param(True, False, marks=pytest.mark.long), (False, True)]
+)
+@on_ranks(2)
+def test_it_trains_as_one_process_with_one_reduction_a_step(tied: bool, per_token: bool) -> None:
     from core.adapters import megatron_lm
 
     with _megatron.groups(), _megatron.counted() as calls:
@@ -41,14 +45,8 @@ def _trains_as_one_process(tied: bool, per_token: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-2 * _megatron.LR)
 
 
-@pytest.mark.parametrize(
-    ("tied", "per_token"), [(False, False), pytest.param(True, False, marks=pytest.mark.long), (False, True)]
-)
-def test_it_trains_as_one_process_with_one_reduction_a_step(tied: bool, per_token: bool) -> None:
-    run_distributed(_trains_as_one_process, 2, tied, per_token)
-
-
-def _trains_over_stages() -> None:
+@on_ranks(2)
+def test_its_stages_train_by_megatrons_schedule_as_one_process() -> None:
     from core.adapters import megatron_lm
 
     with _megatron.groups(pipeline=2), _megatron.counted() as calls:
@@ -64,10 +62,6 @@ def _trains_over_stages() -> None:
     for name, weight in found.items():
         whole = expected[_megatron.name_in_model(name)]
         torch.testing.assert_close(weight, whole, rtol=0.0, atol=1e-2 * _megatron.LR, msg=name)
-
-
-def test_its_stages_train_by_megatrons_schedule_as_one_process() -> None:
-    run_distributed(_trains_over_stages, 2)
 
 
 def _skips_together() -> list[Any]:
@@ -98,7 +92,8 @@ def test_an_fp16_overflow_in_one_shard_skips_every_ranks_step() -> None:
     assert run_distributed(_skips_together, 2) == [[False, True, False, False, 128.0]] * 2
 
 
-def _saves_every_shard() -> None:
+@on_ranks(2)
+def test_megatrons_sharded_state_dict_has_every_row_at_its_place() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from core.adapters import megatron_lm
@@ -124,10 +119,6 @@ def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def test_megatrons_sharded_state_dict_has_every_row_at_its_place() -> None:
-    run_distributed(_saves_every_shard, 2)
 
 
 def _stock() -> type:
@@ -165,7 +156,8 @@ def _raises_one_line(error: type[Exception], match: str, *args: Any, **kwargs: A
     assert "\n" not in str(raised.value)
 
 
-def _rejects() -> None:
+@on_ranks(1)
+def test_a_model_or_config_that_it_cannot_take_is_one_line() -> None:
     from core.adapters import megatron_lm
 
     kind = megatron_lm.TorchFullyShardedDataParallel
@@ -187,10 +179,6 @@ def _rejects() -> None:
         _raises_one_line(
             ConfigError, "nothing says how to initialise", _megatron.wrap, kind, _megatron.build().to("meta")
         )
-
-
-def test_a_model_or_config_that_it_cannot_take_is_one_line() -> None:
-    run_distributed(_rejects, 1)
 
 
 def test_settings_of_megatron_are_translated_or_refused() -> None:

@@ -17,7 +17,7 @@ from core.adapters import ml
 from core.adapters.bridge.translation import Replicas
 from core.base.errors import ConfigError, warn_once
 from core.distributed import TorchFullyShardedDataParallel
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters._adapters import Net, Task, batch
 from tests.unit.distributed._toys import full
 
@@ -93,7 +93,9 @@ def test_a_strategy_has_a_name_and_a_typo_suggests_the_nearest():
         ml.ParallelConfig(sharding_strategy="HYBRID")
 
 
-def _all_ranks_are_equal(use_fsdp: bool) -> None:
+@pytest.mark.parametrize("use_fsdp", [True, False])
+@on_ranks(2)
+def test_ranks_hold_equal_weights_after_steps_on_own_batches(use_fsdp: bool) -> None:
     """With groups of one rank each would train on its own gradient."""
     config = ml.TrainerParallelConfig("sl", parallel=ml.ParallelConfig(use_fsdp=use_fsdp))
     model = _Trainer(config)._get_task_model(Task(), Net())
@@ -112,12 +114,8 @@ def _all_ranks_are_equal(use_fsdp: bool) -> None:
     assert not torch.equal(full(model.module.model.head.weight), start.head.weight)
 
 
-@pytest.mark.parametrize("use_fsdp", [True, False])
-def test_ranks_hold_equal_weights_after_steps_on_own_batches(use_fsdp):
-    run_distributed(_all_ranks_are_equal, 2, use_fsdp)
-
-
-def _flips() -> None:
+@on_ranks(2)
+def test_every_field_changes_something_or_warns() -> None:
     def settings(**fields: object) -> tuple[object, list[str]]:
         warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
@@ -135,7 +133,3 @@ def _flips() -> None:
         assert settings(use_fsdp=True, **{name: value})[0] != sharded[0], name
     _, warned = settings(use_fsdp=True, sharding_strategy="NO_SHARD", cpu_offload=True)
     assert any("cpu_offload=True changes nothing: under NO_SHARD" in message for message in warned)
-
-
-def test_every_field_changes_something_or_warns():
-    run_distributed(_flips, 2)

@@ -23,7 +23,7 @@ from core.adapters.optimus import (
 )
 from core.base.errors import ConfigError, ParallelConfigError, warn_once
 from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters._adapters import Net, batch
 from tests.unit.distributed._toys import CountedTraffic
 
@@ -40,7 +40,8 @@ class _Hooked(Net):
         return [{"params": list(self.parameters())}]
 
 
-def _own_hook() -> None:
+@on_ranks(2)
+def test_a_models_own_hook_decides_its_units() -> None:
     model = _Hooked()
     config = FullyShardTransformConfig(mixed_precision=MixedPrecisionConfig("bf16"))
     assert FullyShardTransform(config, MeshCollective(), CPU).apply(model) is model
@@ -54,11 +55,9 @@ def _own_hook() -> None:
     assert [name for name, _ in plain.make_parameter_groups()["params"]] == [n for n, _ in Net().named_parameters()]
 
 
-def test_a_models_own_hook_decides_its_units():
-    run_distributed(_own_hook, 2)
-
-
-def _accumulates(sync_always: bool) -> None:
+@pytest.mark.parametrize("sync_always", [True, False])
+@on_ranks(2)
+def test_the_last_micro_batch_alone_communicates_unless_asked(sync_always: bool) -> None:
     config = FullyShardTransformConfig(sync_grad_accum=sync_always)
     model = FullyShardTransform(config, MeshCollective(), CPU).apply(Net())
     with CountedTraffic() as traffic, model.accumulation_context(False):
@@ -82,11 +81,6 @@ def _accumulates(sync_always: bool) -> None:
     assert_same_sums(found, expected, additions=3)  # two micro-batches of two ranks
 
 
-@pytest.mark.parametrize("sync_always", [True, False])
-def test_the_last_micro_batch_alone_communicates_unless_asked(sync_always):
-    run_distributed(_accumulates, 2, sync_always)
-
-
 def test_one_rank_keeps_its_model_with_an_accumulation_context():
     for transform, config in (
         (DDPTransform, DDPTransformConfig()),
@@ -100,7 +94,8 @@ def test_one_rank_keeps_its_model_with_an_accumulation_context():
         assert all(p.grad is not None for p in model.parameters())
 
 
-def _flips() -> None:
+@on_ranks(2)
+def test_every_field_changes_something_or_warns() -> None:
     def observed(transform: Any, config: Any) -> tuple[Any, list[str]]:
         warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
@@ -141,10 +136,6 @@ def _flips() -> None:
     assert any("pin_memory is set" in message for message in warned)
 
 
-def test_every_field_changes_something_or_warns():
-    run_distributed(_flips, 2)
-
-
 @pytest.mark.parametrize("name", ["bfloat16", "bf16", "fp16", "float16", "half", "float32", "fp32", "float", "double"])
 def test_names_of_dtypes(name):
     MixedPrecisionConfig(name, name, name)
@@ -159,7 +150,8 @@ def test_wrong_dtypes_collectives_and_sizes_are_named():
         FullyShardTransform(FullyShardTransformConfig(), Collective(0, 2), CPU).apply(nn.Linear(2, 2))
 
 
-def _collective() -> None:
+@on_ranks(2)
+def test_a_collective_knows_its_meshes() -> None:
     collective = MeshCollective(sharding_world_size=1)
     assert (collective.world_size, collective.rank, collective.dp_world_size) == (2, dist.get_rank(), 2)
     assert tuple(collective.dp_mesh.shape) == (2, 1) and collective.tp_mesh.size() == 1
@@ -173,7 +165,3 @@ def _collective() -> None:
         MeshCollective(tp_size=2, sharding_world_size=2)
     with pytest.raises(ParallelConfigError, match="flat buffers take no DTensors"):
         DDPTransform(DDPTransformConfig(), MeshCollective(tp_size=2), CPU).apply(Net())
-
-
-def test_a_collective_knows_its_meshes():
-    run_distributed(_collective, 2)

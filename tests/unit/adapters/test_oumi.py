@@ -21,7 +21,7 @@ from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, Sha
 from core.base.errors import ConfigError, warn_once
 from core.dist_checkpointing import load_model_state_dict
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters._adapters import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of
 from tests.unit.distributed._toys import full
@@ -140,7 +140,8 @@ _FLIPS: dict[str, list[Any]] = {
 }
 
 
-def _flips() -> None:
+@on_ranks(2)
+def test_every_field_changes_something_or_warns() -> None:
     assert {*_FLIPS, "enable_fsdp"} == {field.name for field in dataclasses.fields(FSDPParams)}
     plain, warned = _observed(enable_fsdp=True)
     assert not warned
@@ -157,16 +158,13 @@ def _flips() -> None:
     assert (seen[2], other[2]) == (5, 3)
 
 
-def test_every_field_changes_something_or_warns():
-    run_distributed(_flips, 2)
-
-
 def _prefetch_of(**fields: Any) -> tuple[int, int]:
     settings = oumi.prepare_model(Net(), FSDPParams(enable_fsdp=True, **fields)).ddp_config
     return settings.forward_prefetch, settings.backward_prefetch
 
 
-def _strategies() -> None:
+@on_ranks(2)
+def test_strategies_choose_mesh_and_resharding() -> None:
     assert isinstance(oumi.prepare_model(Net(), FSDPParams()), DistributedDataParallel)
     assert _prefetch_of() == (0, 1)
     assert _prefetch_of(forward_prefetch=True, backward_prefetch="NO_PREFETCH") == (1, 0)
@@ -186,11 +184,8 @@ def _strategies() -> None:
         oumi.prepare_model(Net(), FSDPParams(True, ShardingStrategy.HYBRID_SHARD))
 
 
-def test_strategies_choose_mesh_and_resharding():
-    run_distributed(_strategies, 2)
-
-
-def _state_dicts() -> None:
+@on_ranks(2)
+def test_state_dict_types_go_out_and_in() -> None:
     expected = dict(Net().state_dict())
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         params = FSDPParams(enable_fsdp=True, state_dict_type=kind)
@@ -202,10 +197,6 @@ def _state_dicts() -> None:
                 p.zero_()
         load_model_state_dict(wrapped.module, state)
         assert all(torch.equal(full(p), expected[name]) for name, p in wrapped.module.named_parameters())
-
-
-def test_state_dict_types_go_out_and_in():
-    run_distributed(_state_dicts, 2)
 
 
 @pytest.mark.parametrize(

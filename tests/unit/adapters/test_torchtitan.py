@@ -16,7 +16,7 @@ import torch.distributed as dist
 from core.base.errors import ParallelConfigError, WrapError
 from tests.functional._program import REPOSITORY, programs_in
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters import _megatron, _titan
 
 pytestmark = needs("torchtitan")
@@ -66,7 +66,8 @@ def _raises_one_line(error: type[Exception], match: str, function: Any) -> None:
     assert "\n" not in str(raised.value)
 
 
-def _rejects() -> None:
+@on_ranks(1)
+def test_a_setting_or_model_that_it_cannot_take_is_one_line() -> None:
     with tempfile.TemporaryDirectory() as folder, _titan.cpu_is_the_device():
         from torchtitan.trainer import Trainer
 
@@ -102,11 +103,8 @@ def _rejects() -> None:
         _raises_one_line(WrapError, "cannot be sharded again", lambda: Trainer(config))
 
 
-def test_a_setting_or_model_that_it_cannot_take_is_one_line() -> None:
-    run_distributed(_rejects, 1)
-
-
-def _finds_configs() -> None:
+@on_ranks(1)
+def test_its_command_finds_its_configs_and_the_pages_own() -> None:
     with _titan.cpu_is_the_device():
         from torchtitan.config import ConfigManager
 
@@ -127,7 +125,3 @@ def _finds_configs() -> None:
             exec(program, names)
             shown = [value() for name, value in names.items() if re.match("llama3_.*_sharded", name)]
             assert [config.model_spec.parallelize_fn for config in shown] == [parallelize]
-
-
-def test_its_command_finds_its_configs_and_the_pages_own() -> None:
-    run_distributed(_finds_configs, 1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from core.base.errors import CheckpointError, UnitError
 from core.diagnostics import failures_explained
 from core.dist_checkpointing import load_model_state_dict
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import Block, batches, build, full, loss_of, toy
 
 WAYS_OUT = (
@@ -84,7 +84,8 @@ def test_a_call_past_the_wrapper_is_explained_inside_the_context():
     assert message.startswith("parameter blocks.0.up.weight was used outside the forward of its unit, blocks.0, where")
 
 
-def _raises_something_else() -> None:
+@on_ranks(1)
+def test_other_errors_pass_as_they_are() -> None:
     model = build("fsdp2", toy())
     with pytest.raises(IndexError):
         model(torch.full((1, 2), 99))
@@ -93,11 +94,8 @@ def _raises_something_else() -> None:
     assert type(caught.value) is RuntimeError
 
 
-def test_other_errors_pass_as_they_are():
-    run_distributed(_raises_something_else, 1)
-
-
-def _loads() -> None:
+@on_ranks(2)
+def test_a_plain_state_dict_names_the_function_that_loads_it() -> None:
     plain = toy(seed=2).state_dict()
     model = build("fsdp2", toy(seed=1))
     says = r"given frozen as a plain tensor of shape \[3\].*core\.dist_checkpointing\.load_model_state_dict"
@@ -118,7 +116,3 @@ def _loads() -> None:
     load_model_state_dict(model.module, plain)
     model.module.load_state_dict(model.module.state_dict())  # its own shards are taken
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), toy(seed=2).parameters(), strict=True))
-
-
-def test_a_plain_state_dict_names_the_function_that_loads_it():
-    run_distributed(_loads, 2)

@@ -32,7 +32,7 @@ from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import plan_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, settings, toy
 
 ON_A_GPU = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which ..."
@@ -77,7 +77,8 @@ def test_a_failed_allocation_in_forward_is_raised_with_a_table(kind):
         assert lines[-1].startswith("The allocator said: ") and "4611686018427387904 bytes" in lines[-1]
 
 
-def _runs_out_on_an_accelerator() -> None:
+@on_ranks(1)
+def test_code_that_catches_torchs_or_pythons_error_still_does() -> None:
     model = build("fsdp2", _Fails(torch.OutOfMemoryError(ON_A_GPU)), unit_classes=(nn.Linear,))
     with pytest.raises(
         torch.OutOfMemoryError, match=r"rank 0 could not allocate 20 MiB more of the accelerator's"
@@ -93,10 +94,6 @@ def _runs_out_on_an_accelerator() -> None:
     ):
         loss_of(model, batches(0)[0]).backward()
         raise MemoryError  # as in backward or in the optimizer's step
-
-
-def test_code_that_catches_torchs_or_pythons_error_still_does():
-    run_distributed(_runs_out_on_an_accelerator, 1)
 
 
 def test_the_allocators_are_understood():

@@ -24,7 +24,7 @@ from core.diagnostics.out_of_step import PATIENCE_S, is_failure_of_backend
 from core.distributed import finalize_model_grads
 from core.tensor_parallel.mappings import column_parallel_linear, reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import RankFailure, give_up_soon, reach, run_distributed, wait_for
+from tests.unit._spawn import RankFailure, give_up_soon, on_ranks, reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -410,7 +410,8 @@ def test_a_unit_that_one_rank_skips_is_named_at_once(kind, skipped):
     assert "Timed out waiting" not in report  # the backend's limit
 
 
-def _waits_in_different_groups() -> None:
+@on_ranks(3)
+def test_a_chain_of_waiting_ranks_is_waited_for() -> None:
     """Rank 0 waits for 1 in one group while 1 waits for 2, which is slow: no two wait for each other."""
     pair, other = dist.new_group([0, 1]), dist.new_group([1, 2])
     rank = dist.get_rank()
@@ -420,7 +421,3 @@ def _waits_in_different_groups() -> None:
         collectives.all_reduce(torch.ones(8), other, what="numbers of the second pair")
     if rank < 2:
         collectives.all_reduce(torch.ones(8), pair, what="numbers of the first pair")
-
-
-def test_a_chain_of_waiting_ranks_is_waited_for():
-    run_distributed(_waits_in_different_groups, 3)

@@ -23,7 +23,7 @@ from core.diagnostics.step_marks import (
 )
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -109,7 +109,8 @@ def test_there_is_one_hook_before_a_step_and_one_after_it():
         ]
 
 
-def _steps_stale_optimizers() -> None:
+@on_ranks(2)
+def test_an_optimizer_built_before_wrapping_names_the_fix() -> None:
     module = toy()
     stale = torch.optim.SGD(module.parameters(), lr=0.1)
     stale_megatron = get_megatron_optimizer(OptimizerConfig(lr=0.1), [module])
@@ -130,11 +131,8 @@ def _steps_stale_optimizers() -> None:
     assert any(not torch.equal(b, p.to_local()) for b, p in zip(before, model.parameters(), strict=True))
 
 
-def test_an_optimizer_built_before_wrapping_names_the_fix():
-    run_distributed(_steps_stale_optimizers, 2)
-
-
-def _frees_unreferenced_parameters() -> None:
+@on_ranks(1)
+def test_marking_keeps_no_old_parameter_alive() -> None:
     module = toy()
     old = weakref.ref(module.blocks[0].up.weight)
     kept = module.blocks[0].down.weight
@@ -145,17 +143,10 @@ def _frees_unreferenced_parameters() -> None:
         reject_replaced("SGD", kept)
 
 
-def test_marking_keeps_no_old_parameter_alive():
-    run_distributed(_frees_unreferenced_parameters, 1)
-
-
-def _steps_after_a_move_into_buffers() -> None:
+@on_ranks(1)
+def test_buffers_that_took_the_parameters_over_are_noticed_too() -> None:
     module = toy()
     stale = get_megatron_optimizer(OptimizerConfig(lr=0.1), [module])
     build("zero1", module)
     with pytest.raises(OptimizerError, match=r"a wrapper that moved it into its buffers.*build the optimizer after"):
         stale.step()
-
-
-def test_buffers_that_took_the_parameters_over_are_noticed_too():
-    run_distributed(_steps_after_a_move_into_buffers, 1)

@@ -45,9 +45,14 @@ def _trains(kind: str, tp: int, instances: int, steps: int) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_patches_give_the_bits_of_the_weights(kind: str):
-    assert run_distributed(_trains, 2, kind, 1, 1, 4) == [[], []]
+_LONG = [pytest.param(kind, 20, marks=pytest.mark.long) for kind in CONFIGS if kind != "fsdp2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("fsdp2", 20), *((kind, 4) for kind in CONFIGS if kind != "fsdp2"), *_LONG]
+)
+def test_patches_give_the_bits_of_the_weights(kind: str, steps: int):
+    assert run_distributed(_trains, 2, kind, 1, 1, steps) == [[], []]
 
 
 @pytest.mark.parametrize(("kind", "tp", "instances"), [("zero3", 1, 2), ("fsdp2", 2, 1), ("ddp", 2, 1)])

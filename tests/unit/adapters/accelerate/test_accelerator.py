@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from core.weights import WeightStream
 from tests.unit._quick import needs, quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters.accelerate._trainers import (
     STRATEGIES,
     counted_reductions,
@@ -144,7 +144,8 @@ def test_a_stream_of_the_prepared_model_yields_its_weights():
     assert first == [(True, True)] * 3 and second == [(False, True)] * 3
 
 
-def _by_the_users_own() -> None:
+@on_ranks(1)
+def test_the_users_own_optimizer_and_scheduler_act() -> None:
     with fresh_accelerate(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step")
         loop = Loop("optim_grads_params")
@@ -177,11 +178,8 @@ class _StepsByItself:
         self.prepared.zero_grad()
 
 
-def test_the_users_own_optimizer_and_scheduler_act():
-    run_distributed(_by_the_users_own, 1)
-
-
-def _foreign() -> None:
+@on_ranks(2)
+def test_a_foreign_optimizer_works_on_replicas_but_not_on_shards() -> None:
     from core.base.errors import OptimizerError
 
     with fresh_accelerate():
@@ -194,10 +192,6 @@ def _foreign() -> None:
     for strategy in ("optim_grads", "fsdp2"):
         with fresh_accelerate(), pytest.raises(OptimizerError, match="Adagrad cannot update the shards"):
             Loop(strategy, torch.optim.Adagrad)
-
-
-def test_a_foreign_optimizer_works_on_replicas_but_not_on_shards():
-    run_distributed(_foreign, 2)
 
 
 def _saved_states(folder: str, pairs: list[tuple[str, str]]) -> None:
@@ -231,7 +225,9 @@ def test_save_state_and_load_state_continue_bitwise(pairs, tmp_path):
     run_distributed(_saved_states, 1, str(tmp_path / "one"), [("optim_grads_params", "fsdp2")])
 
 
-def _by_hooks_and_idioms(folder: str) -> None:
+@on_ranks(2)
+def test_hooks_and_the_ways_to_save_a_model_work(tmp_path) -> None:
+    folder = str(tmp_path)
     for strategy in ("optim_grads_params", "fsdp2"):
         with fresh_accelerate():
             _save_in_every_way(f"{folder}/{strategy}", Loop(strategy))
@@ -267,10 +263,6 @@ def _save_in_every_way(folder: str, loop: Loop) -> None:
         assert all(torch.equal(dict(loaded.named_parameters())[name], w) for name, w in expected.items())
 
 
-def test_hooks_and_the_ways_to_save_a_model_work(tmp_path):
-    run_distributed(_by_hooks_and_idioms, 2, str(tmp_path))
-
-
 def _two_backwards(strategy: str) -> list[str]:
     """Returns for backwards without and with `no_sync` around the first what came of it."""
     from core.adapters.bridge.checkpoints import whole_state_dict
@@ -304,7 +296,9 @@ def test_two_backwards_of_a_step_count_both_or_raise(strategy):
         assert not found or "inside no_sync" in found[0], found
 
 
-def _loaded_without(folder: str) -> None:
+@on_ranks(1)
+def test_a_state_that_was_saved_without_is_refused(tmp_path) -> None:
+    folder = str(tmp_path)
     from core.base.errors import CheckpointError
 
     with fresh_accelerate():
@@ -315,7 +309,3 @@ def _loaded_without(folder: str) -> None:
         loop = Loop("optim")
         with pytest.raises(CheckpointError, match="was not saved by an accelerator of use_shardstack"):
             loop.accelerator.load_state(folder)
-
-
-def test_a_state_that_was_saved_without_is_refused(tmp_path):
-    run_distributed(_loaded_without, 1, str(tmp_path))

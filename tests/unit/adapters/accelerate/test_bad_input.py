@@ -10,7 +10,7 @@ import torch
 
 from core.base.errors import ConfigError, ShardstackError
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, tiny, trainer_of
 
 pytestmark = needs("transformers", "accelerate")
@@ -148,7 +148,9 @@ def test_what_has_no_counterpart_is_said_in_one_line(tmp_path):
             assert part in said and "\n" not in said, (part, said)
 
 
-def _resumed_by_others(folder: str) -> None:
+@on_ranks(1)
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path) -> None:
+    folder = str(tmp_path)
     from core.base.errors import CheckpointError
 
     def trainer(strategy: str | None, where: str, optimizer: Any = torch.optim.AdamW) -> Any:
@@ -166,18 +168,12 @@ def _resumed_by_others(folder: str) -> None:
             trainer(name, f"{folder}/{where}", *optimizer).train(resume_from_checkpoint=True)
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    run_distributed(_resumed_by_others, 1, str(tmp_path))
-
-
-def _one_process_of_two(folder: str) -> None:
+@on_ranks(1)
+def test_ranks_that_would_train_alone_are_named(tmp_path) -> None:
+    folder = str(tmp_path)
     from core.adapters.accelerate import use_shardstack
 
     with fresh_accelerate():
         trainer = trainer_of(tiny("llama"), folder, None)
         with mock.patch.dict("os.environ", WORLD_SIZE="2"), pytest.raises(ConfigError, match="use_cpu=True"):
             use_shardstack(trainer)
-
-
-def test_ranks_that_would_train_alone_are_named(tmp_path):
-    run_distributed(_one_process_of_two, 1, str(tmp_path))

@@ -19,7 +19,7 @@ from core.adapters.bridge.translation import config_of
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_metadata
 from core.distributed import wrap_model
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 VALUES: list[Any] = [
     {"a": (1, 2.5, None), "b": {3, 4}, "__tuple__": "a key like a kind"},
@@ -70,7 +70,9 @@ def _masters(trained: Trained) -> dict[str, torch.Tensor]:
     return {name: value.elements.clone() for name, value in state}
 
 
-def _continues(folder: str) -> None:
+@on_ranks(2)
+def test_bf16_masters_are_saved_in_place_of_weights(tmp_path) -> None:
+    folder = str(tmp_path)
     trained = _trained()
     _step(trained)
     save_trained(Path(folder, "now"), trained, trained.model_tensors())
@@ -88,11 +90,9 @@ def _continues(folder: str) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in _masters(again).items())
 
 
-def test_bf16_masters_are_saved_in_place_of_weights(tmp_path):
-    run_distributed(_continues, 2, str(tmp_path))
-
-
-def _differs(folder: str) -> None:
+@on_ranks(2)
+def test_state_that_an_optimizer_would_drop_is_refused(tmp_path) -> None:
+    folder = str(tmp_path)
     trained = _trained(bf16=False)
     _step(trained)
     save_trained(Path(folder, "a"), trained, trained.model_tensors())
@@ -104,7 +104,3 @@ def _differs(folder: str) -> None:
         load_trained(Path(folder, "a"), trained, {"weight": trained.model_tensors()["weight"]})
     assert all(torch.equal(t, before[n]) for n, t in without.wrapper.module.state_dict().items()), "nothing is written"
     load_trained(Path(folder, "a"), without, without.model_tensors(), with_optimizer=False)
-
-
-def test_state_that_an_optimizer_would_drop_is_refused(tmp_path):
-    run_distributed(_differs, 2, str(tmp_path))

@@ -12,11 +12,12 @@ from core.adapters.bridge.translation import Replicas
 from core.base.errors import ParallelConfigError, ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from tests.unit._rounding import assert_same_sums
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters._adapters import Net, batch
 
 
-def _accumulates_without_no_sync() -> None:
+@on_ranks(2)
+def test_replicas_accumulate_as_torchs_do() -> None:
     wrapped = Replicas(Net(), dist.group.WORLD)
     serial = Net()
     for step in range(3):
@@ -35,11 +36,8 @@ def _accumulates_without_no_sync() -> None:
                 parameter.grad = None
 
 
-def test_replicas_accumulate_as_torchs_do():
-    run_distributed(_accumulates_without_no_sync, 2)
-
-
-def _gradients_are_anybodys() -> None:
+@on_ranks(2)
+def test_gradients_are_in_grad_and_in_main_grad_after_backward() -> None:
     wrapped = Replicas(Net(), dist.group.WORLD)
     wrapped(batch(0, 0, dist.get_rank())).backward()
     first = [parameter.grad.clone() for parameter in wrapped.parameters()]
@@ -60,11 +58,8 @@ def _gradients_are_anybodys() -> None:
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(wrapped.parameters(), first, strict=True))
 
 
-def test_gradients_are_in_grad_and_in_main_grad_after_backward():
-    run_distributed(_gradients_are_anybodys, 2)
-
-
-def _freezes() -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_for_a_step_stays() -> None:
     wrapped, serial = Replicas(Net(), dist.group.WORLD), Net()
     models = (wrapped.module, serial)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for model in models]
@@ -81,11 +76,8 @@ def _freezes() -> None:
         assert torch.equal(found, expected), name
 
 
-def test_a_parameter_that_is_frozen_for_a_step_stays():
-    run_distributed(_freezes, 2)
-
-
-def _fails_once() -> None:
+@on_ranks(2)
+def test_a_backward_that_raised_leaves_nothing_to_the_next() -> None:
     wrapped = Replicas(Net(), dist.group.WORLD)
     tokens = batch(0, 0, dist.get_rank())
 
@@ -103,11 +95,8 @@ def _fails_once() -> None:
     assert all(torch.equal(one, other.grad) for one, other in zip(found, again.parameters(), strict=True))
 
 
-def test_a_backward_that_raised_leaves_nothing_to_the_next():
-    run_distributed(_fails_once, 2)
-
-
-def _fails_at_its_end() -> None:
+@on_ranks(2)
+def test_a_backward_whose_reduction_raised_leaves_nothing() -> None:
     def replicas() -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(check_for_nan_in_grad=True)
         return DistributedDataParallel(None, settings, Net(), process_group=dist.group.WORLD, finish_in_backward=True)
@@ -122,10 +111,6 @@ def _fails_at_its_end() -> None:
     again(tokens).backward()
     for one, other in zip(wrapped.parameters(), again.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
-
-
-def test_a_backward_whose_reduction_raised_leaves_nothing():
-    run_distributed(_fails_at_its_end, 2)
 
 
 class _Checkpointed(nn.Module):
@@ -144,7 +129,9 @@ class _Checkpointed(nn.Module):
         return x.square().mean()
 
 
-def _recomputes_in_nested_backwards(num_checkpointed: int) -> None:
+@pytest.mark.parametrize("num_checkpointed", [2, 3])
+@on_ranks(2)
+def test_reentrant_checkpoints_lose_no_gradient(num_checkpointed: int) -> None:
     wrapped, serial = Replicas(_Checkpointed(num_checkpointed), dist.group.WORLD), _Checkpointed(num_checkpointed)
     inputs = [torch.arange(12.0).view(3, 4) / (3 + rank) for rank in range(2)]
     for _ in range(2):
@@ -154,11 +141,6 @@ def _recomputes_in_nested_backwards(num_checkpointed: int) -> None:
     expected = {name: parameter.grad for name, parameter in serial.named_parameters()}
     found = dict(zip(expected, (parameter.grad for parameter in wrapped.parameters()), strict=True))
     assert_same_sums(found, expected, additions=11)  # two micro-batches of two ranks, each a sum over three rows
-
-
-@pytest.mark.parametrize("num_checkpointed", [2, 3])
-def test_reentrant_checkpoints_lose_no_gradient(num_checkpointed):
-    run_distributed(_recomputes_in_nested_backwards, 2, num_checkpointed)
 
 
 def test_gradients_that_are_sharded_are_not_finished_in_backward():

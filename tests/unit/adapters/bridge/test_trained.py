@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core.adapters.bridge.trained import GradientNorm
 from core.adapters.bridge.translation import config_of
 from core.distributed import wrap_model
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 
 
 class _Casts(TorchDispatchMode):
@@ -29,7 +29,9 @@ class _Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _of_bf16(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params", "fsdp2"])
+@on_ranks(2)
+def test_a_model_in_bf16_is_measured_without_fp32_copies(strategy: str) -> None:
     model = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     wrapper = wrap_model(model, SimpleNamespace(), config_of(strategy), process_group=dist.group.WORLD)
     wrapper(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum().backward()
@@ -40,8 +42,3 @@ def _of_bf16(strategy: str) -> None:
     assert norm.clip(1.0).item() == 8.0, "64 ones"
     # A bf16 gradient of 1/8 after clipping, whose coefficient of 1 / (8 + 1e-6) rounds to it.
     assert norm.clip(1.0).item() == 1.0
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params", "fsdp2"])
-def test_a_model_in_bf16_is_measured_without_fp32_copies(strategy: str) -> None:
-    run_distributed(_of_bf16, 2, strategy)

@@ -11,7 +11,7 @@ from torch import nn
 from core.adapters.lightning import ShardstackFabricStrategy
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.adapters._adapters import Net, batch
 from tests.unit.adapters.lightning._module import (
     CLIP,
@@ -43,7 +43,10 @@ def _loop(fabric, model, optimizer, steps) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def _as_serial(sharding: str, folder: str) -> None:
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding.startswith(("optim_grads", "fsdp2"))))
+@on_ranks(2)
+def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path) -> None:
+    folder = str(tmp_path)
     expected = serial(2)
     with ranks_of_lightning():
         fabric = fabric_of(sharding)
@@ -68,12 +71,9 @@ def _as_serial(sharding: str, folder: str) -> None:
         assert all(torch.equal(ended[name], value) for name, value in expected_end.items())
 
 
-@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding.startswith(("optim_grads", "fsdp2"))))
-def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path):
-    run_distributed(_as_serial, 2, sharding, str(tmp_path))
-
-
-def _refusals(folder: str) -> None:
+@on_ranks(2)
+def test_unsupported_uses_are_refused(tmp_path) -> None:
+    folder = str(tmp_path)
     with ranks_of_lightning():
         fabric = fabric_of("optim")
         fabric.launch()
@@ -104,11 +104,9 @@ def _refusals(folder: str) -> None:
             lightning.Fabric(accelerator="cpu", devices=2, strategy="shardstack", precision="16-true")
 
 
-def test_unsupported_uses_are_refused(tmp_path):
-    run_distributed(_refusals, 2, str(tmp_path))
-
-
-def _scheduled(folder: str) -> None:
+@on_ranks(2)
+def test_a_schedule_is_saved_and_continued(tmp_path) -> None:
+    folder = str(tmp_path)
     with ranks_of_lightning():
         fabric = fabric_of("optim")
         fabric.launch()
@@ -138,10 +136,6 @@ def _scheduled(folder: str) -> None:
             fabric.save(f"{folder}/b", {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 0.1)})
 
 
-def test_a_schedule_is_saved_and_continued(tmp_path):
-    run_distributed(_scheduled, 2, str(tmp_path))
-
-
 def _two_layers() -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(8)
     return nn.Linear(6, 6), nn.Linear(6, 6)
@@ -168,7 +162,9 @@ def _two_in_one_process() -> list[torch.Tensor]:
     return [p.detach() for layer in (first, second) for p in layer.parameters()]
 
 
-def _two_models(sharding: str) -> None:
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
+@on_ranks(2)
+def test_two_models_keep_their_gradients_apart(sharding: str) -> None:
     """The first's loss leaves gradients in the second, which ``zero_grad`` has to drop."""
     with ranks_of_lightning():
         fabric = fabric_of(sharding)
@@ -192,12 +188,8 @@ def _two_models(sharding: str) -> None:
         assert torch.equal(value, expected)
 
 
-@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
-def test_two_models_keep_their_gradients_apart(sharding):
-    run_distributed(_two_models, 2, sharding)
-
-
-def _on_meta() -> None:
+@on_ranks(2)
+def test_a_model_on_meta_is_drawn_after_it_is_sharded() -> None:
     with ranks_of_lightning():
         weights = []
         for sharding in ("no_shard", "optim_grads_params", "fsdp2"):
@@ -210,7 +202,3 @@ def _on_meta() -> None:
             weights.append(whole(fabric.setup_module(net)._forward_module))
     for other in weights[1:]:
         assert all(torch.equal(other[name], value) for name, value in weights[0].items())
-
-
-def test_a_model_on_meta_is_drawn_after_it_is_sharded():
-    run_distributed(_on_meta, 2)

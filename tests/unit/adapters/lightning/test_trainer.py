@@ -18,7 +18,7 @@ from core.adapters.lightning import ShardstackFabricStrategy, ShardstackStrategy
 from core.base.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from tests.unit._quick import quick
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters.lightning._module import (
     CLIP,
     MICRO_BATCHES,
@@ -42,7 +42,10 @@ def _fitted(sharding: Any, folder: str, module: L.LightningModule | None = None,
     return module
 
 
-def _as_serial(sharding: str, folder: str) -> None:
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@on_ranks(2)
+def test_a_training_is_that_of_one_process(sharding, tmp_path) -> None:
+    folder = str(tmp_path)
     with ranks_of_lightning():
         module = _fitted(sharding, folder)
     losses, norms, weights = serial(2)
@@ -53,21 +56,14 @@ def _as_serial(sharding: str, folder: str) -> None:
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_a_training_is_that_of_one_process(sharding, tmp_path):
-    run_distributed(_as_serial, 2, sharding, str(tmp_path))
-
-
-def _adamw(sharding: str, folder: str) -> None:
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim", "fsdp2")))
+@on_ranks(2)
+def test_adamw_trains_as_in_one_process(sharding, tmp_path) -> None:
+    folder = str(tmp_path)
     _, _, weights = serial(2, "adamw")
     with ranks_of_lightning():
         found = whole(_fitted(sharding, folder, Module("adamw")))
     torch.testing.assert_close(found, weights, **bounds(STEPS))
-
-
-@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim", "fsdp2")))
-def test_adamw_trains_as_in_one_process(sharding, tmp_path):
-    run_distributed(_adamw, 2, sharding, str(tmp_path))
 
 
 def _counted(sharding: str, folder: str) -> list[int]:
@@ -88,9 +84,12 @@ def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
         assert with_accumulation == without and without % STEPS == 0 and without > 0
 
 
-def _epochs(sharding: str, folder: str) -> None:
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
+@on_ranks(2)
+def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path) -> None:
     """Trains two epochs, and the second again from the checkpoint of the first, with callbacks, loggers,
     validation."""
+    folder = str(tmp_path)
 
     def parts(version: str) -> dict[str, Any]:
         saver = ModelCheckpoint(f"{folder}/{version}", monitor="val_loss", save_top_k=1, save_last=True)
@@ -138,13 +137,10 @@ class Dropped(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
-def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path):
-    run_distributed(_epochs, 2, sharding, str(tmp_path))
-
-
-def _across(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_goes_from_one_sharding_to_another(tmp_path) -> None:
     """Saves under one sharding and optimizer class, and continues under another."""
+    folder = str(tmp_path)
     with ranks_of_lightning():
         module = Module("adamw")
         made = trainer(ShardstackStrategy("fsdp2"), folder)
@@ -173,11 +169,10 @@ def _across(folder: str) -> None:
             )
 
 
-def test_a_checkpoint_goes_from_one_sharding_to_another(tmp_path):
-    run_distributed(_across, 2, str(tmp_path))
-
-
-def _precision(folder: str) -> None:
+@pytest.mark.long
+@on_ranks(2)
+def test_each_precision_trains_or_is_refused(tmp_path) -> None:
+    folder = str(tmp_path)
     with ranks_of_lightning():
         exact = _fitted("no_shard", folder)
         for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
@@ -196,11 +191,6 @@ def _precision(folder: str) -> None:
                 continue
             with pytest.raises(ConfigError, match=r"this strategy takes 32-true, bf16-mixed, bf16-true"):
                 trainer(ShardstackStrategy(), folder, precision=precision)
-
-
-@pytest.mark.long
-def test_each_precision_trains_or_is_refused(tmp_path):
-    run_distributed(_precision, 2, str(tmp_path))
 
 
 class _Manual(Module):
@@ -224,7 +214,9 @@ class _Foreign(Module):
         return torch.optim.AdamW(self.parameters(), 0.1, amsgrad=True)
 
 
-def _refusals(folder: str) -> None:
+@on_ranks(2)
+def test_unsupported_uses_are_refused(tmp_path) -> None:
+    folder = str(tmp_path)
     rank = dist.get_rank()
     one = {"gradient_clip_val": None, "accumulate_grad_batches": 1}  # Lightning itself refuses others by hand
 
@@ -256,11 +248,9 @@ def _refusals(folder: str) -> None:
             strategy("optim", **{name: True})
 
 
-def test_unsupported_uses_are_refused(tmp_path):
-    run_distributed(_refusals, 2, str(tmp_path))
-
-
-def _settings_of_the_wrapper(folder: str) -> None:
+@on_ranks(2)
+def test_settings_and_names(tmp_path) -> None:
+    folder = str(tmp_path)
     with ranks_of_lightning():
         hybrid = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2)
         module = _fitted(hybrid, folder)
@@ -271,7 +261,3 @@ def _settings_of_the_wrapper(folder: str) -> None:
         assert strategy.wrapper.plan.strategy == "optim"
         named = trainer("shardstack_optim_grads", folder)
         assert named.strategy.settings.sharding_strategy == "optim_grads"
-
-
-def test_settings_and_names(tmp_path):
-    run_distributed(_settings_of_the_wrapper, 2, str(tmp_path))

@@ -18,7 +18,7 @@ from core.adapters.nemo import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 from core.base.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters._adapters import Net, batch
 from tests.unit.distributed._hugging_face import (
     KINDS,
@@ -101,7 +101,8 @@ def test_units_are_the_items_of_lists_and_dicts_nested_too():
     assert run_distributed(_units, 2, (2,), ("dp_cp",))[0] == ["", "stack.a.0.0", "stack.a.1", "stack.b"]
 
 
-def _options() -> None:
+@on_ranks(2)
+def test_offload_recomputation_and_default_precision_take_effect() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     tokens = token_batches(2)[dist.get_rank()]
     model = hugging_face_model("llama")
@@ -130,11 +131,9 @@ def _options() -> None:
     assert 0 < total.max() < 0.2
 
 
-def test_offload_recomputation_and_default_precision_take_effect():
-    run_distributed(_options, 2)
-
-
-def _from_meta(tp_size: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+@on_ranks(2)
+def test_a_model_on_the_meta_device_is_drawn_after_sharding(tp_size: int) -> None:
     with torch.device("meta"):
         model = hugging_face_model("llama", True)
     mesh = init_device_mesh("cpu", (2 // tp_size, tp_size), mesh_dim_names=("data_parallel", "tensor_parallel"))
@@ -146,12 +145,8 @@ def _from_meta(tp_size: int) -> None:
     loss_of(model, token_batches(1)[0]).backward()
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_model_on_the_meta_device_is_drawn_after_sharding(tp_size):
-    run_distributed(_from_meta, 2, tp_size)
-
-
-def _starts_different() -> None:
+@on_ranks(2)
+def test_all_start_from_the_first_ranks_values() -> None:
     model = toy(seed=dist.get_rank())
     fsdp2_strategy_parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), FP32)
     first = dict(toy(seed=0).named_parameters())
@@ -161,11 +156,8 @@ def _starts_different() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters()), "a forward without backward frees what it gathered"
 
 
-def test_all_start_from_the_first_ranks_values():
-    run_distributed(_starts_different, 2)
-
-
-def _bad_input() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_named() -> None:
     def says(error: type[Exception], message: str, names: tuple[str, ...], plan: object = None) -> None:
         mesh = init_device_mesh("cpu", (1, 2)[: len(names)] if len(names) == 2 else (2,), mesh_dim_names=names)
         with pytest.raises(error, match=message):
@@ -186,11 +178,8 @@ def _bad_input() -> None:
         fsdp2_strategy_parallelize(model, mesh)
 
 
-def test_what_does_not_fit_is_named():
-    run_distributed(_bad_input, 2)
-
-
-def _with_parallel_state() -> None:
+@on_ranks(2)
+def test_the_norm_counts_elements_once_next_to_parallel_state() -> None:
     parallel_state.initialize_model_parallel(2)
     model = hugging_face_model("qwen3")
     serial = serial_gradients(copy.deepcopy(model), 1)
@@ -201,11 +190,8 @@ def _with_parallel_state() -> None:
     assert norm == pytest.approx(torch.stack([g.norm() for g in serial.values()]).norm().item(), rel=1e-5)
 
 
-def test_the_norm_counts_elements_once_next_to_parallel_state():
-    run_distributed(_with_parallel_state, 2)
-
-
-def _says() -> None:
+@on_ranks(2)
+def test_uneven_heads_and_a_plan_without_an_axis_are_named() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = hugging_face_model("llama", num_key_value_heads=1)
     with pytest.raises(ParallelConfigError, match=r"do not divide the model.s num_key_value_heads 1"):
@@ -216,11 +202,8 @@ def _says() -> None:
         fsdp2_strategy_parallelize(toy(), mesh, tp_shard_plan={"head": ColwiseParallel()})
 
 
-def test_uneven_heads_and_a_plan_without_an_axis_are_named():
-    run_distributed(_says, 2)
-
-
-def _keeps_the_contract() -> None:
+@on_ranks(2)
+def test_a_step_without_a_reduction_raises_without_a_wrapper() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     model, tokens = fsdp2_strategy_parallelize(Net(), mesh, FP32), batch(0, 0, dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -236,7 +219,3 @@ def _keeps_the_contract() -> None:
     model(tokens).backward()
     optimizer.step()
     assert any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-def test_a_step_without_a_reduction_raises_without_a_wrapper():
-    run_distributed(_keeps_the_contract, 2)

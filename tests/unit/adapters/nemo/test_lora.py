@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from core.adapters.nemo import fsdp2_strategy_parallelize
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import needs
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._hugging_face import (
     assert_close,
     hugging_face_model,
@@ -42,7 +42,9 @@ def _with_adapters(kind: str) -> nn.Module:
     return model
 
 
-def _trains(kind: str, recomputes: bool) -> None:
+@pytest.mark.parametrize(("kind", "recomputes"), [("llama", False), ("llama", True), ("gpt2", False)])
+@on_ranks(2)
+def test_adapters_train_as_in_one_process_and_the_rest_stays(kind: str, recomputes: bool) -> None:
     model = _with_adapters(kind)
     serial = copy.deepcopy(model)
     frozen = {n: p.detach().clone() for n, p in serial.named_parameters() if not p.requires_grad}
@@ -57,8 +59,3 @@ def _trains(kind: str, recomputes: bool) -> None:
     after = dict(model.named_parameters())
     assert all(torch.equal(whole(after[name]), value) for name, value in frozen.items())
     assert any(not torch.equal(whole(after[name]), dict(serial.named_parameters())[name]) for name in found)
-
-
-@pytest.mark.parametrize(("kind", "recomputes"), [("llama", False), ("llama", True), ("gpt2", False)])
-def test_adapters_train_as_in_one_process_and_the_rest_stays(kind, recomputes):
-    run_distributed(_trains, 2, kind, recomputes)

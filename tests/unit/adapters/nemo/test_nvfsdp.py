@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from core.adapters.nemo import get_hf_tp_shard_plan, nvfsdp_strategy_parallelize
 from core.base.errors import ParallelConfigError, ShardstackError, WrapError, warn_once
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, finalize_model_grads
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._hugging_face import (
     assert_close,
     hugging_face_model,
@@ -47,7 +47,8 @@ def _step(model: Any, num_tokens: float | None = None) -> dict[str, torch.Tensor
     return gradients(model)
 
 
-def _strategies() -> None:
+@on_ranks(2)
+def test_names_and_numbers_choose_a_wrapper_equal_to_the_oracle() -> None:
     numbers = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     for number, name in enumerate(numbers):
         for asked in (number, name):
@@ -61,10 +62,6 @@ def _strategies() -> None:
             assert all(torch.equal(found[n], g) for n, g in oracle().items())
 
 
-def test_names_and_numbers_choose_a_wrapper_equal_to_the_oracle():
-    run_distributed(_strategies, 2)
-
-
 def _warns(message: str, **options: Any) -> Any:
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match=message):
@@ -75,7 +72,8 @@ def _warns(message: str, **options: Any) -> Any:
     return model
 
 
-def _options() -> None:
+@on_ranks(2)
+def test_every_option_acts_or_warns_once() -> None:
     assert len([m for m in _wrapped().modules() if isinstance(m, FSDPModule)]) == 1
     assert len([m for m in _wrapped(nvfsdp_unit_modules=[BLOCK]).modules() if isinstance(m, FSDPModule)]) == 3
     for name in ("keep_fp8_transpose_cache_when_using_custom_fsdp", "fsdp_double_buffer"):
@@ -119,11 +117,8 @@ def _options() -> None:
     _step(unchecked)
 
 
-def test_every_option_acts_or_warns_once():
-    run_distributed(_options, 2)
-
-
-def _bad_input() -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_named() -> None:
     for message, options in {
         "'optim_grad'; did you mean 'optim_grads'": {"data_parallel_sharding_strategy": "optim_grad"},
         "is 4; .*or a number from 0 to 3": {"data_parallel_sharding_strategy": 4},
@@ -139,10 +134,6 @@ def _bad_input() -> None:
         nvfsdp_strategy_parallelize(toy(), mesh, data_parallel_sharding_strategy="optim")
     with pytest.raises(WrapError, match="already"):
         _wrapped(_wrapped())
-
-
-def test_what_does_not_fit_is_named():
-    run_distributed(_bad_input, 2)
 
 
 def _hybrid_and_tensor_parallel(kind: str) -> None:

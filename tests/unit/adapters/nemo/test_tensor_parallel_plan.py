@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from core.adapters.nemo import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from core.adapters.nemo.tensor_parallel_plan import cut_as_planned
 from core.base.errors import ParallelConfigError, WrapError
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks
 from tests.unit.distributed._hugging_face import hugging_face_model
 from tests.unit.distributed._toys import toy
 
@@ -84,7 +84,8 @@ def test_real_models_bring_a_plan(kind):
     assert ("model.layers.*.self_attn.q_norm" in plan) == (kind == "qwen3")
 
 
-def _ties() -> None:
+@on_ranks(2)
+def test_a_shared_weight_stays_one_whichever_module_is_planned() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     colwise, embedding = (translate_to_torch_parallel_style(n) for n in ("colwise_rep", "embedding_rowwise"))
     tokens = torch.arange(8).view(2, 4)
@@ -97,7 +98,3 @@ def _ties() -> None:
         torch.testing.assert_close(model(tokens), expected)
     with pytest.raises(WrapError, match=r"embedding\.weight and head.weight are one parameter"):
         cut_as_planned(toy(tied=True), mesh, {"head": colwise, "embedding": ColwiseParallel()}, mesh)
-
-
-def test_a_shared_weight_stays_one_whichever_module_is_planned():
-    run_distributed(_ties, 2)
