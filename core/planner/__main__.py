@@ -60,28 +60,28 @@ def main(arguments: Sequence[str]) -> int:
     options, flags, world_size = _parse(arguments)
     hardware = find_hardware(options.hardware)
     if options.calibrate is not None:
-        measured, warning = calibrate(hardware)
+        machine, warning = calibrate(hardware)
         if environment_rank() == 0:
-            _write(options.calibrate, measured.to_json())
-            sys.stdout.write(f"{measured.to_json()}{warning}")
+            _write(options.calibrate, machine.to_json())
+            sys.stdout.write(f"{machine.to_json()}{warning}")
         return 0
     own, wrappers = parse_arguments(flags), options.wrappers.split(",")
     validate(own, world_size)
     memory = hardware.memory_bytes if options.gpu_memory is None else int(options.gpu_memory * 2**30)
     configs = wrapper_configs(flags, wrappers)
     results = {name: _estimate(name, config, world_size, hardware, memory) for name, config in configs.items()}
-    chosen = results.get(own_wrapper(own), next(iter(results.values())))
-    if isinstance(chosen, ConfigError):
-        raise chosen
+    own_result = results.get(own_wrapper(own), next(iter(results.values())))
+    if isinstance(own_result, ConfigError):
+        raise own_result
     text = as_text(results)
-    if not chosen.fits:
+    if not own_result.fits:
         change = next(iter(candidates(single_changes(flags), world_size, hardware, memory)), None)
-        made = "no single change makes it fit" if change is None else f"the cheapest change that fits: {change.name}"
-        text += f"\n{chosen.wrapper} does not fit; {made}\n"
+        remedy = "no single change makes it fit" if change is None else f"the cheapest change that fits: {change.name}"
+        text += f"\n{own_result.wrapper} does not fit; {remedy}\n"
     if options.search:
         text += f"\n{search_table(search(flags, wrappers, world_size, hardware, memory))}\n"
-    planned = {name: result.config for name, result in results.items() if isinstance(result, Estimate)}
-    sweep = scalings(planned, world_size, hardware, memory) if options.sweep else []
+    feasible = {name: result.config for name, result in results.items() if isinstance(result, Estimate)}
+    sweep = scalings(feasible, world_size, hardware, memory) if options.sweep else []
     text += f"\n{sweep_table(sweep)}\n" if sweep else ""
     sys.stdout.write(text)
     if options.json is not None:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         _write(options.json, json.dumps(values, indent=2) + "\n")
     if options.html is not None:
         _write(options.html, as_html(results, text, sweep))
-    return 0 if chosen.fits else DOES_NOT_FIT_STATUS
+    return 0 if own_result.fits else DOES_NOT_FIT_STATUS
 
 
 def _estimate(
@@ -122,10 +122,10 @@ def _parse(arguments: Sequence[str]) -> tuple[Options, list[str], int]:
     counts = {f"--{entry.name.replace('_', '-')}": int(entry.type != "bool") for entry in fields(Options)}
     of_launcher, launcher = split_flags(arguments[: max(script, 0)], counts)
     of_run, flags = split_flags(arguments[script + 1 :], counts)
-    wanted = [flag for flag in flags if flag in ("-h", "--help")]
+    help_flags = [flag for flag in flags if flag in ("-h", "--help")]
     options = parse_call(
         Options,
-        [*of_launcher, *of_run, *wanted],
+        [*of_launcher, *of_run, *help_flags],
         description="Says what a run would cost under every wrapper: memory, bytes on the wire and time of a step. "
         "All other flags are those of the run; a command line that starts it may follow as it is.",
         name="python -m core.planner",
@@ -136,8 +136,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Options, list[str], int]:
 def _world_size(launcher: Sequence[str]) -> int:
     """Returns the number of ranks that a launcher's words ask for."""
     words = [part for word in launcher for part in word.replace("_", "-").split("=", 1)]
-    given = dict(itertools.pairwise(words))
-    counts = [given.get("--nproc-per-node", "1"), given.get("--nnodes", "1")]
+    by_flag = dict(itertools.pairwise(words))
+    counts = [by_flag.get("--nproc-per-node", "1"), by_flag.get("--nnodes", "1")]
     if not all(count.isascii() and count.isdigit() for count in counts):
         raise ConfigError(f"the launcher asks for {' x '.join(counts)} ranks; say how many with --world-size")
     return int(counts[0]) * int(counts[1])

@@ -158,11 +158,11 @@ def _wire(simulation: Simulation, hardware: Hardware) -> tuple[Wire, ...]:
         Wire(
             kind,
             ranks,
-            len(found),
-            sum(c.sent_bytes or c.nbytes for c in found),
-            sum(map(hardware.crossing_bytes, found)),
+            len(calls),
+            sum(c.sent_bytes or c.nbytes for c in calls),
+            sum(map(hardware.crossing_bytes, calls)),
         )
-        for (kind, ranks), found in sorted(collectives.items())
+        for (kind, ranks), calls in sorted(collectives.items())
     )
 
 
@@ -172,9 +172,9 @@ def wrapper_configs(flags: Sequence[str], wrappers: Sequence[str]) -> dict[str, 
     Raises:
         ConfigError: the run refuses the command line as it is; or a wrapper is unknown.
     """
-    unknown = [name for name in wrappers if name not in WRAPPERS]
-    if unknown:
-        raise ConfigError(f"wrappers has {unknown[0]!r}; take {', '.join(WRAPPERS)}")
+    strays = [name for name in wrappers if name not in WRAPPERS]
+    if strays:
+        raise ConfigError(f"wrappers has {strays[0]!r}; take {', '.join(WRAPPERS)}")
     own = parse_arguments(flags)
     others = without_choice(flags)
     configs: dict[str, PretrainConfig | ConfigError] = {}
@@ -205,13 +205,13 @@ def split_flags(flags: Sequence[str], counts: Mapping[str, int]) -> tuple[list[s
     Args:
         counts: the number of values of each of these flags.
     """
-    taken, others, left = list[str](), list[str](), 0
+    ours, others, num_values = list[str](), list[str](), 0
     for flag in flags:
         name, has_value, _ = flag.partition("=")
-        is_taken = left > 0 or name in counts
-        left = left - 1 if left else counts.get(name, 0) * (not has_value)
-        (taken if is_taken else others).append(flag)
-    return taken, others
+        is_taken = num_values > 0 or name in counts
+        num_values = num_values - 1 if num_values else counts.get(name, 0) * (not has_value)
+        (ours if is_taken else others).append(flag)
+    return ours, others
 
 
 def formula_memory(
@@ -225,16 +225,16 @@ def formula_memory(
     """
     units = [unit for plan in plans for unit in plan.units]
     roots = [plan.root for plan in plans]
-    gathered = [unit.gathered_bytes for unit in units if unit.is_gathered and unit not in roots]
-    most_gathered = sum(sorted(gathered)[-2:]) if any(unit.is_freed for unit in units) else sum(gathered)
+    sizes = [unit.gathered_bytes for unit in units if unit.is_gathered and unit not in roots]
+    most_gathered = sum(sorted(sizes)[-2:]) if any(unit.is_freed for unit in units) else sum(sizes)
     root = sum(unit.gathered_bytes for unit in roots if unit.is_gathered)
-    trained = [piece for unit in units for piece in unit.pieces if piece.is_trained]
+    pieces = [piece for unit in units for piece in unit.pieces if piece.is_trained]
     stages = config.model.pipeline_model_parallel_size
     # Micro-batches of one of the rank's stages whose backward is to come, at most.
     under_way = max(itertools.accumulate(1 if is_forward else -1 for _, is_forward, _ in schedule), default=1)
-    masters = sum(p.numel * 4 // p.params[0].num_parts for p in trained if p.param_dtype.itemsize < 4)
+    masters = sum(p.numel * 4 // p.params[0].num_parts for p in pieces if p.param_dtype.itemsize < 4)
     states = {"adam": 8, "sgd": 4}.get(config.optimizer.optimizer, 4)
-    moments = sum(piece.numel * states // piece.params[0].num_parts for piece in trained)
+    moments = sum(piece.numel * states // piece.params[0].num_parts for piece in pieces)
     return {
         "parameters": sum(unit.kept_bytes for unit in units),
         "gathered units": most_gathered + root,
@@ -265,9 +265,9 @@ def _activations(config: PretrainConfig) -> int:
     recomputes = config.ddp.activation_checkpointing
     if recomputes == "none":
         return whole * itemsize
-    kept = outside + (attention + 2 * outside) * (recomputes != "full")
-    recomputed = len(range(0, model.num_layers, config.ddp.activation_checkpointing_interval))
-    return (recomputed * kept + whole // model.num_layers * (model.num_layers - recomputed + 1)) * itemsize
+    per_layer = outside + (attention + 2 * outside) * (recomputes != "full")
+    number = len(range(0, model.num_layers, config.ddp.activation_checkpointing_interval))
+    return (number * per_layer + whole // model.num_layers * (model.num_layers - number + 1)) * itemsize
 
 
 def _logits(config: PretrainConfig) -> int:

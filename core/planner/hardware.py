@@ -216,7 +216,7 @@ def calibrate(links: Hardware) -> tuple[Hardware, str]:
         "launch": _seconds(lambda: [small.add_(1) for _ in range(1000)]),
     }
     half, fp32, copy, launch = (statistics.median(seconds) for seconds in times.values())
-    measured = _measured_links(source)
+    values = _measured_links(source)
     if (ranks := dist.get_world_size()) > 1:
         barrier()
     dist.destroy_process_group()
@@ -234,8 +234,8 @@ def calibrate(links: Hardware) -> tuple[Hardware, str]:
         attention_flops=links.attention_flops / links.matmul_flops * matmul,
         memory_bandwidth=2 * source.nbytes / copy,
         launch_s=launch / 1000,
-        source=f"measured, with {', '.join(measured) or 'no link'}; all else and attention's share as of {links.name}",
-        **measured,
+        source=f"measured, with {', '.join(values) or 'no link'}; all else and attention's share as of {links.name}",
+        **values,
     )
     note = "" if ranks > 1 else "links are not measured by one rank; start one for each accelerator with a launcher\n"
     warning = (
@@ -256,15 +256,15 @@ def _measured_links(source: Tensor) -> dict[str, Any]:
             f"{ranks} ranks do not divide into nodes of {size}; start as many on each to calibrate links"
         )
     nodes = [[*range(first, first + size)] for first in range(0, ranks, size)]
-    measured: dict[str, Any] = {"node_size": size}
+    values: dict[str, Any] = {"node_size": size}
     for name, groups in (("link_bandwidth", nodes), ("network_bandwidth", [*zip(*nodes, strict=True)])):
         if (number := len(groups[0])) > 1:
             group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
             whole = source[: len(source) // number * number]
             own = whole.chunk(number)[0].clone()
             gather = partial(collectives.all_gather, whole, own, group, what="a calibration")
-            measured[name] = (whole.nbytes - own.nbytes) / statistics.median(_seconds(gather))
-    return measured
+            values[name] = (whole.nbytes - own.nbytes) / statistics.median(_seconds(gather))
+    return values
 
 
 def _seconds(run: Callable[[], object]) -> list[float]:

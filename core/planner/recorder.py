@@ -170,12 +170,12 @@ class Recorder:
 
     def read(self, tensors: Iterable[Tensor]) -> tuple[Collective, ...]:
         """Returns the collectives that wrote tensors and were not waited for."""
-        awaited = dict[Collective, None]()
+        collectives = dict[Collective, None]()
         for block in self._blocks(tensors):
             if block.awaited is not None:
-                awaited[block.awaited], block.awaited = None, None
-        return tuple(awaited)
+                collectives[block.awaited], block.awaited = None, None
+        return tuple(collectives)
 
     def _blocks(self, tensors: Iterable[Tensor]) -> Iterator[Block]:
-        found = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
-        return (block for block in found if block is not None)
+        blocks = (self.live.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return (block for block in blocks if block is not None)

@@ -81,17 +81,17 @@ def shallow_estimate(
     shallow, deep = (step, 2 * step) if 2 * step < depth else (depth, depth)
 
     def at(layers: int) -> tuple[Estimate, tuple[float, ...]]:
-        planned = estimate(
+        result = estimate(
             name, replace(config, model=replace(config.model, num_layers=layers)), world_size, hardware, gpu_memory
         )
-        time = planned.time
-        return planned, (planned.simulation.most_bytes, time.step_s, time.exposed_s, time.latency_s)
+        time = result.time
+        return result, (result.simulation.most_bytes, time.step_s, time.exposed_s, time.latency_s)
 
-    planned, first = at(shallow)
+    result, first = at(shallow)
     second = at(deep)[1] if deep > shallow else first
     more = (depth - shallow) / max(deep - shallow, 1)
     peak, step_s, exposed_s, latency_s = (a + more * (b - a) for a, b in zip(first, second, strict=True))
-    tokens = planned.tokens_per_second * planned.time.step_s
+    tokens = result.tokens_per_second * result.time.step_s
     return Candidate(name, world_size, int(peak), step_s, exposed_s, latency_s, tokens / step_s)
 
 
@@ -103,22 +103,22 @@ def candidates(
     Args:
         variants: the flags of each, by name.
     """
-    found = []
+    estimates = []
     for name, flags in variants.items():
         try:
-            found.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware, gpu_memory))
+            estimates.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware, gpu_memory))
         except ConfigError:
             continue
-    return _fastest_first(found, gpu_memory)
+    return _fastest_first(estimates, gpu_memory)
 
 
 def _fits(candidate: Candidate, gpu_memory: int) -> bool:
     return candidate.peak_bytes + RESERVED_BYTES <= gpu_memory
 
 
-def _fastest_first(found: Iterable[Candidate], gpu_memory: int) -> list[Candidate]:
+def _fastest_first(several: Iterable[Candidate], gpu_memory: int) -> list[Candidate]:
     """Returns those that fit."""
-    return sorted((each for each in found if _fits(each, gpu_memory)), key=lambda each: -each.tokens_per_second)
+    return sorted((each for each in several if _fits(each, gpu_memory)), key=lambda each: -each.tokens_per_second)
 
 
 def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
@@ -126,11 +126,11 @@ def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
     config = parse_arguments(flags)
     changes = {f"wrapper {name}": [*without_choice(flags), *WRAPPERS[name]] for name in WRAPPERS}
     changes.pop(f"wrapper {own_wrapper(config)}")
-    added = ["--activation-checkpointing selective", "--activation-checkpointing full"]
+    extra = ["--activation-checkpointing selective", "--activation-checkpointing full"]
     if (size := config.data.micro_batch_size) > 1:
-        added.append(f"--micro-batch-size {size // 2}")
-    added.append(f"--tensor-model-parallel-size {2 * config.model.tensor_model_parallel_size} --sequence-parallel")
-    return changes | {more: [*flags, *more.split()] for more in added}
+        extra.append(f"--micro-batch-size {size // 2}")
+    extra.append(f"--tensor-model-parallel-size {2 * config.model.tensor_model_parallel_size} --sequence-parallel")
+    return changes | {more: [*flags, *more.split()] for more in extra}
 
 
 def search(
@@ -160,7 +160,7 @@ def search(
             for n in sorted({*MICRO_BATCH_SIZES, own.data.micro_batch_size})
         ],
     ]
-    found: list[Candidate] = []
+    candidates_so_far: list[Candidate] = []
 
     @functools.cache
     def score(*settings: tuple[str, str]) -> tuple[bool, float]:
@@ -172,27 +172,27 @@ def search(
             line += [] if settings[1] == choices[1][0] else ["--sequence-parallel"]
             try:
                 config = parse_arguments(line)
-                found.append(
+                candidates_so_far.append(
                     shallow_estimate(f"{name}, recomputes {recomputes}", config, world_size, hardware, gpu_memory)
                 )
             except ConfigError:
                 break
-            if _fits(found[-1], gpu_memory):
-                return True, found[-1].tokens_per_second
-            lowest = min(lowest, found[-1].peak_bytes)
+            if _fits(candidates_so_far[-1], gpu_memory):
+                return True, candidates_so_far[-1].tokens_per_second
+            lowest = min(lowest, candidates_so_far[-1].peak_bytes)
         return False, -lowest
 
     best, before = tuple(values[0] for values in choices), None
     while best != before:
         before = best
         for index, values in enumerate(choices):
-            tried = [best]
+            neighbours = [best]
             for value in values:
-                tried.append((*best[:index], value, *best[index + 1 :]))
-                if index and score(*tried[-1]) < max(score(*each) for each in tried[1:]):
+                neighbours.append((*best[:index], value, *best[index + 1 :]))
+                if index and score(*neighbours[-1]) < max(score(*each) for each in neighbours[1:]):
                     break
-            best = max(tried, key=lambda settings: score(*settings))
-    return _fastest_first(found, gpu_memory)
+            best = max(neighbours, key=lambda settings: score(*settings))
+    return _fastest_first(candidates_so_far, gpu_memory)
 
 
 def scalings(
@@ -200,7 +200,7 @@ def scalings(
 ) -> list[Scaling]:
     """Plans each wrapper on more and more ranks, which keep their micro-batches. Those that shard parameters are
     also planned with shards inside a node, replicated over nodes."""
-    found = []
+    results = []
     for name, config in configs.items():
         own = world_size // config.data_parallel_size(world_size)
         number = config.num_microbatches(world_size) * config.data.micro_batch_size
@@ -221,8 +221,8 @@ def scalings(
                 with suppress(ConfigError):  # so many ranks do not divide, into groups of experts for example
                     points.append(shallow_estimate(way, size, ranks, hardware, gpu_memory))
             if points:
-                found.append(Scaling(way, tuple(points)))
-    return found
+                results.append(Scaling(way, tuple(points)))
+    return results
 
 
 def _powers(first: int, last: int) -> Iterator[int]:

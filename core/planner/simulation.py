@@ -158,7 +158,7 @@ class _Run:
         config, recorder = self._config, self._recorder
         offloads = self._on_gpu and getattr(config.ddp, "cpu_offload", False)
         num_microbatches = config.num_microbatches(self._world_size)
-        simulated = num_microbatches if config.ddp.reproducible_across_ranks else self._num_simulated(num_microbatches)
+        count = num_microbatches if config.ddp.reproducible_across_ranks else self._num_simulated(num_microbatches)
         with (
             phantoms(recorder, casts_in_memory=not self._on_gpu),
             transient_memory_seen_by_profilers(),
@@ -189,14 +189,14 @@ class _Run:
             for _ in range(2):
                 recorder.where, self._micro_batch = "the start of the step", 0
                 first_change, first_event = len(recorder.changes), len(recorder.events)
-                train_step(chunks, optimizer, scheduler, world.batches(config), simulated).result()
+                train_step(chunks, optimizer, scheduler, world.batches(config), count).result()
                 self._note_state(optimizer)
                 self._note(chunks)
-                steps.append(tuple(_repeated(recorder.events[first_event:], num_microbatches - simulated)))
-            schedule, kept = self._pipeline(chunks, num_microbatches)
+                steps.append(tuple(_repeated(recorder.events[first_event:], num_microbatches - count)))
+            schedule, kept_bytes = self._pipeline(chunks, num_microbatches)
             plans = [chunk.plan for chunk in chunks]
             replicas = {ranks for plan in plans for ranks in _replicas(plan)}
-            timeline = [*self._timeline(first_change, replicas, kept * (num_microbatches - simulated))]
+            timeline = [*self._timeline(first_change, replicas, kept_bytes * (num_microbatches - count))]
         peak, plan = max(timeline, key=lambda moment: moment.nbytes), plans[0]
         is_fsdp2 = plan.engine is Engine.FSDP2
         return Simulation(
@@ -236,11 +236,11 @@ class _Run:
         _, pipeline = stages._pipelines[chunks[0]][False]
         of_stages: list[Any] = pipeline._stages
         infos = [info for s in of_stages for of in (s.args_recv_info, s.grad_recv_info) for info in of[0]]
-        kept = sum(info.buffer.nbytes for info in infos if getattr(info, "buffer", None) is not None)
+        kept_bytes = sum(info.buffer.nbytes for info in infos if getattr(info, "buffer", None) is not None)
         if len(chunks) > 1:
-            sent = [e.nbytes for _, e in self._recorder.events if isinstance(e, Collective) and e.kind == "send"]
-            kept += sum(sent) // (2 * pipeline._num_microbatches)
-        return self._schedule(pipeline, num_microbatches), kept
+            sent_bytes = [e.nbytes for _, e in self._recorder.events if isinstance(e, Collective) and e.kind == "send"]
+            kept_bytes += sum(sent_bytes) // (2 * pipeline._num_microbatches)
+        return self._schedule(pipeline, num_microbatches), kept_bytes
 
     def _schedule(self, pipeline: Any, number: int) -> dict[int, list[Pass]]:
         """Returns the passes of all pipeline ranks. With one stage a rank, torch shows another order than it runs."""
@@ -320,10 +320,10 @@ class _Run:
             chunk.register_forward_pre_hook(begin)
             chunk.register_forward_hook(end)
             chunk.finish_grad_sync = enter(chunk.finish_grad_sync, "the end of backward")  # type: ignore[method-assign]
-            named = [*chunk.module.named_modules()]
+            modules = [*chunk.module.named_modules()]
             # Wrappers ask for them at every note, and they do not change.
-            chunk.module.named_modules = lambda *unused, of=named, **also_unused: iter(of)  # type: ignore[method-assign]
-            for name, module in named[1:]:
+            chunk.module.named_modules = lambda *unused, of=modules, **also_unused: iter(of)  # type: ignore[method-assign]
+            for name, module in modules[1:]:
                 is_unit = module in units or isinstance(module, TransformerLayer)
                 install(module, name.removeprefix("module").removeprefix(".") or "the model", is_unit)
 
@@ -343,14 +343,14 @@ class _Run:
             for kind, tensors in reversed(chunk.held_tensors().items()):
                 self._recorder.sort_into(_HELD[kind], map(local_part, tensors))
 
-    def _timeline(self, first: int, replicas: Set[Ranks], kept: int) -> Iterator[Moment]:
+    def _timeline(self, first: int, replicas: Set[Ranks], kept_bytes: int) -> Iterator[Moment]:
         """Yields the memory after each change, from change `first` on, with so many bytes of other micro-batches."""
-        held = {**dict.fromkeys(CATEGORIES, 0), "communication buffers": kept}
+        by_category = {**dict.fromkeys(CATEGORIES, 0), "communication buffers": kept_bytes}
         for index, (where, nbytes, block) in enumerate(self._recorder.changes):
             if block.category != ON_HOST:
-                held[_category(block, replicas)] += nbytes
+                by_category[_category(block, replicas)] += nbytes
             if index >= first - 1:
-                yield Moment(tuple(held.values()), where)
+                yield Moment(tuple(by_category.values()), where)
 
 
 def _replicas(plan: Plan) -> set[Ranks]:

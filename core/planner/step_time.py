@@ -90,25 +90,25 @@ def _ends(
         seconds: of each rank.
         send_s: of what a stage sends to another rank.
     """
-    left = {rank: deque(passes) for rank, passes in schedule.items()}
+    remaining = {rank: deque(passes) for rank, passes in schedule.items()}
     rank_of = {stage: rank for rank, passes in schedule.items() for stage, _, _ in passes}
     own = {rank: sorted({stage for stage, _, _ in passes}) for rank, passes in schedule.items()}
-    ended, now = dict[Pass, float](), dict.fromkeys(schedule, 0.0)
-    while any(left.values()):
-        before = len(ended)
-        for rank, passes in left.items():
+    ends, now = dict[Pass, float](), dict.fromkeys(schedule, 0.0)
+    while any(remaining.values()):
+        before = len(ends)
+        for rank, passes in remaining.items():
             while passes:
                 stage, is_forward, micro_batch = passes[0]
                 source = stage - 1 if is_forward else stage + 1
                 ready = 0.0
                 if source in rank_of or not is_forward:
                     needs = (source, is_forward, micro_batch) if source in rank_of else (stage, True, micro_batch)
-                    if needs not in ended:
+                    if needs not in ends:
                         break
-                    ready = ended[needs] + send_s * (rank_of[needs[0]] != rank)
+                    ready = ends[needs] + send_s * (rank_of[needs[0]] != rank)
                 now[rank] = max(now[rank], ready) + seconds[rank][own[rank].index(stage), is_forward]
-                ended[passes.popleft()] = now[rank]
-        if len(ended) == before:
+                ends[passes.popleft()] = now[rank]
+        if len(ends) == before:
             raise ShardstackError("the passes of the pipeline's ranks wait for each other; take another schedule")
     return list(now.values())
 

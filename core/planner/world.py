@@ -99,9 +99,9 @@ def balanced_experts() -> Iterator[None]:
     """Makes routers give all experts equally many tokens, one after the other, whatever their scores."""
     best = router._best
 
-    def in_turn(ranked: Tensor, config: Any) -> Tensor:
-        chosen = best(ranked, config)
-        return torch.arange(chosen.numel()).remainder_(ranked.shape[-1]).view_as(chosen)
+    def in_turn(scores: Tensor, config: Any) -> Tensor:
+        places = best(scores, config)
+        return torch.arange(places.numel()).remainder_(scores.shape[-1]).view_as(places)
 
     with mock.patch.object(router, "_best", in_turn):
         yield
@@ -113,15 +113,15 @@ def activations_on_host(recorder: Recorder) -> Iterator[None]:
     on_host = offloaded_activations._OnHost
     begin, copy_back = on_host.__init__, on_host._copy_back
 
-    def to_host(saved: Any, forward: Any, tensor: Tensor, stream: Any) -> None:
+    def to_host(saved_tensor: Any, forward: Any, tensor: Tensor, stream: Any) -> None:
         first = len(recorder.events)
-        begin(saved, forward, tensor, stream)
-        recorder.sort_into(ON_HOST, [saved._host])
+        begin(saved_tensor, forward, tensor, stream)
+        recorder.sort_into(ON_HOST, [saved_tensor._host])
         recorder.events[first:] = [(recorder.where, Collective("to the host", tensor.nbytes, HOST))]
 
-    def from_host(saved: Any) -> Any:
+    def from_host(saved_tensor: Any) -> Any:
         first = len(recorder.events)
-        copy, event = copy_back(saved)
+        copy, event = copy_back(saved_tensor)
         del recorder.events[first:]
         recorder.sort_into("", [copy])
         recorder.send(Collective("from the host", copy.nbytes, HOST), [], [copy])
@@ -148,10 +148,10 @@ def shards_on_host(recorder: Recorder) -> Iterator[None]:
     def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if "non_blocking" not in kwargs or not tensor.is_floating_point() or not isinstance(args[0], torch.device):
             return to(tensor, *args, **kwargs)
-        moved = torch.empty(tensor.shape, dtype=tensor.dtype)
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
         if not recorder.is_on_host(tensor):
-            recorder.sort_into(ON_HOST, [moved])
-        return moved.copy_(tensor)
+            recorder.sort_into(ON_HOST, [on_host])
+        return on_host.copy_(tensor)
 
     with mock.patch.object(FlatBuffer, "zeros_for_shards", zeros_on_host), mock.patch.object(Tensor, "to", move):
         yield
@@ -192,10 +192,10 @@ class _Held(_Ended):
 @contextmanager
 def exchanges_hold_what_is_sent(*, on_gpu: bool) -> Iterator[None]:
     """Makes exchanges between pipeline stages hold what they send, until it is waited for or longer."""
-    exchange, held = schedules._batch_p2p, _Ended if on_gpu else _Held
+    exchange, kind = schedules._batch_p2p, _Ended if on_gpu else _Held
 
     def hold(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
-        return [held([op.tensor for op in ops if op.op is dist.isend])] if exchange(ops, desc) else []
+        return [kind([op.tensor for op in ops if op.op is dist.isend])] if exchange(ops, desc) else []
 
     with mock.patch.object(schedules, "_batch_p2p", hold):
         yield

@@ -49,17 +49,17 @@ def save_trained(
         CheckpointError: on all ranks, if it failed on one.
     """
     tensors = named_for_checkpoint(model, {})
-    described = {"model_tensors": sorted(tensors), **(metadata or {})}
+    contents = {"model_tensors": sorted(tensors), **(metadata or {})}
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
         tensors = named_for_checkpoint(model, trained.optimizer_tensors())
         groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
         inside: dict[str, Tensor] = {}
-        described |= {"optimizer": trained.updates.state_scalars(), "param_groups": encode(groups, "groups", inside)}
+        contents |= {"optimizer": trained.updates.state_scalars(), "param_groups": encode(groups, "groups", inside)}
         if inside:
             raise CheckpointError(
                 f"groups of the optimizer hold tensors ({', '.join(inside)}); give numbers, as for lr"
             )
-    save(tensors | dict(others or {}), folder, metadata=described)
+    save(tensors | dict(others or {}), folder, metadata=contents)
 
 
 def load_trained(
@@ -82,36 +82,36 @@ def load_trained(
         CheckpointError: on all ranks: another model or optimizer, before anything is changed; or damaged.
     """
     index = Ranks().from_first(lambda: read_index(existing_folder(folder)))
-    stored, metadata = index.tensors, index.metadata
-    wanted = named_for_checkpoint(model, {})
-    differing = wanted.keys() ^ {name for name in stored if name.startswith(MODEL)}
+    tensors_there, metadata = index.tensors, index.metadata
+    own_tensors = named_for_checkpoint(model, {})
+    differing = own_tensors.keys() ^ {name for name in tensors_there if name.startswith(MODEL)}
     if strict and differing:
-        shown = ", ".join(sorted(differing)[:5])
-        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {shown}")
+        text = ", ".join(sorted(differing)[:5])
+        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {text}")
     updates, groups = (trained.updates, trained.optimizer) if with_optimizer else (None, None)
-    saved: list[dict[str, Any]] = []
+    groups_there: list[dict[str, Any]] = []
     if updates is not None and groups is not None:
-        saved = decode(metadata.get("param_groups", []), dict[str, Tensor]().__getitem__)
-        if len(saved) != len(groups.param_groups):
+        groups_there = decode(metadata.get("param_groups", []), dict[str, Tensor]().__getitem__)
+        if len(groups_there) != len(groups.param_groups):
             raise CheckpointError(
-                f"{folder} was saved with {len(saved)} groups of parameters, and the optimizer has "
+                f"{folder} was saved with {len(groups_there)} groups of parameters, and the optimizer has "
                 f"{len(groups.param_groups)}; build it as it was then"
             )
         if isinstance(updates, TorchOptimizer):
-            updates.create(dict.fromkeys(name.split(".")[1] for name in stored if name.startswith(OPTIMIZER)))
-        wanted = named_for_checkpoint(model, trained.optimizer_tensors())
-        lacking = [name for name in wanted if name.startswith(OPTIMIZER) and name not in stored]
-        dropped = [name for name in stored if name.startswith(OPTIMIZER) and name not in wanted]
-        if lacking or dropped:
+            updates.create(dict.fromkeys(name.split(".")[1] for name in tensors_there if name.startswith(OPTIMIZER)))
+        own_tensors = named_for_checkpoint(model, trained.optimizer_tensors())
+        lacking = [name for name in own_tensors if name.startswith(OPTIMIZER) and name not in tensors_there]
+        surplus = [name for name in tensors_there if name.startswith(OPTIMIZER) and name not in own_tensors]
+        if lacking or surplus:
             raise CheckpointError(
                 f"{folder} is of another optimizer: it lacks {', '.join(lacking[:5]) or 'nothing'} that this one has, "
-                f"and holds {', '.join(dropped[:5]) or 'nothing'} that this one lacks; build it as it was then"
+                f"and holds {', '.join(surplus[:5]) or 'nothing'} that this one lacks; build it as it was then"
             )
-    present = {name: tensor for name, tensor in wanted.items() if name in stored}
+    present = {name: tensor for name, tensor in own_tensors.items() if name in tensors_there}
     load(present | dict(others or {}), folder, strict=False, cast=True)
     if updates is not None and groups is not None:
         updates.load_state_scalars(metadata["optimizer"])
-        for group, values in zip(groups.param_groups, saved, strict=True):
+        for group, values in zip(groups.param_groups, groups_there, strict=True):
             group.update({name: value for name, value in values.items() if name in group})
     trained.wrapper.note_step()
 
@@ -128,8 +128,8 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
     if isinstance(model, _BaseDataParallel):
         model.settle_parameters()
     receivers = [rank for rank, keeps in enumerate(Ranks().all_gather(keep)) if keeps]
-    gathered = TensorStream(model_state_dict(unwrap_model(model)), receivers=receivers)
-    return {name: tensor.to("cpu", copy=True) for name, tensor in gathered if keep}
+    stream = TensorStream(model_state_dict(unwrap_model(model)), receivers=receivers)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
 
 
 def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, Tensor]) -> None:
@@ -196,10 +196,10 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     kind = next((name for name in _KINDS if name in value), None)
     if kind is None:
         return {key: decode(item, tensor) for key, item in value.items()}
-    held = value[kind]
+    content = value[kind]
     try:
         if kind in (_TENSOR, _FLOAT):
-            return tensor(held) if kind == _TENSOR else float(held)
-        return {_TUPLE: tuple, _SET: set, _ITEMS: dict}[kind](decode(held, tensor))
+            return tensor(content) if kind == _TENSOR else float(content)
+        return {_TUPLE: tuple, _SET: set, _ITEMS: dict}[kind](decode(content, tensor))
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(f"the checkpoint's values hold an invalid {kind} ({error})") from None

@@ -58,13 +58,13 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     axis_names = tuple(device_mesh.mesh_dim_names or ())
     tensor = next((device_mesh[name] for name in TENSOR_AXES if name in axis_names), None)
     has_replicas = REPLICATE_AXIS in axis_names and device_mesh[REPLICATE_AXIS].size() > 1
-    known = SHARD_AXES_OF_HYBRID if has_replicas else SHARD_AXES
-    shard = next((name for name in known if _axis(device_mesh, name) is not None), None)
+    allowed = SHARD_AXES_OF_HYBRID if has_replicas else SHARD_AXES
+    shard = next((name for name in allowed if _axis(device_mesh, name) is not None), None)
     if shard is None:
-        unknown = [name for name in axis_names if name not in (*TENSOR_AXES, *CONTEXT_AXES, REPLICATE_AXIS)]
+        strays = [name for name in axis_names if name not in (*TENSOR_AXES, *CONTEXT_AXES, REPLICATE_AXIS)]
         raise ParallelConfigError(
             f"the mesh has the axes {', '.join(axis_names) or '(without names)'}, none of which is a data-parallel "
-            f"one that parameters could be sharded over: {choices(unknown[0] if unknown else '', known)}"
+            f"one that parameters could be sharded over: {choices(strays[0] if strays else '', allowed)}"
             + (f", next to {REPLICATE_AXIS}" if has_replicas else "")
             + "; tensor parallelism is the axis tensor_parallel or tp"
         )
@@ -84,9 +84,9 @@ def _with_context(device_mesh: DeviceMesh, shard: str, axis_names: tuple[str, ..
     context = next((name for name in CONTEXT_AXES if name in axis_names and device_mesh[name].size() > 1), None)
     if context is None or shard in _WITH_CONTEXT:
         return shard
-    joined = "dp_shard_cp" if shard == "dp_shard" else "dp_cp"
-    device_mesh[tuple(name for name in axis_names if name in (shard, context))]._flatten(joined)
-    return joined
+    axis = "dp_shard_cp" if shard == "dp_shard" else "dp_cp"
+    device_mesh[tuple(name for name in axis_names if name in (shard, context))]._flatten(axis)
+    return axis
 
 
 def _axis(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
@@ -178,20 +178,20 @@ def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     As torch's `size_based_auto_wrap_policy`: looked for from the inside out; `nn.ModuleList` and `nn.ModuleDict` are
     none, and an `nn.MultiheadAttention` is not cut.
     """
-    chosen: list[nn.Module] = []
-    _choose(model, min_num_params, chosen)
-    return [module for module in chosen if module is not model]
+    units: list[nn.Module] = []
+    _choose(model, min_num_params, units)
+    return [module for module in units if module is not model]
 
 
-def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
-    """Adds the units in a module, which may be one itself, to `chosen`. Returns the number of their parameters."""
+def _choose(module: nn.Module, least: int, units: list[nn.Module]) -> int:
+    """Adds the units in a module, which may be one itself, to `units`. Returns the number of their parameters."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total < least or isinstance(module, _KEPT_WHOLE):
         return 0
-    inside = sum(_choose(child, least, chosen) for child in module.children())
+    inside = sum(_choose(child, least, units) for child in module.children())
     if total - inside < least or isinstance(module, CONTAINERS):
         return inside
-    chosen.append(module)
+    units.append(module)
     return total
 
 
@@ -224,8 +224,8 @@ def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
 
 def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
     """Returns the classes that the model declares whole, as Hugging Face's do, or the largest class in its lists."""
-    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    classes = {type(module) for module in model.modules() if type(module).__name__ in declared}
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    classes = {type(module) for module in model.modules() if type(module).__name__ in names}
     if not classes:
         weights: Counter[type[nn.Module]] = Counter()
         for item in _items(model):
@@ -295,6 +295,6 @@ def _import_class(path: str) -> type[nn.Module]:
     value = getattr(module, name, None)
     if isinstance(value, type) and issubclass(value, nn.Module):
         return value
-    known = [n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    names = [n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, nn.Module)]
     what = "has no such class" if value is None else f"has {name} as a {type(value).__name__}, not a module class"
-    raise WrapError(f"class path {path!r} does not import: {module_path} {what}; {choices(name, known)}")
+    raise WrapError(f"class path {path!r} does not import: {module_path} {what}; {choices(name, names)}")

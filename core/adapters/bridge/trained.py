@@ -41,17 +41,17 @@ def unlike_ours(optimizer: Optimizer) -> str:
         f"{name}={group[name]}" for group in groups for name, ours in _ABSENT.items() if group.get(name, ours) != ours
     ]
     if kind is Adam:  # adds the decay to the gradient
-        added = (group for group in groups if not group.get("decoupled_weight_decay"))
-        differences += [f"weight_decay={group['weight_decay']}" for group in added if group["weight_decay"]]
+        coupled = (group for group in groups if not group.get("decoupled_weight_decay"))
+        differences += [f"weight_decay={group['weight_decay']}" for group in coupled if group["weight_decay"]]
     if len({group.get("momentum") for group in groups}) > 1:
         differences.append("momentum by group")
     return f"{kind.__name__}({differences[0]})" if differences else ""
 
 
-def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def replace_parameters(optimizer: Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Puts the parameters of a wrapped model into an optimizer's groups, in the place of the plain model's."""
     for group in optimizer.param_groups:
-        group["params"] = [replaced.get(param, param) for param in group["params"]]
+        group["params"] = [replacements.get(param, param) for param in group["params"]]
 
 
 def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, **fields: Any) -> MegatronOptimizer:
@@ -81,8 +81,8 @@ def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, 
     else:
         beta1, beta2 = map(float, groups[0]["betas"])
         config = OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2, adam_eps=groups[0]["eps"], **fields)
-    built = get_megatron_optimizer(config, [wrapper], {})
-    mains = built.main_tensors()
+    update = get_megatron_optimizer(config, [wrapper], {})
+    mains = update.main_tensors()
     trainable = [[param for param in group["params"] if param in mains or param.requires_grad] for group in groups]
     counts = Counter(param for params in trainable for param in params)
     if counts.keys() != mains.keys() or len(counts) != counts.total():
@@ -92,12 +92,12 @@ def build_update(optimizer: Optimizer, wrapper: _BaseDataParallel, advice: str, 
             f"{wrapper.plan.strategy!r} updates each once; put every trainable parameter into one group, and freeze "
             f"the others (requires_grad_(False)) before the model is wrapped, or use {advice}"
         )
-    built.param_groups.clear()
+    update.param_groups.clear()
     for group, params in zip(groups, trainable, strict=True):
         own = {"params": [mains[param] for param in params], "lr": float(group["lr"])}
-        built.optimizer.add_param_group(group | own)
-    share_groups(optimizer, built)
-    return built
+        update.optimizer.add_param_group(group | own)
+    share_groups(optimizer, update)
+    return update
 
 
 def share_groups(optimizer: Optimizer, updates: MegatronOptimizer) -> None:
@@ -276,8 +276,8 @@ class Trained:
     @staticmethod
     def of(wrapper: object) -> Trained | None:
         """Returns that of a wrapper that a trainer's adapter has made, else None."""
-        trained: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
-        return trained
+        of_wrapper: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
+        return of_wrapper
 
     @staticmethod
     def of_parameters(parameters: Iterable[object]) -> Trained | None:
@@ -320,12 +320,12 @@ class Trained:
         Raises:
             ConfigError: a part of them.
         """
-        requested = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        trained = [parameter for parameter in self.wrapper.module.parameters() if parameter.requires_grad]
-        missing = sum(id(parameter) not in requested for parameter in trained)
+        identities = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        params = [parameter for parameter in self.wrapper.module.parameters() if parameter.requires_grad]
+        missing = sum(id(parameter) not in identities for parameter in params)
         if missing:
             raise ConfigError(
-                f"gradients are clipped by the norm of the whole model, and {missing} of its {len(trained)} trainable "
+                f"gradients are clipped by the norm of the whole model, and {missing} of its {len(params)} trainable "
                 "parameters were not given; give model.parameters()"
             )
 

@@ -86,18 +86,18 @@ def translate(settings: Any, rows: Sequence[Row], *, where: str = "") -> dict[st
     """
     values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
     is_dataclass = dataclasses.is_dataclass(settings)
-    given = changed_fields(settings) if is_dataclass else {row.name for row in rows if values.get(row.name)}
+    changes = changed_fields(settings) if is_dataclass else {row.name for row in rows if values.get(row.name)}
     fields: dict[str, Any] = {}
     for row in rows:
         if row.field:
             fields[row.field] = row.value(values[row.name])
             continue
         value = values.get(row.name)
-        if row.concerns(value) if row.concerns else row.name in given:
-            shown = value.name if isinstance(value, Enum) else value
+        if row.concerns(value) if row.concerns else row.name in changes:
+            text = value.name if isinstance(value, Enum) else value
             if row.is_refused:
-                raise ParallelConfigError(f"{row.name} is {shown!r}{where}: {row.reason}")
-            warn_once(f"{row.name}={shown} changes nothing: {row.reason}")
+                raise ParallelConfigError(f"{row.name} is {text!r}{where}: {row.reason}")
+            warn_once(f"{row.name}={text} changes nothing: {row.reason}")
     return fields
 
 
@@ -223,12 +223,12 @@ def wrap_for_trainer(
     if in_place:
         options = {"process_group": ranks, "mp_policy": mp_policy, "initializes": initializes}
         return ShardedInPlace(config, ddp_config, model, units, **options)
-    wrapped = wrap_model(
+    wrapper = wrap_model(
         model, config, ddp_config, process_group=ranks, sub_modules_to_wrap=units, disable_bucketing=disable_bucketing
     )
-    if isinstance(wrapped, TorchFullyShardedDataParallel):
-        wrapped.let_module_be_called()
-    return wrapped
+    if isinstance(wrapper, TorchFullyShardedDataParallel):
+        wrapper.let_module_be_called()
+    return wrapper
 
 
 SUPPORTED = {
@@ -260,8 +260,8 @@ def check_version(package: str, adapter: str) -> None:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise MissingExtraError(package, extra, adapter) from None
-    released = version.split("rc")[0].split(".dev")[0]  # which a candidate or a development version precedes
-    if TorchVersion(version) < TorchVersion(at_least) or not TorchVersion(released) < TorchVersion(below):
+    release = version.split("rc")[0].split(".dev")[0]  # which a candidate or a development version precedes
+    if TorchVersion(version) < TorchVersion(at_least) or not TorchVersion(release) < TorchVersion(below):
         raise ConfigError(
             f"{package} {version} is installed, and {adapter} knows {package}>={at_least},<{below}; install one of "
             f"these: pip install 'shardstack[{extra}]'"

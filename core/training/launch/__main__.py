@@ -143,10 +143,10 @@ def run_ranks(
         ConfigError: the machines do not find each other, or are one.
     """
     policy, status, reason = policy or LostRankPolicy(), 1, ""
-    started = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
+    start_text = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
     with (
         SignalCount() as signals,
-        _memory_for_copies(needed=policy.kind != "restart") as copies,
+        _memory_for_copies(is_needed=policy.kind != "restart") as copies,
         _listener(address) if num_nodes > 1 and node == 0 else nullcontext() as listener,
     ):
         if node > 0:
@@ -163,7 +163,7 @@ def run_ranks(
                     "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
                     "TORCHELASTIC_RESTART_COUNT": str(restarts),
                     "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-                    RUN_STARTED: joining.started or started,
+                    RUN_STARTED: joining.started or start_text,
                     **copies,
                 }
                 status, reason = _run_once(supervisor, environment, signals)
@@ -230,9 +230,9 @@ def _wait_for_all(ranks: Sequence[Process], signals: SignalCount) -> _Ended:
 
 
 def _first_failure(ranks: Sequence[Process]) -> tuple[int, int] | None:
-    failed = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
+    failures = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
     # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
-    return min(failed, key=lambda item: item[1], default=None)
+    return min(failures, key=lambda item: item[1], default=None)
 
 
 def _listener(address: tuple[str, int]) -> socket.socket:
@@ -263,7 +263,7 @@ def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
 
 
 @contextmanager
-def _memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
+def _memory_for_copies(*, is_needed: bool) -> Iterator[dict[str, str]]:
     """Makes a folder in memory for copies of the ranks' state, and removes it at the end.
 
     Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
@@ -275,7 +275,7 @@ def _memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
     Raises:
         ConfigError: there is no file system in memory.
     """
-    if not needed:
+    if not is_needed:
         yield {COPIES_FOLDER: ""}
         return
     if not _MEMORY.is_dir():
@@ -285,11 +285,11 @@ def _memory_for_copies(*, needed: bool) -> Iterator[dict[str, str]]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
     with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_MEMORY, ignore_cleanup_errors=True) as made,
-        Path(made, "lock").open("w") as lock,
+        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_MEMORY, ignore_cleanup_errors=True) as own,
+        Path(own, "lock").open("w") as lock,
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield {COPIES_FOLDER: made}
+        yield {COPIES_FOLDER: own}
 
 
 _MEMORY, _PREFIX = Path("/dev/shm"), "shardstack-copies-"

@@ -162,8 +162,8 @@ def _rank_in_reports() -> str:
 def _speaks_for_all() -> bool:
     """Returns whether this is the first rank, or one without a valid rank, which may be the only one in error."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    known = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
-    return not known or int(rank) == 0 or int(rank) >= int(size)
+    has_numbers = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
+    return not has_numbers or int(rank) == 0 or int(rank) >= int(size)
 
 
 def _tell(report: str) -> None:

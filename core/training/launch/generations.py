@@ -139,19 +139,19 @@ class _Launcher:
         """Waits for a place in a generation, and takes it."""
         with self._news:
             self._news.wait_for(self._has_place)
-            assigned = self.current = self._announced
+            generation = self.current = self._announced
             self._kept = {identity for identity, _ in _connections()}
             self._is_inside = True
-        if assigned is None:
+        if generation is None:
             raise RuntimeError("no generation was announced")
-        names = {"RANK": assigned.rank, "LOCAL_RANK": assigned.local_rank, "WORLD_SIZE": assigned.world_size}
+        names = {"RANK": generation.rank, "LOCAL_RANK": generation.local_rank, "WORLD_SIZE": generation.world_size}
         names |= {
-            GENERATION: assigned.number,
-            "LOCAL_WORLD_SIZE": assigned.local_world_size,
-            "TORCHELASTIC_RESTART_COUNT": assigned.number,
+            GENERATION: generation.number,
+            "LOCAL_WORLD_SIZE": generation.local_world_size,
+            "TORCHELASTIC_RESTART_COUNT": generation.number,
         }
         os.environ.update({name: str(value) for name, value in names.items()})
-        return assigned
+        return generation
 
     def has_ended(self, limit_s: float) -> bool:
         """Returns whether the launcher has ended the current generation, or does in `limit_s` seconds."""
@@ -186,13 +186,13 @@ class _Launcher:
 
     def _free_main_thread(self) -> None:
         """Closes this process's connections to other ranks until the main thread has left the block."""
-        begun = time.monotonic()
+        began_at = time.monotonic()
         while True:
             with self._news:
                 if not self._is_inside or not (self.is_over or self._is_outdated()):
                     return
-                _close_connections(self._kept, store_too=time.monotonic() - begun > _STORE_AFTER_S)
-            if self._announced is not None and time.monotonic() - begun > self._announced.limit_s:
+                _close_connections(self._kept, store_too=time.monotonic() - began_at > _STORE_AFTER_S)
+            if self._announced is not None and time.monotonic() - began_at > self._announced.limit_s:
                 sys.stderr.write(f"rank {os.environ['RANK']} did not leave the generation that has ended\n")
                 sys.stderr.flush()
                 os._exit(LOST_STATUS)
@@ -293,9 +293,9 @@ def _connections() -> Iterator[tuple[tuple[int, int], socket.socket]]:
                 yield (status.st_dev, status.st_ino), duplicate
 
 
-def _close_connections(kept: set[tuple[int, int]], *, store_too: bool) -> None:
+def _close_connections(to_keep: set[tuple[int, int]], *, store_too: bool) -> None:
     port = int(os.environ.get("MASTER_PORT", "0"))
     for identity, connection in _connections():
-        if identity not in kept and (store_too or connection.getpeername()[1] != port):
+        if identity not in to_keep and (store_too or connection.getpeername()[1] != port):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -239,11 +239,11 @@ class Joining:
         """Takes in those who wait to join."""
         while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
             connection = self._listener.accept()[0]
-            heard: list[dict[str, Any]] = []
-            lines = Lines(connection, heard.append)
+            messages: list[dict[str, Any]] = []
+            lines = Lines(connection, messages.append)
             try:
                 lines.read(_HELLO_S)
-                hello = heard[0]
+                hello = messages[0]
                 number, machine, num_ranks = int(hello["node"]), hello["machine"], int(hello["num_ranks"])
                 launcher, policy = hello["launcher"], hello["policy"]
                 generation, started = int(hello["generation"]), hello["started"]
@@ -255,8 +255,8 @@ class Joining:
             before = self._nodes.get(number)
             if before is not None and before.launcher == launcher:
                 before.give_up()
-            if refused := self._refusal(number, machine, num_ranks, policy):
-                lines.send({"refused": refused})
+            if refusal := self._refusal(number, machine, num_ranks, policy):
+                lines.send({"refused": refusal})
                 connection.close()
                 continue
             self.generation, self.started = max(self.generation, generation), self.started or started

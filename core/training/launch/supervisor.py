@@ -111,8 +111,8 @@ class Supervisor:
         Raises:
             ConfigError: one did not come.
         """
-        joined = self._joining.wait_for_all(self._events, self._take, self._signals)
-        self._nodes += sorted(joined, key=lambda node: node.number)
+        newcomers = self._joining.wait_for_all(self._events, self._take, self._signals)
+        self._nodes += sorted(newcomers, key=lambda node: node.number)
         self.number = self._joining.generation
 
     def watch(self, environment: Mapping[str, str]) -> Sequence[Process]:
@@ -123,8 +123,8 @@ class Supervisor:
             environment: added to that of this process.
         """
         self._environment, self._is_over, self._losses = environment, False, 0
-        if lost := [node.number for node in self._nodes if node.is_lost]:
-            say(f"the ranks start without nodes {lost}, which were lost")
+        if lost_nodes := [node.number for node in self._nodes if node.is_lost]:
+            say(f"the ranks start without nodes {lost_nodes}, which were lost")
         self._nodes = [node for node in self._nodes if not node.is_lost]
         self._workers = []
         members = [self._start(node, place) for node in self._nodes for place in range(node.num_ranks)]
@@ -163,7 +163,7 @@ class Supervisor:
         self._workers.append(worker)
         return worker
 
-    def _announce(self, members: list[_Worker], lost: str, lost_at: float) -> None:
+    def _announce(self, members: list[_Worker], lost_text: str, lost_at: float) -> None:
         """Gives every member its place in the next generation. Without members all leave the one before, and wait."""
         self.number += 1
         _give_places(members)
@@ -177,7 +177,7 @@ class Supervisor:
                 world_size=len(members),
                 local_world_size=sum(member.node is worker.node for member in members),
                 node=worker.node.number,
-                lost=lost,
+                lost=lost_text,
                 lost_at=lost_at,
                 policy=self._policy.kind,
                 limit_s=self._policy.limit_s,
@@ -215,18 +215,18 @@ class Supervisor:
         """Forms the next generation without the ranks that were lost. Returns whether there is one."""
         time.sleep(_TOGETHER_S)
         self._read(0.0)
-        before, lost = self._active, [worker for worker in self._active if worker.is_lost]
+        before, losses = self._active, [worker for worker in self._active if worker.is_lost]
         self._end_lost()
-        why = "; ".join(dict.fromkeys(worker.why() for worker in lost))
+        why = "; ".join(dict.fromkeys(worker.why() for worker in losses))
         if self._is_over:  # nothing is left to compute: the survivors only leave
             say(f"{why}, after the program had ended on all ranks")
-            self._active = [worker for worker in self._active if worker not in lost]
+            self._active = [worker for worker in self._active if worker not in losses]
             for worker in self._active:
                 worker.tell({"over": True})
             return True
         self._losses += 1
-        if lost == before or any(worker.process.returncode in _FINAL for worker in lost):
-            if all(worker.killed_for for worker in lost):
+        if losses == before or any(worker.process.returncode in _FINAL for worker in losses):
+            if all(worker.killed_for for worker in losses):
                 say(f"{why}; raise --lost-rank-timeout if a step takes longer")
             return False
         if self._losses > _MOST_LOSSES:
@@ -242,7 +242,7 @@ class Supervisor:
                 members[rank] = self._replacement(before[rank], spares)
             doing = "a spare process takes its place" if self._policy.spares else "a new process takes its place"
         else:
-            able = [worker for worker in before if worker not in lost] + self._spares(before)
+            able = [worker for worker in before if worker not in losses] + self._spares(before)
             size = max((n for n in self._sizes or [len(able)] if n <= len(able)), default=0)
             if size == 0:
                 say(f"{why}; the program cannot run on {len(able)} ranks or fewer")
@@ -253,10 +253,10 @@ class Supervisor:
         return True
 
     def _end_lost(self) -> None:
-        lost = [worker for worker in self._workers if worker.is_lost]
-        for worker in lost:
+        losses = [worker for worker in self._workers if worker.is_lost]
+        for worker in losses:
             worker.process.end()
-        self._workers = [worker for worker in self._workers if worker not in lost]
+        self._workers = [worker for worker in self._workers if worker not in losses]
 
     def _spares(self, members: Sequence[_Worker]) -> list[_Worker]:
         return [worker for worker in self._workers if worker not in members and not worker.is_lost]
@@ -280,10 +280,10 @@ class Supervisor:
                 return False
             self._read(_POLL_S)
 
-    def _replacement(self, lost: _Worker, spares: list[_Worker]) -> _Worker:
-        near = [worker for worker in spares if worker.node is lost.node]
-        if not near and not (spares and lost.node.is_lost):
-            return self._start(lost.node, lost.place)  # on a machine that is lost it counts as lost at once
+    def _replacement(self, absent: _Worker, spares: list[_Worker]) -> _Worker:
+        near = [worker for worker in spares if worker.node is absent.node]
+        if not near and not (spares and absent.node.is_lost):
+            return self._start(absent.node, absent.place)  # on a machine that is lost it counts as lost at once
         worker = (near or spares)[0]
         spares.remove(worker)
         return worker
@@ -294,7 +294,7 @@ class Supervisor:
 
     def _kill_hanging(self) -> None:
         """Kills the ranks that do not answer. Without any, those that others wait for, or else all."""
-        waited = time.monotonic() - self._last_news
+        waited_s = time.monotonic() - self._last_news
         for worker in self._active:
             worker.where = None
             worker.tell({"where": True})
@@ -308,7 +308,7 @@ class Supervisor:
         if not hanging:
             hanging, why = list(self._active), "made no step, as no other rank did"
         for worker in hanging:
-            worker.killed_for = f"rank {worker.rank} {why} for {waited:.0f} s (--lost-rank-timeout) and was killed"
+            worker.killed_for = f"rank {worker.rank} {why} for {waited_s:.0f} s (--lost-rank-timeout) and was killed"
         kill(worker.process for worker in hanging)
         self._last_news = time.monotonic()
 
@@ -323,9 +323,9 @@ def _spread(able: Sequence[_Worker], size: int) -> list[_Worker]:
 def _give_places(members: Sequence[_Worker]) -> None:
     """Gives spares that become members the places of lost ranks of their machines, and so their GPUs."""
     for worker in members:
-        occupied = {other.place for other in members if other.node is worker.node and other is not worker}
-        if worker.rank is None and (worker.place in occupied or worker.place >= worker.node.num_ranks):
-            worker.place = min(set(range(worker.node.num_ranks)) - occupied, default=worker.place)
+        places = {other.place for other in members if other.node is worker.node and other is not worker}
+        if worker.rank is None and (worker.place in places or worker.place >= worker.node.num_ranks):
+            worker.place = min(set(range(worker.node.num_ranks)) - places, default=worker.place)
 
 
 def behind(positions: Sequence[Mapping[str, Sequence[Any]]], ranks: Sequence[Any]) -> list[Any]:

@@ -50,7 +50,7 @@ MUTATIONS = (
     Mutation(
         "offloaded activations are planned as memory of the accelerator",
         "core.planner.world.activations_on_host",
-        r"\[saved\._host\]",
+        r"\[saved_tensor\._host\]",
         "[]",
         ("tests/unit/planner/test_simulation.py",),
     ),
