@@ -51,7 +51,7 @@ BALANCING: dict[str, dict[str, Any]] = {
         "moe_token_drop_policy": "position",
     },
 }
-STEPS = 4
+STEPS = 3
 """Warm-up begins at zero: the third step is the first to show what the first got wrong in the weights."""
 LONGEST_SUMS = 2 * (2 * (3 * 24 + 2 * 16 + 13 + 6) + 24 + 4 * 4 * 2 * 13)
 """Additions behind an element of a gradient, in forward and as many in backward: inner sizes of the products of two
