@@ -35,7 +35,7 @@ from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import decode, encode, load_trained, save_trained
 from ..bridge.sharding import units_by_class, world_mesh
 from ..bridge.trained import TorchOptimizer, Trained, build_update, wrapper_of
-from ..bridge.translation import FSDP2, config_of, reject_reproducible
+from ..bridge.translation import FSDP2, STRATEGIES, config_of, reject_reproducible
 
 Units = Sequence[type[nn.Module] | str]
 """Classes, or their names, plain or dotted."""
@@ -58,9 +58,13 @@ class Processes:
     def __init__(
         self, sharding: str | DistributedDataParallelConfig = FSDP2, *, units: Units | None = None, **lightning: Any
     ) -> None:
+        if not isinstance(sharding, (str, DistributedDataParallelConfig)):
+            raise ConfigError(
+                f"sharding is {sharding!r}; it takes a config of core.distributed, or one of {', '.join(STRATEGIES)}"
+            )
         self.settings = config_of(sharding) if isinstance(sharding, str) else sharding
         reject_reproducible(self.settings)
-        self.units = units
+        self.units = (units,) if isinstance(units, (str, type)) else units
         strategy: Any = super()
         strategy.__init__(**lightning)
         of_ddp = {name for name in lightning if name.startswith("ddp_comm_") or name == "model_averaging_period"}
