@@ -135,14 +135,13 @@ class LentMemory:
     An accelerator's allocator keeps memory itself. All of it stays as long as a tensor that is lent.
 
     Args:
-        num_bytes: of the memory, which a loan allocates where there is none. A tensor without room gets memory of
-            its own.
+        num_bytes: of the memory, allocated by the first loan. A tensor that finds no room gets memory of its own.
         least_bytes: smaller tensors get memory of their own.
     """
 
     def __init__(self, num_bytes: int, *, least_bytes: int = 1) -> None:
         self._num_bytes, self._least_bytes = num_bytes, least_bytes  # fixed
-        # None before a loan: `take` allocates it, `release` drops it.
+        # None until the first loan, fixed from then on.
         self._memory: Tensor | None = None
         # The part of each tensor that is lent, in order. The array lives as long as the tensor's storage, which alone
         # owns it. `take` adds parts, and drops those whose array is gone.
@@ -164,7 +163,3 @@ class LentMemory:
         self._lent.append((start, start + num_bytes, weakref.ref(array)))
         self._lent.sort(key=itemgetter(0))
         return torch.from_numpy(array).view(dtype).view(shape)
-
-    def release(self) -> None:
-        """Frees the memory as soon as nothing refers to a tensor of it."""
-        self._memory, self._lent = None, []

@@ -98,9 +98,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         # All fixed: torch's modules do not change once they are sharded.
         self.units, self.fsdp_modules, self.torch_state = plan.units[:-1], fsdp_modules(module), TorchState(module)
         # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is
-        # fixed. The units' all-gathers fill the parts; `settle_parameters` drops them. The memory is for gathers and
-        # reductions of a step; `_finish_grad_sync` frees it, before the optimizer needs some.
-        self._parts, self._lent_memory = set_collectives(plan)
+        # fixed. The units' all-gathers fill the parts; `settle_parameters` drops them.
+        self._parts = set_collectives(plan)
         # Fixed. Backwards fill it on autograd's thread; the last one of a step and `_zero_gradients` empty it.
         self._sums = (
             None if self._tree is None else GradientSums(plan, self._tree, self.fsdp_modules, self.torch_state)
@@ -270,7 +269,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         self.torch_state.reduce_unsharded_gradients()
         self.settle_parameters()
-        self._lent_memory.release()
         self._shows_gradients = True
         for _, parameter in managed_parameters(self.module):  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
