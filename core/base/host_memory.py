@@ -136,10 +136,11 @@ class LentMemory:
 
     Args:
         num_bytes: of the memory, allocated by the first loan. A tensor that finds no room gets memory of its own.
+        least_bytes: smaller tensors get memory of their own.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes  # fixed
+    def __init__(self, num_bytes: int, *, least_bytes: int = 1) -> None:
+        self._num_bytes, self._least_bytes = num_bytes, least_bytes  # fixed
         # None until the first loan, fixed from then on.
         self._memory: Tensor | None = None
         # The part of each tensor that is lent, in order. The array lives as long as the tensor's storage, which alone
@@ -154,7 +155,7 @@ class LentMemory:
             if start + num_bytes <= first:
                 break
             start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if device.type != "cpu" or not num_bytes or start + num_bytes > self._num_bytes:
+        if device.type != "cpu" or num_bytes < self._least_bytes or start + num_bytes > self._num_bytes:
             return torch.empty(shape, dtype=dtype, device=device)
         if self._memory is None:  # on the CPU, whatever torch's default device is
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
 from ...base.errors import ShardstackError, UnitError
+from ...base.host_memory import LentMemory
 from ...comm import collectives, gloo, streams
 from ...comm.gloo import Sum
 from ...comm.record import recorded
@@ -43,6 +44,8 @@ def set_collectives(plan: Plan) -> list[KeptPart]:
     Returns:
         the parts of the units that a part of the ranks keeps whole.
     """
+    whole_bytes = [max(unit.gathered_bytes, _reduced_bytes(unit)) for unit in plan.units]
+    memory = LentMemory(max(whole_bytes), least_bytes=_NEVER_REUSED_BYTES)
     neighbours = neighbour_groups(plan.groups.shard, (unit.kept_among for unit in plan.units))
     parts: list[KeptPart] = []
     for unit in plan.units:
@@ -50,9 +53,17 @@ def set_collectives(plan: Plan) -> list[KeptPart]:
         if unit.kept_among is not None:
             part = KeptPart(neighbours[unit.kept_among], outlasts_backward=unit.is_kept)
             parts.append(part)
-        module.set_custom_all_gather(UnitAllGather(plan, unit, part))
-        module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit))
+        module.set_custom_all_gather(UnitAllGather(plan, unit, part, memory))
+        module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit, memory))
     return parts
+
+
+_NEVER_REUSED_BYTES = 2**25
+"""The least bytes that glibc maps anew at each allocation, whatever was freed before."""
+
+
+def _reduced_bytes(unit: UnitPlan) -> int:
+    return sum(piece.reduced_bytes for piece in unit.pieces)
 
 
 class _UnitCollective:
@@ -62,20 +73,25 @@ class _UnitCollective:
     ``set_allocate_memory_from_process_group_for_comm``; calls are then not recorded.
     """
 
-    def __init__(self, plan: Plan, unit: UnitPlan) -> None:
+    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None, whole_bytes: int) -> None:
         # In messages, and in the record of collectives; fixed.
         self.unit = f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
         plan = plan.over_ranks_of(unit.kind)
         # Fixed, as all below: how messages travel is decided when the model is sharded.
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
         self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
+        # Large memory under gloo for whole parameters and gradients, which all units of a model share. None where
+        # sums keep what a reduction was given.
+        self._memory, self._whole_bytes = memory if self._is_direct else None, whole_bytes
         self._registers = plan.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._registers:
-            return torch.empty(size, dtype=dtype, device=device)
-        backend = self._plan.groups.shard._get_backend(device)
-        return backend.allocate_tensor(math.prod(map(int, size)), dtype=dtype, device=device)
+        numel = math.prod(map(int, size))
+        if self._registers:
+            return self._plan.groups.shard._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+        if self._memory is not None and 2 * numel * dtype.itemsize > self._whole_bytes:  # no shard, which lives on
+            return self._memory.take((numel,), dtype, device)
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 class UnitAllGather(_UnitCollective, DefaultAllGather):
@@ -85,8 +101,10 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
         part: this rank's part, where neighbours together keep the unit whole.
     """
 
-    def __init__(self, plan: Plan, unit: UnitPlan, part: KeptPart | None = None) -> None:
-        super().__init__(plan, unit)
+    def __init__(
+        self, plan: Plan, unit: UnitPlan, part: KeptPart | None = None, memory: LentMemory | None = None
+    ) -> None:
+        super().__init__(plan, unit, memory, unit.gathered_bytes)
         # Kept by the gather of a forward, and read by that of its backward. None where ranks keep all or nothing.
         self._part = part
 
@@ -118,8 +136,8 @@ class UnitAllGather(_UnitCollective, DefaultAllGather):
 class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
     """Reduces the gradients of a unit, in the plan's order of ranks."""
 
-    def __init__(self, plan: Plan, unit: UnitPlan) -> None:
-        super().__init__(plan, unit)
+    def __init__(self, plan: Plan, unit: UnitPlan, memory: LentMemory | None = None) -> None:
+        super().__init__(plan, unit, memory, _reduced_bytes(unit))
         # The payload as messages name it; fixed.
         self._what = f"the gradients of {self.unit}"
 

@@ -74,12 +74,12 @@ def test_memory_is_lent_again_once_nothing_refers_to_it():
     assert again.data_ptr() == address and again.untyped_storage().nbytes() == 48
 
 
-def test_tensors_without_room_have_memory_of_their_own():
-    memory = LentMemory(256)
+def test_small_and_too_large_tensors_have_memory_of_their_own():
+    memory = LentMemory(256, least_bytes=100)
     lent = memory.take((100,), torch.uint8, CPU)
-    sizes = (129, 1000, 0)
+    sizes = (99, 129, 1000, 0)
     others = [memory.take((size,), torch.uint8, CPU).fill_(1) for size in sizes]
     assert [len(tensor) for tensor in others] == [*sizes] and memory.take(
         (10,), torch.uint8, torch.device("meta")
     ).is_meta
-    assert all(not 0 <= tensor.data_ptr() - lent.data_ptr() < 256 for tensor in others[:2])
+    assert all(not 0 <= tensor.data_ptr() - lent.data_ptr() < 256 for tensor in others[:3])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core import parallel_state
+from core.base.host_memory import LentMemory
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig, finalize_model_grads
+from core.distributed.fsdp2 import unit_collectives
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import on_ranks, run_distributed
@@ -80,6 +85,36 @@ def test_gradients_that_torch_divides_are_right() -> None:
     for rank in range(dist.get_world_size()):
         (loss_of(serial, batches(rank)[0]) / dist.get_world_size()).backward()
     assert_same_sums(gradients(model), gradients(serial), additions=3)
+
+
+def _trains_in_lent_memory(least_bytes: int) -> tuple[list[torch.Tensor], int]:
+    """Returns the parameters after three steps, and the number of gathers and reductions in memory that is kept."""
+    take, lent = LentMemory.take, []
+
+    def noting(memory: LentMemory, *arguments: Any) -> torch.Tensor:
+        tensor = take(memory, *arguments)
+        is_lent = memory._memory is not None and tensor.data_ptr() >= memory._memory.data_ptr()
+        lent.append(is_lent and tensor.data_ptr() < memory._memory.data_ptr() + memory._num_bytes)
+        return tensor
+
+    with (
+        mock.patch.object(unit_collectives, "_NEVER_REUSED_BYTES", least_bytes),
+        mock.patch.object(LentMemory, "take", noting),
+    ):
+        model = build("fsdp2", toy())
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+        for tokens in batches(model.process_group.rank(), 3):
+            model.zero_grad_buffer()
+            loss_of(model, tokens).backward()
+            finalize_model_grads([model])
+            optimizer.step()
+    return [full(parameter) for parameter in model.module.parameters()], sum(lent)
+
+
+def test_large_units_share_memory_that_changes_no_number():
+    (in_kept, lent), _ = run_distributed(_trains_in_lent_memory, 2, 1)
+    (in_own, not_lent), _ = run_distributed(_trains_in_lent_memory, 2, 2**25)
+    assert lent > 10 and not_lent == 0 and all(map(torch.equal, in_kept, in_own))
 
 
 # ---- units that two of four ranks keep whole between forward and backward
