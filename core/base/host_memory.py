@@ -144,8 +144,14 @@ class LentMemory:
         # None until the first loan, fixed from then on.
         self._memory: Tensor | None = None
         # The part of each tensor that is lent, in order. The array lives as long as the tensor's storage, which alone
-        # owns it. `take` adds parts, and drops those whose array is gone.
+        # owns it. `take` adds parts, and drops those whose array is gone: on the main thread, or in a backward on
+        # autograd's, never on both at once.
         self._lent: list[tuple[int, int, weakref.ref[Any]]] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The memory as a tensor of bytes, or nothing before the first loan."""
+        return [] if self._memory is None else [self._memory]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialized tensor with a storage of its own."""

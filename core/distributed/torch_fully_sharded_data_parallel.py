@@ -98,8 +98,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         # All fixed: torch's modules do not change once they are sharded.
         self.units, self.fsdp_modules, self.torch_state = plan.units[:-1], fsdp_modules(module), TorchState(module)
         # What units keep of their parameters after forward, where a part of the ranks keeps them whole; the list is
-        # fixed. The units' all-gathers fill the parts; `settle_parameters` drops them.
-        self._parts = set_collectives(plan)
+        # fixed. The units' all-gathers fill the parts; `settle_parameters` drops them. Gathers and reductions of large
+        # units allocate the memory that they share, which lives as long as the wrapper.
+        self._parts, self._lent_memory = set_collectives(plan)
         # Fixed. Backwards fill it on autograd's thread; the last one of a step and `_zero_gradients` empty it.
         self._sums = (
             None if self._tree is None else GradientSums(plan, self._tree, self.fsdp_modules, self.torch_state)
@@ -345,6 +346,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             "gathered parameters": [
                 *self.torch_state.gathered_tensors(),
                 *(part.tensor for part in self._parts if part.tensor is not None),
+                *self._lent_memory.tensors,
             ],
             "gradients": [
                 *self.torch_state.gradient_tensors(),

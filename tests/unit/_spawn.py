@@ -14,8 +14,8 @@
 
 Ranks are forked from a process that has imported everything (`tests/_forked.py`), and those of a world size are reused
 by every test of the session. They meet in a store of this process, at a port that the system chooses: a file store
-looks for a key each 10 ms, and a new group would take 40. Each job has a time limit; after a failure or a time-out the
-processes are ended, and the next test gets new ones, so that no test inherits a broken group.
+looks for a key each 10 ms. Each job has a time limit; after a failure or a time-out the processes are ended, and the
+next test gets new ones, so that no test inherits a broken group.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ from ..plan import Plan, UnitPlan
 from .torch_private import DefaultAllGather, DefaultReduceScatter, TorchState, as_fsdp, has_all_reduce_hook
 
 
-def set_collectives(plan: Plan) -> list[KeptPart]:
+def set_collectives(plan: Plan) -> tuple[list[KeptPart], LentMemory]:
     """Sets the collectives of every unit. Every rank calls it.
 
     Returns:
-        the parts of the units that a part of the ranks keeps whole.
+        the parts of the units that a part of the ranks keeps whole, and the memory that large units share.
     """
     whole_bytes = [max(unit.gathered_bytes, _reduced_bytes(unit)) for unit in plan.units]
     memory = LentMemory(max(whole_bytes), least_bytes=_NEVER_REUSED_BYTES)
@@ -55,7 +55,7 @@ def set_collectives(plan: Plan) -> list[KeptPart]:
             parts.append(part)
         module.set_custom_all_gather(UnitAllGather(plan, unit, part, memory))
         module.set_custom_reduce_scatter(UnitReduceScatter(plan, unit, memory))
-    return parts
+    return parts, memory
 
 
 _NEVER_REUSED_BYTES = 2**25

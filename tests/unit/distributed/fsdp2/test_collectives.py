@@ -108,6 +108,8 @@ def _trains_in_lent_memory(least_bytes: int) -> tuple[list[torch.Tensor], int]:
             loss_of(model, tokens).backward()
             finalize_model_grads([model])
             optimizer.step()
+    is_reported = any(tensor is model._lent_memory._memory for tensor in model.held_tensors()["gathered parameters"])
+    assert is_reported == any(lent)
     return [full(parameter) for parameter in model.module.parameters()], sum(lent)
 
 
