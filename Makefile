@@ -32,7 +32,7 @@ TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test
 # Each process begins with its share of the files, in their order; one that is done takes tests of another's end.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: train test test-short test-long test-gpu gpu-first drill fuzz-files fuzz mutation docs check fix clean
+.PHONY: train test test-short test-long test-gpu gpu-first gpu-wheels gpu-results drill fuzz-files fuzz mutation docs check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change. All cores compile what
 # is imported; pip would compile the rest too, on one.
@@ -72,11 +72,25 @@ test-long: $(TESTED)
 GPU_JOBS ?= 6
 test-gpu:
 	files=$$($(PYTHON) -m tests.gpu_machine) && \
+	    PYTHONPATH=$(CURDIR)/.gpu-wheels/site:$$PYTHONPATH \
 	    $(PYTHON) -m pytest -n $(GPU_JOBS) --dist worksteal -m gpu $$files $(ARGS)
 
-# What to run first where there is a GPU, in the order in which it tells most, in about half an hour; ARGS='--only speed'.
+# What to run first where there is a GPU, in stages of at most eight minutes, in the order in which it tells most. Each
+# runs alone too: ONLY=speed. What it shows is in the new folder RESULTS, and packed there.
+RESULTS ?=
+ONLY    ?=
 gpu-first:
-	@$(PYTHON) -m tests.gpu_first $(ARGS)
+	@$(PYTHON) -m tests.gpu_first $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results $(RESULTS)) $(ARGS)
+
+# Packages for `make gpu-first` that a usual CUDA image lacks, and the commit, in .gpu-wheels, for a machine that has no
+# network and gets a copy of this checkout.
+gpu-wheels: $(VENV)/constraints.txt
+	$(BIN)/python -m tests.gpu_first.wheels constraints.txt
+
+# Takes golden values and figures out of an archive of `make gpu-first` into this checkout of the same commit.
+ARCHIVE ?=
+gpu-results: $(VENV)/.installed-train,test
+	@$(BIN)/python -m tests.gpu_first.take_in '$(ARCHIVE)'
 
 # Kills, signals, full disks and damage at random moments, for so many minutes or HOURS; prints a report.
 MINUTES ?= 10

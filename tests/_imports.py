@@ -32,11 +32,12 @@ import core.verify
 
 # The documentation of flags, which is read from source code, and the fonts of a picture.
 REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters", "lr")
-core.training.config.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
+with suppress(ImportError):  # a machine with a GPU may lack cyclopts
+    core.training.config.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
 matplotlib.figure.Figure().subplots().figure.savefig(io.BytesIO())
 
 for name in ("transformers.trainer", "accelerate"):  # two seconds in each rank that uses them
-    with suppress(ImportError):
+    with suppress(Exception):  # of another version than ours, it may fail in any way
         importlib.import_module(name)
 
 gc.set_threshold(20_000, 20, 20)  # with the defaults a twentieth of a test's time is spent on looking for garbage

@@ -30,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden values of tests/functional/cases again, and say what changed",
     )
+    parser.addoption(
+        "--write-missing-golden",
+        action="store_true",
+        help="write the golden values of cases that have none for this device, and compare the others",
+    )
 
 
 _GPU_FILES = pytest.StashKey[set[Path]]()  # set once the tests are collected

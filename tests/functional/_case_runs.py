@@ -9,7 +9,6 @@ import fcntl
 import functools
 import json
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from core.training.run_log import read_log
 from tests.functional._cases import Case, Leg, merged_flags
 from tests.functional._golden import METRICS, Golden, rounded
 from tests.functional._program import PROGRAMS, Ended, forget_after, program_environment, run_program
+from tests.gpu_machine import gpu_slug
 
 LIMIT_S = 600.0
 COMMON = (
@@ -76,8 +76,7 @@ def gpu_target() -> Target | None:
     """Returns the GPUs of this machine; None without."""
     if not torch.cuda.is_available():
         return None
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
-    return Target(name, torch.cuda.device_count())
+    return Target(gpu_slug(torch.cuda.get_device_name(0)), torch.cuda.device_count())
 
 
 def write_corpus(folder: Path) -> Path:

@@ -50,11 +50,22 @@ def read_golden(path: Path) -> Golden:
         CaseError: it is not there, or of another schema, or has not every metric for every step.
     """
     where = f"{path.parent.name}/{path.name}"
-    again = "write it again with --update-golden"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError:
         raise CaseError(f"{where}: there are no golden values; make them with --update-golden") from None
+    return parse_golden(text, where)
+
+
+def parse_golden(text: str, where: str) -> Golden:
+    """Returns the golden values that a file's text has. `where` names the file in errors.
+
+    Raises:
+        CaseError: it is of another schema, or has not every metric for every step.
+    """
+    again = "write it again with --update-golden"
+    try:
+        content = json.loads(text)
     except ValueError as error:
         raise CaseError(f"{where}: is no JSON ({error}); {again}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:

@@ -107,7 +107,8 @@ def _check(case: Case, runner: CaseRunner, request: pytest.FixtureRequest, capsy
         assert_equal(curve, runner.curve(other)[0], tolerance, few, equal_to)
 
     path = golden_path(case, runner.target.device)
-    if request.config.getoption("--update-golden"):
+    is_missing = not path.exists() and request.config.getoption("--write-missing-golden")
+    if is_missing or request.config.getoption("--update-golden"):
         before = _readable(path)
         write_golden(as_golden(curve), path)
         with capsys.disabled():

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import gpu_first, gpu_machine
+from tests import gpu_machine
+from tests.gpu_first import wheels
 from tests.gpu_machine import ROOT, SUITE, gpu_files, reason_against
 from tests.unit.test_import import NEED_EXTRAS
 
@@ -100,12 +101,21 @@ def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_missing_package_is_named(with_a_gpu: pytest.MonkeyPatch) -> None:
-    with_a_gpu.setattr(gpu_machine.importlib.util, "find_spec", lambda name: None if name in ("yaml", "xdist") else 1)
-    reason = reason_against()
-    assert reason is not None and reason.startswith("this Python lacks pytest-xdist, pyyaml; docs/functional-cases.md")
-    with_a_gpu.setattr(gpu_machine.importlib.util, "find_spec", lambda name: 1)
-    assert reason_against() is None
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        (("yaml", "xdist"), "this Python lacks pytest-xdist, pyyaml; docs/functional-cases.md says how"),
+        (
+            ("cyclopts", "docstring_parser"),
+            "this Python lacks cyclopts, docstring-parser; run `make gpu-wheels` where",
+        ),
+    ],
+)
+def test_missing_packages_are_named(with_a_gpu: pytest.MonkeyPatch, lacks: tuple[str, ...], reason: str) -> None:
+    with_a_gpu.setattr(wheels, "unpack_missing", list)
+    with_a_gpu.setattr(gpu_machine.importlib.util, "find_spec", lambda name: None if name in lacks else 1)
+    with pytest.raises(SystemExit, match=f"error: {reason}"):
+        gpu_machine.main()
 
 
 @pytest.mark.parametrize(
@@ -138,46 +148,10 @@ def test_make_collects_the_files_that_are_printed() -> None:
 def test_the_module_prints_the_files_or_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_machine, "reason_against", lambda: None)
+        patch.setattr(wheels, "unpack_missing", list)
         gpu_machine.main()
         assert capsys.readouterr().out.split() == gpu_files()
         patch.setattr(gpu_machine, "reason_against", lambda: "no GPU")
         with pytest.raises(SystemExit, match="error: no GPU"):
             gpu_machine.main()
         assert capsys.readouterr().out == ""
-
-
-def test_what_runs_first_exists_and_leaves_no_file_out() -> None:
-    stages = gpu_first.stages()
-    assert [stage.name for stage in stages][:3] == ["tests", "assumptions", "out of memory"]
-    assert sum(stage.minutes for stage in stages[:3]) <= 10 and sum(stage.minutes for stage in stages) <= 30
-    paths = {part for stage in stages for part in stage.command if part.endswith(".py")}
-    assert all((ROOT / path).is_file() for path in paths) and set(gpu_files()) <= paths | {"tests/functional"}
-
-
-def test_without_a_gpu_what_runs_first_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_first, "reason_against", lambda: "there is no GPU here")
-        for arguments in ([], ["--assumptions"]):
-            assert gpu_first.main(arguments) == 1
-            assert capsys.readouterr() == ("", "error: there is no GPU here\n")
-
-
-def test_a_stage_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 1 if "--assumptions" in command else 0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_first, "reason_against", lambda: None)
-        patch.setattr(gpu_first.subprocess, "run", run)
-        assert gpu_first.main([]) == 1 and len(commands) == len(gpu_first.stages())
-        assert capsys.readouterr().out.endswith("==== failed: assumptions\n")
-        assert gpu_first.main(["--only", "speed"]) == 0 and len(commands) == len(gpu_first.stages()) + 1
-
-
-def test_the_launch_that_waits_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 0.1, 1.0, 1.1, 2.0, 9.0])
-    monkeypatch.setattr(gpu_first.time, "monotonic", lambda: next(times))
-    assert gpu_first.first_launch_that_waits(lambda: None, 3) == 2

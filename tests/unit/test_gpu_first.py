@@ -1,0 +1,452 @@
+"""`make gpu-first`: its stages, limits, folder and archive, and the way back, with a GPU that is pretended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests._bare_python import bare_python
+from tests.functional._golden import METRICS, Golden, write_golden
+from tests.gpu_first import __main__ as program
+from tests.gpu_first import assumptions, results, take_in, wheels
+from tests.gpu_first.checkout import Checkout, hash_of_sources, leave_note, this_checkout
+from tests.gpu_first.commands import Outcome, run_command, without_a_test
+from tests.gpu_first.results import Machine, Results, golden_arguments
+from tests.gpu_first.stages import MOST_MINUTES, NEW_CASES, Command, Stage, stages
+from tests.gpu_machine import CARRIED, ROOT, UNPACKED, gpu_files
+
+GPU = "Pretended GPU"
+
+
+# ---- the stages
+
+
+def test_stages_are_short_and_the_first_has_the_first_number() -> None:
+    all_of_them = stages()
+    assert [stage.name for stage in all_of_them] == ["speed", "kernels", "comparison", "golden", "new", "large"]
+    assert all(0 < stage.minutes <= MOST_MINUTES for stage in all_of_them)
+    assumed, rows = all_of_them[0].commands
+    assert assumed.minutes <= 1 and {"plain", "loss in parts"} <= set(rows.arguments)
+    names = [command.name for stage in all_of_them for command in stage.commands]
+    assert len(names) == len(set(names))
+
+
+def test_every_file_with_gpu_tests_is_in_one_stage() -> None:
+    commands = [command for stage in stages() for command in stage.commands]
+    files = [part for command in commands for part in command.arguments if part.startswith("tests/")]
+    cases = "tests/functional/test_cases.py"
+    assert sorted(file for file in files if file != cases) == sorted(set(gpu_files()) - {cases})
+    assert all(any(part.endswith(".py") for part in c.arguments) for c in commands if "pytest" in c.arguments)
+    assert all((ROOT / part).is_file() for c in commands for part in c.arguments if part.endswith(".py"))
+    assert all((results.CASES / case / "config.yaml").is_file() for case in NEW_CASES)
+
+
+def test_golden_values_are_compared_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(results, "CASES", tmp_path)
+    (tmp_path / "case").mkdir()
+    (tmp_path / "case" / "golden_values_cpu.json").touch()
+    assert golden_arguments("nvidia-h200", update=False) == ("--write-missing-golden",)
+    (tmp_path / "case" / "golden_values_nvidia-h200.json").touch()
+    assert golden_arguments("nvidia-h200", update=False) == ("--write-missing-golden",)
+    with pytest.raises(ValueError, match="golden values are of nvidia-h200, and this GPU is nvidia-h100;"):
+        golden_arguments("nvidia-h100", update=False)
+    assert golden_arguments("nvidia-h100", update=True) == ("--update-golden",)
+
+
+def test_the_launch_that_waits_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.1, 1.0, 1.1, 2.0, 9.0])
+    monkeypatch.setattr(assumptions.time, "monotonic", lambda: next(times))
+    assert assumptions.first_launch_that_waits(lambda: None, 3) == 2
+
+
+# ---- running them
+
+
+def _python(code: str) -> tuple[str, ...]:
+    return ("-c", code)
+
+
+FORKS = "import os, sys, time; child = os.fork(); print(os.getpid(), flush=True); time.sleep(600)"
+PASSES = Command("passes", 1, _python("print('a line')"))
+FAILS = Command("fails", 1, _python("import sys; print('to stderr', file=sys.stderr); sys.exit(3)"))
+HANGS = Command("hangs", 0.03, _python(FORKS))
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(program, "reason_against", lambda: None)
+    monkeypatch.setattr(program, "unpack_missing", list)
+    monkeypatch.setattr(program, "this_machine", lambda environment: Machine(GPU, {"torch": "2.11", "driver": "580"}))
+    yield monkeypatch
+    signal.signal(signal.SIGTERM, handler)
+
+
+def _packed(folder: Path) -> dict[str, bytes]:
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        return {member.name: opened.extractfile(member).read() for member in opened}  # type: ignore[union-attr]
+
+
+def test_a_command_that_fails_or_hangs_does_not_end_the_others(
+    pretended: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretended.setattr(program, "stages", lambda: [Stage("one", "", (FAILS, HANGS)), Stage("two", "", (PASSES,))])
+    assert program.main(["--results", str(tmp_path / "new")]) == 1
+    printed = capsys.readouterr().out
+    assert printed.endswith("==== one, fails (failed); one, hangs (timed out)\n")
+    packed = _packed(tmp_path / "new")
+    summary = json.loads(packed["results.json"])
+    assert (summary["device"], summary["driver"], summary["sources"]) == (GPU, "580", hash_of_sources())
+    of_one = summary["stages"]["one"]
+    assert of_one["fails"]["status"] == "failed" and of_one["fails"]["why"] == "status 3"
+    assert of_one["hangs"]["status"] == "timed out" and of_one["hangs"]["why"] == "its limit of 0.03 min is over"
+    assert summary["stages"]["two"]["passes"]["status"] == "passed"
+    log = (tmp_path / "new" / "log.txt").read_text()
+    assert {"a line", "to stderr"} <= set(log.splitlines()) and log in printed
+    for line in log.splitlines():
+        if line.isdigit():  # the one that hung, and the process that it forked
+            with pytest.raises(ProcessLookupError):
+                os.killpg(int(line), 0)
+
+
+def test_only_stages_that_are_named_run(pretended: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known = [Stage(name, "", (replace(PASSES, name=name),)) for name in ("one", "two", "three")]
+    pretended.setattr(program, "stages", lambda: known)
+    assert program.main(["--only", "3", "one", "--results", str(tmp_path / "new")]) == 0
+    assert list(json.loads((tmp_path / "new" / "results.json").read_text())["stages"]) == ["one", "three"]
+
+
+def test_an_interrupted_run_has_its_archive(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.unit import test_gpu_first as t; from tests.gpu_first import __main__ as program\n"
+        "program.reason_against = lambda: None; program.unpack_missing = lambda: []\n"
+        "program.this_machine = lambda environment: t.Machine(t.GPU, {})\n"
+        "program.stages = lambda: [t.Stage('one', '', (t.PASSES, t.replace(t.HANGS, minutes=5)))]\n"
+        "sys.exit(program.main(['--results', sys.argv[1]]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "new"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        child = next(int(line) for line in run.stdout if line.strip().isdigit())
+        run.send_signal(signal.SIGTERM)
+        run.stdout.read()
+    assert run.returncode == 130
+    assert json.loads(_packed(tmp_path / "new")["results.json"])["stages"]["one"]["passes"]["status"] == "passed"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--results", "{old}"], "error: the results folder {old} exists; give --results the name of a new one\n"),
+        (["--only", "sped"], "there is no stage sped; there are speed, kernels, comparison, golden, new, large\n"),
+    ],
+)
+def test_bad_input_is_one_line(
+    pretended: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    try:
+        status = program.main([part.format(old=tmp_path) for part in arguments])
+    except SystemExit as error:
+        status = error.code  # type: ignore[assignment]
+    ended = capsys.readouterr()
+    assert status == 2 and ended.err.endswith(message.format(old=tmp_path)) and ended.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(program, "reason_against", lambda: "there is no GPU here")
+    assert program.main([]) == 2
+    assert capsys.readouterr() == ("", "error: there is no GPU here\n")
+
+
+def test_missing_packages_are_named_at_once(
+    pretended: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs = replace(PASSES, name="needs both", needs=("cyclopts", "no_such_module", "xdist"))
+    pretended.setattr(program, "stages", lambda: [Stage("bare", "", (PASSES,)), Stage("rich", "", (needs,))])
+    pretended.setattr(
+        program,
+        "missing_packages",
+        lambda modules: [name for name in modules if name in ("cyclopts", "no_such_module")],
+    )
+    line = (
+        "this Python lacks cyclopts, no_such_module, without which there are no needs both; docs/functional-cases.md"
+    )
+    assert program.main(["--only", "rich", "--results", str(tmp_path / "a")]) == 2
+    ended = capsys.readouterr()
+    assert ended.err.startswith(f"error: {line}") and ended.err.endswith("stages that run without: bare\n")
+    assert program.main(["--results", str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().err.startswith(f"warning: {line}")
+    of_rich = json.loads((tmp_path / "b" / "results.json").read_text())["stages"]["rich"]["needs both"]
+    assert of_rich["status"] == "not run" and of_rich["why"] == "this Python lacks cyclopts, no_such_module"
+
+
+@pytest.mark.parametrize(
+    ("tests", "skipped", "why"),
+    [(3, 2, ""), (2, 2, "no test ran: 2 of 2 were skipped"), (0, 0, "no test ran: 0 of 0")],
+)
+def test_a_report_of_skipped_tests_alone_shows_nothing(tmp_path: Path, tests: int, skipped: int, why: str) -> None:
+    report = tmp_path / "report.xml"
+    assert without_a_test(report) == "it left no report of its tests"
+    report.write_text(f'<testsuites><testsuite tests="{tests}" skipped="{skipped}"/></testsuites>')
+    assert without_a_test(report).startswith(why) and bool(without_a_test(report)) is bool(why)
+
+
+def test_a_process_that_ignores_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu_first.commands.GRACE_S", 0.5)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(99)"
+    )
+    lines: list[str] = []
+    outcome = run_command([sys.executable, "-c", code], 3.0, os.environ, lines.append)
+    assert outcome.status == "timed out" and lines == ["deaf\n"]
+
+
+# ---- packages that travel
+
+
+def _wheel(folder: Path, name: str, content: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", content)
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\n")
+
+
+def test_carried_wheels_fill_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / CARRIED).mkdir()
+    _wheel(tmp_path / CARRIED, "carried_and_missing", "VALUE = 3")
+    _wheel(tmp_path / CARRIED, "numpy", "raise AssertionError")
+    assert wheels.unpack_missing(tmp_path) == ["carried_and_missing-1.0"]
+    assert [path.name for path in (tmp_path / UNPACKED).iterdir() if "dist-info" not in path.name] == [
+        "carried_and_missing"
+    ]
+    assert __import__("carried_and_missing").VALUE == 3
+    assert wheels.unpack_missing(tmp_path) == []
+
+
+# ---- the way back
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A checkout with one case, and one commit."""
+    root = tmp_path / "checkout"
+    for name, text in {
+        "core/a.py": "A = 1\n",
+        "tests/functional/cases/ddp/config.yaml": "kind: regular\n",
+        "benchmarks/results/old.txt": "old\n",
+        ".gitignore": f"{CARRIED}/\n",
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    _git(root, "init", "-q")
+    _commit(root)
+    return root
+
+
+def _git(root: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
+
+
+def _commit(root: Path, message: str = "a commit") -> None:
+    _git(root, "add", "-A")
+    _git(root, "commit", "-q", "--allow-empty", "-m", message)
+
+
+def _golden(device: str, loss: float = 1.0) -> Golden:
+    return Golden(device, "2.11", 1, 1, 2, 1, {metric: [loss, 0.5] for metric in METRICS})
+
+
+def _run_of(root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the archive of a run in a checkout, which wrote golden values and a report of throughput."""
+    monkeypatch.setattr(results, "CASES", root / "tests" / "functional" / "cases")
+    run = Results(folder, this_checkout(root), Machine("NVIDIA H200", {"driver": "580"}))
+    run.write("a line\n")
+    golden = results.CASES / "ddp" / "golden_values_nvidia-h200.json"
+    write_golden(_golden("nvidia-h200"), golden)
+    (run.parts / "gpt_throughput-cuda-1b-ddp-2026-11-26.json").write_text('{"rows": []}')
+    (run.parts / "profile").mkdir()
+    (run.parts / "profile" / "trace.json.gz").write_bytes(b"a trace")
+    run.add("speed", "rows", Outcome("passed", 1.0))
+    golden.unlink()
+    return run.archive
+
+
+def test_results_come_home(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = _run_of(repository, tmp_path / "run", monkeypatch)
+    lines = take_in.take_in(archive, repository)
+    golden = repository / "tests/functional/cases/ddp/golden_values_nvidia-h200.json"
+    assert json.loads(golden.read_text())["values"]["loss"] == [1.0, 0.5]
+    written = {path.name for path in (repository / "benchmarks" / "results").iterdir()} - {"old.txt"}
+    day = json.loads(_packed(tmp_path / "run")["results.json"])["date"][:10]
+    summary = f"gpu_first-nvidia-h200-{day}"
+    assert written == {f"{summary}.json", f"{summary}.txt", "gpt_throughput-cuda-1b-ddp-2026-11-26.json"}
+    assert len(lines) == 4 and any(line.endswith("golden_values_nvidia-h200.json: new") for line in lines)
+    assert take_in.take_in(archive, repository) and len(list((repository / "benchmarks" / "results").iterdir())) == 4
+    # A second archive of the same code is taken in after a commit of these results; nothing is overwritten.
+    _commit(repository)
+    second = _run_of(repository, tmp_path / "again", monkeypatch)
+    take_in.take_in(second, repository)
+    assert (repository / "benchmarks" / "results" / f"{summary}-2.json").exists()
+    take_in.take_in(archive, repository)
+
+
+@pytest.mark.parametrize("what", ["code", "code, committed", "words", "another history"])
+def test_results_of_another_commit_are_refused(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    archive = _run_of(repository, tmp_path / "run", monkeypatch)
+    (repository / ("README.md" if what == "words" else "core/a.py")).write_text("A = 2\n")
+    if what != "code":
+        _commit(repository)
+    if what == "another history":
+        (repository / "core/a.py").write_text("A = 1\n")
+        shutil.rmtree(repository / ".git")
+        _git(repository, "init", "-q")
+        _commit(repository, "of another history")
+    with pytest.raises(take_in.ArchiveError, match=r"these results are of commit .*, and this checkout is .*commit"):
+        take_in.take_in(archive, repository)
+    assert [path.name for path in (repository / "benchmarks" / "results").iterdir()] == ["old.txt"]
+
+
+def test_a_copy_without_git_knows_its_commit(repository: Path, tmp_path: Path) -> None:
+    leave_note(repository)
+    here, copy = this_checkout(repository), tmp_path / "copy"
+    shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
+    assert here.commit and this_checkout(copy) == here
+    (copy / "core" / "a.py").write_text("A = 2\n")
+    assert this_checkout(copy).commit is None and this_checkout(copy).sources != here.sources
+    (repository / "core" / "a.py").write_text("A = 2\n")
+    assert this_checkout(repository) == Checkout(f"{here.commit}+", this_checkout(copy).sources)
+
+
+def _repacked(archive: Path, change: dict[str, bytes | None]) -> Path:
+    """Returns a copy of an archive with other contents of some files."""
+    with tarfile.open(archive) as opened:
+        contents = {member.name: opened.extractfile(member).read() for member in opened}  # type: ignore[union-attr]
+    folder = archive.parent / "repacked"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, content in (contents | change).items():
+        if content is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    changed = archive.with_name("changed.tar.gz")
+    with tarfile.open(changed, "w:gz") as new:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                new.add(path, path.relative_to(folder).as_posix())
+    return changed
+
+
+def _other_golden(tmp_path: Path, device: str) -> bytes:
+    write_golden(_golden(device), tmp_path / "golden.json")
+    return (tmp_path / "golden.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"results.json": None}, "has no results.json"),
+        ({"results.json": b"{"}, "results.json is no JSON"),
+        ({"results.json": b"{}"}, "has no schema, date, device, sources, commit"),
+        ({"golden/ddp/golden_values_nvidia-h200.json": b"{}"}, "schema is None and this suite reads 1"),
+        ({"golden/ddp/golden_values_nvidia-h200.json": "nvidia-h100"}, "is of device nvidia-h100; the run was on"),
+        ({"golden/ddp/golden_values_nvidia-h100.json": "nvidia-h100"}, "is of device nvidia-h100; the run was on"),
+        ({"golden/new/golden_values_nvidia-h200.json": "nvidia-h200"}, "there is no case new here"),
+        ({"parts/gpt_throughput-x.json": b"[]"}, "has a list in the place of an object"),
+    ],
+)
+def test_a_damaged_archive_is_refused_whole(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    archive = _run_of(repository, tmp_path / "run", monkeypatch)
+    filled = {n: _other_golden(tmp_path, c) if isinstance(c, str) else c for n, c in change.items()}
+    with pytest.raises(take_in.ArchiveError, match=message) as caught:
+        take_in.take_in(_repacked(archive, filled), repository)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (repository / "benchmarks" / "results").iterdir()] == ["old.txt"]
+
+
+def test_what_is_no_archive_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.tar.gz").write_text("text")
+    for arguments in ([], [""], [str(tmp_path / "none.tar.gz")], [str(tmp_path / "text.tar.gz")]):
+        assert take_in.main(arguments) == 2
+        ended = capsys.readouterr()
+        assert ended.out == "" and ended.err.startswith("error: ") and ended.err.count("\n") == 1
+
+
+# ---- imitated with a GPU that is pretended, in a Python with the packages of a usual CUDA image
+
+
+@pytest.fixture(scope="module")
+def pretending_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    python = bare_python(tmp_path_factory.mktemp("bare"))
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    shutil.copy(Path(__file__).with_name("_pretended_gpu.py"), site / "sitecustomize.py")
+    return python
+
+
+def _imitate(python: Path, folder: Path, only: Sequence[str], **environment: str) -> tuple[int, str, dict[str, Any]]:
+    """Returns the status, the log and the summary of a run."""
+    ended = subprocess.run(
+        [python, "-m", "tests.gpu_first", "--results", folder, "--only", *only],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PRETENDED_GPU": GPU, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    if not (folder / "results.json").exists():
+        return ended.returncode, ended.stderr, {}
+    return ended.returncode, (folder / "log.txt").read_text(), json.loads((folder / "results.json").read_text())
+
+
+def test_a_bare_python_collects_tests_of_kernels(pretending_python: Path, tmp_path: Path) -> None:
+    _, log, summary = _imitate(pretending_python, tmp_path / "new", ["kernels"], PYTEST_ADDOPTS="--collect-only")
+    assert summary["device"] == GPU and summary["commit"], log
+    assert log.count("tests collected") == 2 and "error" not in log.lower(), log
+    outcomes = summary["stages"]["kernels"].values()
+    assert [outcome["why"] for outcome in outcomes] == ["no test ran: 0 of 0 were skipped"] * 2
+
+
+@pytest.mark.long
+def test_stages_pass_on_a_pretended_gpu(pretending_python: Path, tmp_path: Path) -> None:
+    written = results.CASES / "ddp-tied-fp32" / "golden_values_pretended-gpu.json"
+    try:
+        status, log, summary = _imitate(
+            pretending_python,
+            tmp_path / "new",
+            ["speed", "golden"],
+            FEW="[ddp-tied-fp32]",
+            PYTEST_ADDOPTS="-p sitecustomize",
+        )
+        packed = _packed(tmp_path / "new")
+    finally:
+        written.unlink(missing_ok=True)
+    assert status == 0, log
+    assert summary["stages"].keys() == {"speed", "golden"}
+    (report,) = [json.loads(content) for name, content in packed.items() if "gpt_throughput" in name]
+    assert [row["name"] for row in report["rows"]] == ["plain", "loss in parts"]
+    assert "golden/ddp-tied-fp32/golden_values_pretended-gpu.json" in packed
