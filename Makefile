@@ -19,12 +19,15 @@ export OMP_NUM_THREADS := 1
 # Tests start some hundred processes: each would compile all of core again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What meets torch's private and newer interfaces, in one to two minutes: CI runs it on the oldest torch too.
+# What meets torch's private and newer interfaces, in two to three minutes: CI runs it on the oldest torch too.
 SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replicas tensor_parallel/test_weight_gradients \
-          $(addprefix distributed/, model/test_unit_cases test_torch_fully_sharded_data_parallel plan/test_resharding \
-          test_data_parallel_base test_saved_weights $(addprefix fsdp2/, test_prefetch test_settings test_collectives \
-          test_precision test_sharded_model test_torch_private)))) \
-          tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code
+          $(addprefix distributed/, model/test_unit_cases model/test_offloaded_activations plan/test_resharding \
+          test_torch_fully_sharded_data_parallel test_data_parallel_base test_saved_weights $(addprefix fsdp2/, \
+          test_prefetch test_settings test_collectives test_precision test_sharded_model test_torch_private)) \
+          $(addprefix transformer/moe/, test_dispatch test_experts test_moe_layer test_router) \
+          optimizer/test_muon optimizer/test_averaged_weights weights/test_stream)) \
+          tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code \
+          $(addprefix tests/functional/, test_pipelines.py test_experts.py test_muon.py)
 
 # What the tests need: the trainers that core/adapters knows are among it.
 TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test

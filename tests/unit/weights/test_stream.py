@@ -144,10 +144,12 @@ def _equals_saved(case: str, kind: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("case", "kind"), [("mixtral", "zero3"), ("qwen3_moe", "fsdp2"), ("llama", "zero3")])
 def test_stacked_experts_go_out_as_in_files(case: str, kind: str, tmp_path: Path):
+    pytest.importorskip("transformers")
     assert run_distributed(_equals_saved, 2, case, kind, tmp_path) == [[], []]
 
 
 def test_stacked_experts_of_an_unknown_model_are_refused():
+    pytest.importorskip("transformers")
     model = hugging_face_model("mixtral", num_local_experts=3)
     model.config.model_type = "novel"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="'novel' keeps its experts as 3-D tensors"):
