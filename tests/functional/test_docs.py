@@ -24,7 +24,7 @@ def test_the_programs_run(tmp_path: Path) -> None:
     whole = [program for page in PAGES for program in programs_in(page) if _is_whole(program)]
     without = {"README", "functional-cases", "mutations", "coming-from-megatron-lm"}  # whose script needs a model
     without |= {"megatron-signatures", "megatron-pretrain-script", "runs", "contract", "silent-errors", "compositions"}
-    without |= {"wrappers", "what-it-costs", "fully-sharded", "reproducible", "torchtitan"}
+    without |= {"wrappers", "what-it-costs", "fully-sharded", "reproducible", "torchtitan", "gpu-first"}
     assert len(whole) == len([page for page in PAGES if page.stem not in without])
     ended = run_scripts(whole, tmp_path)
     assert ended.status == 0, ended.err
