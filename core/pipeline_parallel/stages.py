@@ -312,7 +312,7 @@ class _Stage(pipelining.PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Drops torch 2.11's first messages between two stages of one rank (ZBV): gloo refuses a message to oneself."""
+        """Drops torch 2.11's first messages between stages of one rank (ZBV): gloo refuses a message to oneself."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     # Where neighbours are on one rank, torch passes gradients by these two, without a backward too.
