@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from core import parallel_state
 from core.distributed import finalize_model_grads, wrap_model
 from core.transformer.moe import finish_step
+from core.transformer.moe.experts import GroupedLinear
 from core.transformer.sequences import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
 from tests.functional._program import TINY, log, run_program
@@ -20,6 +23,7 @@ from tests.functional._runs import (
     _finish,
     build_gpt,
     ddp_config,
+    in_precision,
     loss_and_report,
     micro_batches,
     train_serially,
@@ -142,6 +146,38 @@ def test_every_wrapper_equals_replicas(wrapper, fields):
     """Where tokens are dropped; the sample of compositions has the other ways to balance under every wrapper."""
     for curve in run_distributed(_wrapped, 2, wrapper, "bias", False, fields):
         assert_bitwise(curve, _replicas("bias", False))
+
+
+def _addresses(wrapper: str, bf16: bool) -> dict[str, list[int]]:
+    """Returns the addresses of experts' matrices in a forward and its backward, and of what the kernel multiplies."""
+    # Biases of an odd number of bytes, which follow each other in a buffer without a gap, move all that is after them.
+    module = gpt_with_experts("aux", False, add_qkv_bias=True, bf16=bf16)
+    config = ddp_config(wrapper, grad_reduce_in_fp32=bf16)
+    model = wrap_model(in_precision(module, wrapper), module.config, config, process_group=dist.group.WORLD)
+    found: dict[str, list[int]] = {"forward": [], "backward": [], "kernel": []}
+    for layer in (layer for layer in module.modules() if isinstance(layer, GroupedLinear)):
+        layer.register_forward_pre_hook(lambda layer, _: found["forward"].append(layer.weight.data_ptr()))
+        layer.register_full_backward_pre_hook(lambda layer, _: found["backward"].append(layer.weight.data_ptr()))
+    multiply = F.grouped_mm
+
+    def noted(rows: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        found["kernel"] += [rows.data_ptr(), weight.data_ptr()]
+        return multiply(rows, weight, **options)
+
+    ((tokens, labels), *_) = micro_batches(0, dist.get_rank())
+    with mock.patch.object(F, "grouped_mm", noted):
+        model(tokens, labels=labels).mean().backward()
+    finalize_model_grads([model])
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1, overlapped", "zero2", "zero3", "fsdp2"])
+def test_matrices_of_experts_begin_at_16_bytes(wrapper, bf16):
+    """CUDA's grouped product refuses others. The CPU's takes them."""
+    for found in run_distributed(_addresses, 2, wrapper, bf16):
+        assert [len(addresses) for addresses in found.values()] == [4, 4, 8]
+        assert [address % 16 for addresses in found.values() for address in addresses] == [0] * 16
 
 
 # Two ranks of one model: one step of one micro-batch, whose masked tokens are all in one half of the sequences.

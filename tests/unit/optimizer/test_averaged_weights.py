@@ -12,32 +12,38 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from core.base.errors import CheckpointError, ConfigError, OptimizerError
+from core.base.parameters import local_part
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
+from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
 from tests.unit._quick import quick
+from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole_weights, wholes
 from tests.unit.optimizer._model import Model, batch, optimizer_config
 from tests.unit.optimizer._squares import CONFIGS, build
 
 STEPS = 5
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 WRAPPERS = [wrapper for wrapper in CONFIGS if wrapper != "zero3 tensor"]
 
 
-def _run(wrapper: str, decay: float | None, **settings: Any) -> tuple[Any, MegatronOptimizer, AveragedWeights]:
+def _run(
+    wrapper: str, decay: float | None, device: str = "cpu", **settings: Any
+) -> tuple[Any, MegatronOptimizer, AveragedWeights]:
     torch.manual_seed(3)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
     settings |= {"lr": 0.05, "weight_decay": 0.1}
-    model, optimizer = build(lambda: Model().to(dtype), wrapper, 1, settings)
+    model, optimizer = build(lambda: Model().to(device, dtype), wrapper, 1, settings)
     return model, optimizer, AveragedWeights(optimizer, decay)
 
 
 def _step(model: Any, optimizer: MegatronOptimizer, index: int, factor: float = 1.0) -> None:
     """Takes a step whose gradient is the same on every rank, so that its mean over them is exact."""
-    dtype = next(model.parameters()).dtype
-    loss = optimizer.scale_loss(model(batch(index).to(dtype)) * factor)
+    parameter = next(model.parameters())
+    loss = optimizer.scale_loss(model(batch(index).to(parameter.device, parameter.dtype)) * factor)
     loss.backward()
     if hasattr(model, "zero_grad_buffer"):
         finalize_model_grads([model])
@@ -56,11 +62,13 @@ def _trained(wrapper: str, decay: float | None) -> dict[str, Tensor]:
     return _averages(optimizer)
 
 
+def _torchs(model: torch.nn.Module, decay: float | None) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay))
+
+
 def _torch_averages(decay: float | None) -> dict[str, Tensor]:
     model, optimizer, _ = _run("serial", None)
-    average = AveragedModel(
-        model, multi_avg_fn=get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)
-    )
+    average = _torchs(model, decay)
     for index in range(STEPS):
         _step(model, optimizer, index)
         optimizer.finish_step()
@@ -82,6 +90,59 @@ def test_averages_have_the_bits_of_torchs(wrapper, decay):
     expected = _torch_averages(decay)
     for averages in run_distributed(_trained, 4 if "hybrid" in wrapper else 2, wrapper, decay):
         _assert_equal(averages, expected)
+
+
+def _equals_torchs(device: str, decay: float | None) -> None:
+    """Asserts that a model, and what it holds inside of `swapped`, is averaged as by torch on the same device."""
+    model, optimizer, average = _run("serial", decay, device)
+    expected = _torchs(model, decay)
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+        optimizer.finish_step()
+        expected.update_parameters(model)
+    averages = {name: tensor.detach() for name, tensor in expected.module.named_parameters()}
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    assert all(tensor.device.type == device for tensor in (*averages.values(), *weights.values()))
+    _assert_equal(_averages(optimizer), {f"average.{name}": tensor for name, tensor in averages.items()})
+    with average.swapped():
+        _assert_equal(dict(model.named_parameters()), averages)
+    _assert_equal(dict(model.named_parameters()), weights)
+
+
+def _equals_formula(device: str, wrapper: str, decay: float | None) -> None:
+    """Asserts that masters of bf16 are averaged as in double, up to the three roundings of each update."""
+    model, optimizer, average = _run(wrapper, decay, device, bf16=True)
+    expected = dict[str, Tensor]()
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+        optimizer.finish_step()
+        weight = 1 / (index + 1) if decay is None or not index else 1 - decay
+        for p in optimizer.main_params:
+            assert p.main.dtype == torch.float32 and p.main.device.type == device
+            main = local_part(p.main).cpu().double()
+            expected[p.name] = torch.lerp(expected.get(p.name, main), main, weight)
+    found = {p.name: local_part(t).cpu() for p, t in zip(optimizer.main_params, average._averages, strict=True)}
+    assert_same_sums(found, {name: tensor.float() for name, tensor in expected.items()}, 3 * STEPS)
+
+
+def _on(device: str, function: Any, *args: Any) -> None:
+    if device == "cpu":
+        run_distributed(function, 1, device, *args)
+        return
+    with one_rank_on_a_gpu():
+        function(device, *args)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_one_device_has_the_bits_of_torchs(device, decay):
+    _on(device, _equals_torchs, decay)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("wrapper", "decay"), [("ddp", 0.9), ("zero2", None), ("zero3", 0.9), ("fsdp2", None)])
+def test_averages_of_masters_are_near_double(device, wrapper, decay):
+    _on(device, _equals_formula, wrapper, decay)
 
 
 def _swapped(wrapper: str, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from core.transformer import TransformerConfig
 from core.transformer.moe import MoELayer
+from core.transformer.moe.dispatch import Permutation
 
 
 def config_of(**fields: Any) -> TransformerConfig:
@@ -22,6 +24,16 @@ def layer_of(seed: int = 0, **fields: Any) -> MoELayer:
     """Returns a layer whose weights a seed decides."""
     torch.manual_seed(seed)
     return MoELayer(config_of(**fields))
+
+
+def permutation_of(
+    ends: Sequence[int], rows: int, has_dropped: bool = True, device: torch.device | str = "cpu"
+) -> Permutation:
+    """Returns rows in their own order, whose experts have them up to the given ends."""
+    order, last = torch.arange(rows), torch.tensor(ends, dtype=torch.int32)
+    row_experts = torch.bucketize(order, last, right=True).clamp(max=len(ends) - 1)
+    order = order.to(device)
+    return Permutation(order, order, last.to(device), row_experts.to(device), 1, has_dropped)
 
 
 def expert_output(layer: MoELayer, expert: int, token: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,8 @@ from core.base.errors import ConfigError
 from core.tensor_parallel.initialization import initialize_parameters
 from core.transformer.lora import add_lora
 from core.transformer.moe import experts as module
-from core.transformer.moe.dispatch import Permutation, drop_over_capacity, sort_by_expert
-from tests.unit.transformer.moe._layers import config_of, layer_of
-
-
-def _permutation(ends, rows, has_dropped=True):
-    order = torch.arange(rows)
-    row_experts = torch.bucketize(order, torch.tensor(ends), right=True).clamp(max=len(ends) - 1)
-    return Permutation(order, order, torch.tensor(ends, dtype=torch.int32), row_experts, 1, has_dropped)
+from core.transformer.moe.dispatch import drop_over_capacity, sort_by_expert
+from tests.unit.transformer.moe._layers import config_of, layer_of, permutation_of
 
 
 def test_initial_values_of_an_expert_do_not_depend_on_the_others():
@@ -41,7 +35,7 @@ def test_an_initializer_sees_one_matrix_at_a_time():
 def test_rows_past_the_last_end_hold_nothing_of_memory():
     """torch computes no row past the last end, in forward and for the input's gradient: there is what was there."""
     weight = torch.randn(2, 16, 8, requires_grad=True)
-    permutation = _permutation([3, 5], rows=9)
+    permutation = permutation_of([3, 5], rows=9)
     for multiply in (module.grouped_matmul, module.looped_matmul):
         rows = torch.randn(9, 8)
         rows[5:] = torch.nan
@@ -60,7 +54,7 @@ def test_rows_past_the_last_end_hold_nothing_of_memory():
 def test_without_a_kernel_experts_are_computed_one_by_one(dtype, width):
     """torch has no grouped product in double, nor of rows that are no multiple of 16 bytes."""
     rows, weight = torch.randn(7, width, dtype=dtype), torch.randn(2, 8, width, dtype=dtype)
-    permutation = _permutation([4, 7], rows=7, has_dropped=False)
+    permutation = permutation_of([4, 7], rows=7, has_dropped=False)
     assert torch.equal(
         module.grouped_matmul(rows, weight, permutation), module.looped_matmul(rows, weight, permutation)
     )
@@ -68,7 +62,7 @@ def test_without_a_kernel_experts_are_computed_one_by_one(dtype, width):
 
 def test_under_autocast_products_are_in_its_dtype():
     layer = layer_of(moe_grouped_gemm=True, ffn_hidden_size=16)
-    rows, permutation = torch.randn(7, 8), _permutation([1, 2, 4, 7], rows=7, has_dropped=False)
+    rows, permutation = torch.randn(7, 8), permutation_of([1, 2, 4, 7], rows=7, has_dropped=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.experts.linear_fc1(rows, permutation).dtype == torch.bfloat16
 
