@@ -10,7 +10,7 @@ from tests.gpu_machine import EXAMPLE, PYTEST, gpu_files
 MOST_MINUTES = 8
 NEW_CASES = ("moe", "muon", "offload-activations")
 """Functional cases of the code that is newest."""
-_NEW = ("/moe/", "/weights/", "muon", "averaged_weights", "offloaded_activations")
+_NEW = ("/moe/", "/weights/", "muon", "averaged_weights", "offload")
 """Parts of the paths of its tests."""
 _LANES = ("/streams/", "/comm/", "one_rank_through_the_backend")
 
