@@ -13,7 +13,7 @@ NEW_CASES = ("moe", "muon", "offload-activations")
 _NEW = ("/moe/", "/weights/", "muon", "averaged_weights", "offload")
 """Parts of the paths of its tests."""
 _EMPTY = "no-rows or dropped-rows-alone"
-"""Tests of products in which no expert has a row. A kernel that fails there takes its process with it: they run last."""
+"""Tests in which no expert has a row. A kernel that fails there takes its process with it: they run last."""
 _LANES = ("/streams/", "/comm/", "one_rank_through_the_backend")
 
 

@@ -24,7 +24,7 @@ ENDS = {
     "dropped rows": ([9, 9, 20, 28], 37),
     "dropped rows alone": ([0, 0, 0, 0], 37),
 }
-"""Ends of the rows of each expert, and the number of rows. `make gpu-first` runs the splits in which no expert has a row
+"""Ends of the rows of each expert, and the number of rows. `make gpu-first` runs splits in which no expert has a row
 in a process of their own: a GPU's kernel that fails there would take all later tests of the process with it."""
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 DTYPES = [torch.float32, torch.bfloat16]
