@@ -308,10 +308,16 @@ def _triton() -> str | None:
 
 
 def commit() -> str | None:
-    """Returns the commit of this checkout, with `+` where files differ from it; None where git does not know."""
+    """Returns the commit of this checkout, with `+` where files differ from it.
+
+    Where git does not know it, as in a copy of the files, returns the environment variable `SHARDSTACK_COMMIT`, which
+    the caller sets; None without it.
+    """
     folder = str(Path(__file__).resolve().parent)
     head = _output_of("git", "-C", folder, "rev-parse", "HEAD")
-    return head and head + ("+" if _output_of("git", "-C", folder, "status", "--porcelain", "-uno") else "")
+    if head is None:
+        return os.environ.get("SHARDSTACK_COMMIT") or None
+    return head + ("+" if _output_of("git", "-C", folder, "status", "--porcelain", "-uno") else "")
 
 
 def _output_of(*command: str) -> str | None:

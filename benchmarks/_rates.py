@@ -1,4 +1,4 @@
-"""Times calls on a GPU or the CPU, and a matrix product, whose rate other rates are compared with."""
+"""Times calls on a GPU or the CPU, and a matrix product and a copy, whose rates others are compared with."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def matmul_tflops(device: torch.device) -> float:
         _run_for(MATMUL_WARMUP_S, lambda: left @ right, torch.cuda.synchronize)
     seconds = median_seconds(lambda: left @ right, device, 50 if device.type == "cuda" else 20)
     return 2 * size**3 / seconds / 1e12
+
+
+def copy_rate(device: torch.device) -> float:
+    """Returns the GB a second, read and written, of a copy within the device; on a GPU far larger than its caches."""
+    size = 2**30 if device.type == "cuda" else 2**24
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = median_seconds(lambda: target.copy_(source), device, 20)
+    return 2 * size / seconds / 1e9
 
 
 def _run_for(seconds: float, run: Callable[[], Any], wait: Callable[[], None]) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _llama import Preset, Training, matrix_parameters
+from _llama import Preset, matrix_parameters
+from _llama_training import Training
 from _measure import interleaved_seconds, machine, run_on_ranks, section
 from _report import arguments, check_names, exit_status, judge, print_spread
 

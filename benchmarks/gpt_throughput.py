@@ -1,73 +1,59 @@
 """Trains a dense GPT on one GPU, or the CPU, in one process, and prints how fast, compared with the chip.
 
-    python benchmarks/gpt_throughput.py [--preset 1b] [--wrapper ddp] [--ladder [ROW ...]] [--profile FOLDER]
-    python benchmarks/gpt_throughput.py --wrapper fsdp2 --against bare [--rounds 15]
+    python benchmarks/gpt_throughput.py [--preset 1b] [--micro-batches 8] [--wrapper ddp] [--ladder [ROW ...]]
+                                        [--profile FOLDER] [--results FOLDER]
+    python benchmarks/gpt_throughput.py --wrapper fsdp2 --against fully_shard [--rounds 15]
 
 A step is forward, backward, clipping and AdamW in bf16 with fp32 masters, through this project's wrapper, optimizer
-and training step; `bare` is the same model with torch's own clipping and AdamW. For each row it prints tokens a
-second; model TFLOP a second, of the products that the model's formula needs and not of what is computed again; its
-percent of the datasheet and of a matrix product measured in this run, before the first row; and peak memory.
+and training step. `bare` and `fully_shard` are the same model with torch's own clipping and AdamW, without a wrapper
+and under torch's `fully_shard`. With `--micro-batches` a step adds up the gradients of so many micro-batches.
 
-`--ladder` adds a technique a row, then other wrappers and attention kernels; with names it runs these rows alone.
-`--profile` writes a trace and a page of where the step went, of each row. `--against` runs steps of two wrappers in
-turn and prints the ratio of their times; it exits with 1 where FSDP2 takes over 1.01 times as long as `bare`. On a GPU
-a report is written to `benchmarks/results/`; `--save` and `--no-save` choose.
+First, in seconds, the rates of a matrix product and of a copy are measured. Then each row prints the seconds since the
+start; tokens a second; model TFLOP a second, of the products that the model's formula needs, causal attention, and
+not of what is computed again; MFU, its percent of the datasheet; its percent of the matrix product; and peak memory.
+A second line counts what the update reads and writes (`_passes.py`), and how long a copy of as many bytes takes.
+
+`--ladder` adds a technique a row, then other wrappers and attention kernels; with names it runs these rows alone, in
+the order given. `--profile` writes a trace and a page of where the step went, of each row. `--against` runs steps of
+two wrappers in turn and prints the ratio of their times. It exits with 1 where FSDP2 takes over 1.01 times as long as
+`fully_shard`, in the same dtypes. Next to `bare` there is no limit: on one rank torch's FSDP2 copies parameters and
+gradients, about 22 bytes a parameter, and `bare` does not.
+
+A report is written after every row, on a GPU by default; `--results` (default `benchmarks/results/`), `--save` and
+`--no-save` choose. A run that is killed leaves the rows that it finished, and ``"finished": false``. A row that fails
+does not end the run, which then exits with 1; "unfused attention" may run out of memory. In a copy of the files
+without git the environment variable `SHARDSTACK_COMMIT` says the commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import _clock  # before torch, to count the seconds of its import
 import torch
-from _llama import PRESETS, WRAPPERS, Preset, Training, matrix_parameters, model_flops
+from _llama import PRESETS, Preset, matrix_parameters
+from _llama_training import WRAPPERS
 from _measure import PairedRatio, interleaved_seconds
-from _rates import device_name, matmul_tflops, median_seconds, peak_bytes, reset_peak
+from _rates import device_name
 from _report import check_names, judge, print_spread
-from _step_picture import as_svg, from_profile
-from _throughput_report import Report, Result, datasheet_tflops, print_result
+from _throughput_measure import measure, measure_rates
+from _throughput_report import RESULTS, Report, datasheet_tflops, new_path, print_result
 from _throughput_rows import Row, rows_of
-from torch.profiler import ProfilerActivity, profile, record_function
 
-LIMITS = {("fsdp2", "bare"): 1.01}
+LIMITS = {("fsdp2", "fully_shard"): 1.01}
 """Of the time of a wrapper's step, compared with that of another."""
 
 STEPS_A_TURN = {"cuda": 5, "cpu": 1}
 """With which two wrappers take turns, by the device: on a GPU the host runs ahead within a turn, as in training."""
-
-
-def measure(row: Row, preset: Preset, steps: int, matmul: float, folder: Path | None) -> Result:
-    """Trains `steps` steps; with a folder profiles one more."""
-    from core.base import device
-
-    here = device.current_device()
-    reset_peak(here)
-    training = row.training(preset)
-    seconds = median_seconds(training.step, here, steps)
-    peak, loss = peak_bytes(here), training.loss()
-    shares = None if folder is None else write_profile(training, folder)
-    tflops = model_flops(preset) / seconds / 1e12
-    datasheet = datasheet_tflops(device_name(here))
-    return Result(
-        name=row.name,
-        wrapper=row.wrapper,
-        techniques=[one.name for one in row.techniques],
-        steps=steps,
-        seconds=seconds,
-        tokens_per_second=preset.samples * preset.sequence / seconds,
-        tflops=tflops,
-        percent_of_datasheet=None if datasheet is None else 100 * tflops / datasheet,
-        percent_of_matmul=100 * tflops / matmul,
-        peak_gib=peak / 2**30,
-        loss=loss,
-        profile=shares,
-    )
 
 
 def compare(candidate: Row, baseline: Row, preset: Preset, rounds: int, device_type: str) -> dict[str, Any]:
@@ -103,105 +89,106 @@ def compare(candidate: Row, baseline: Row, preset: Preset, rounds: int, device_t
     }
 
 
-def write_profile(training: Training, folder: Path) -> dict[str, float]:
-    """Profiles one step: `trace.json` for a trace viewer, and the page `step.svg`; returns the shares of its parts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    update = training.optimizer.start_step
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (training.device.type == "cuda")
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with record_function("update"):
-            return update(*args, **kwargs)
-
-    training.optimizer.start_step = marked
-    try:
-        with profile(activities=activities) as profiler, record_function("training step"):
-            training.step()
-            if training.device.type == "cuda":
-                torch.cuda.synchronize()
-    finally:
-        del training.optimizer.start_step
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    times = from_profile(profiler, "training step", "update")
-    title = (
-        f"One step of {training.preset.samples} x {training.preset.sequence} tokens, {device_name(training.device)}"
-    )
-    (folder / "step.svg").write_text(as_svg(times, title))
-    return times.shares()
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="default: 1b on a GPU, small on a CPU")
-    parser.add_argument("--samples", type=int, help="sequences of a step instead of the preset's")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of a row")
+    parser.add_argument("--samples", type=_positive, help="sequences of a micro-batch instead of the preset's")
+    parser.add_argument("--micro-batches", type=_positive, default=1, help="micro-batches of a step")
+    parser.add_argument("--steps", type=_positive, default=20, help="timed steps of a row")
     parser.add_argument("--wrapper", choices=WRAPPERS, default="ddp", help="what is around the model")
     parser.add_argument("--against", choices=WRAPPERS, help="the wrapper to compare --wrapper with, in turns")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of --against; a limit needs 15")
+    parser.add_argument("--rounds", type=_positive, default=15, help="turns of --against; a limit needs 15")
     parser.add_argument("--ladder", nargs="*", metavar="ROW", help="a row for each technique, or for those named")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write each row's trace.json and step.svg")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write each row's trace.json.gz and step.svg")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write the report there; made if it is missing")
     parser.add_argument(
         "--save",
         action=argparse.BooleanOptionalAction,
-        help="write benchmarks/results/gpt_throughput-DEVICE-PRESET-WHAT-DATE.json; on a GPU by default",
+        help="write gpt_throughput-DEVICE-PRESET-WHAT-DATE.json; by default on a GPU, and with --results",
     )
     asked = parser.parse_args(arguments)
     if asked.against == asked.wrapper:
         parser.error(f"--against {asked.against} is what --wrapper is; choose another")
     if asked.against and (asked.ladder is not None or asked.profile):
         parser.error("--against measures one comparison; drop --ladder and --profile")
+    if asked.results and asked.save is False:
+        parser.error("--no-save writes no report for --results; drop one of the two")
     asked.rows = rows_of(asked.wrapper, asked.ladder is not None)
     if asked.ladder:
-        check_names(parser, asked.ladder, [row.name for row in asked.rows])
-        asked.rows = [row for row in asked.rows if row.name in asked.ladder]
+        rows = {row.name: row for row in asked.rows}
+        check_names(parser, asked.ladder, rows)
+        asked.rows = [rows[name] for name in dict.fromkeys(asked.ladder)]
     return asked
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
 def main(arguments: list[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # also where it is a pipe, whose reader may outlive a killed run
+        sys.stdout.reconfigure(line_buffering=True)
     asked = parse(arguments)
     from core.base import device
 
     device.init_process_group()
     here = device.current_device()
     name = asked.preset or ("1b" if here.type == "cuda" else "small")
-    preset = PRESETS[name]
+    preset = replace(PRESETS[name], micro_batches=asked.micro_batches)
     if asked.samples:
-        preset = Preset(**asdict(preset) | {"samples": asked.samples})
-    report = Report(device_name(here), {"name": name, **asdict(preset)})
+        preset = replace(preset, samples=asked.samples)
+    command = sys.argv[1:] if arguments is None else arguments
+    report = Report(command, device_name(here), {"name": name, **asdict(preset)})
     report.datasheet_tflops = datasheet_tflops(report.device)
-    matmul = report.matmul_tflops["before"] = matmul_tflops(here)
-    print(f"{report.machine}, {report.device}; bf16 matrix product {matmul:.3f} TFLOP/s")
+    print(f"{_clock.stamp()} {report.machine}, {report.device}")
     if report.datasheet_tflops is None:
-        print(f"no percent of a datasheet: the peak of {report.device!r} is not in DATASHEET_TFLOPS")
-    print(
-        f"{name}: {matrix_parameters(preset) / 1e6:.1f} M parameters in matrices, {preset.samples} x {preset.sequence}"
-    )
+        print(f"no MFU: the peak of {report.device!r} is not in DATASHEET_TFLOPS")
+    else:
+        print(f"MFU is in percent of {report.datasheet_tflops:g} TFLOP/s, of the datasheet")
+    print(f"{name}: {matrix_parameters(preset) / 1e6:.1f} M parameters in matrices, {preset.batch} a step")
+    measure_rates(report, "before", here)
+    path = _path_of(asked, here, name)
+    report.save(path)
     # Rather than run the rest without the compiler.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        status = (
-            _compare(asked, preset, report, here) if asked.against else _measure_rows(asked, preset, report, matmul)
-        )
-    after = report.matmul_tflops["after"] = matmul_tflops(here)
-    print(f"bf16 matrix product after the last row {after:.3f} TFLOP/s")
-    if asked.save if asked.save is not None else here.type == "cuda":
-        what = f"{asked.wrapper}-against-{asked.against}" if asked.against else asked.wrapper
-        print(f"written to {report.write(here.type, name, what + '-ladder' * (asked.ladder is not None))}")
+        status = (_compare if asked.against else _measure_rows)(asked, preset, report, path)
+    measure_rates(report, "after", here)
+    report.finished = True
+    report.save(path)
+    if path is not None:
+        print(f"written to {path}")
     return status
 
 
-def _compare(asked: argparse.Namespace, preset: Preset, report: Report, here: torch.device) -> int:
+def _path_of(asked: argparse.Namespace, device: torch.device, preset: str) -> Path | None:
+    """Returns the file for the report of a run, which it creates; None if none is to be written."""
+    by_default = device.type == "cuda" or asked.results is not None
+    if not (by_default if asked.save is None else asked.save):
+        return None
+    what = f"{asked.wrapper}-against-{asked.against}" if asked.against else asked.wrapper
+    return new_path(asked.results or RESULTS, device.type, preset, what + "-ladder" * (asked.ladder is not None))
+
+
+def _compare(asked: argparse.Namespace, preset: Preset, report: Report, path: Path | None) -> int:
     """Adds the ratio of two wrappers to the report; returns 1 if it is above its limit or does not fit."""
+    from core.base import device
+
     (candidate,), (baseline,) = asked.rows, rows_of(asked.against, False)
     try:
-        report.ratios.append(compare(candidate, baseline, preset, asked.rounds, here.type))
+        report.ratios.append(compare(candidate, baseline, preset, asked.rounds, device.current_device().type))
     except torch.cuda.OutOfMemoryError:
         print("out of memory, which two models share; choose a smaller --preset, or fewer --samples")
         return 1
+    report.save(path)
+    print(f"{_clock.stamp()} compared")
     return 1 if report.ratios[0]["holds"] is False else 0
 
 
-def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, matmul: float) -> int:
-    """Adds every row to the report; returns 1 if one does not fit into the memory."""
+def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, path: Path | None) -> int:
+    """Adds every row to the report; returns 1 if one fails, or does not fit into the memory and should."""
     from core.base.errors import ConfigError
 
     status = 0
@@ -209,16 +196,23 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, mat
         torch._dynamo.reset()  # what was compiled for other rows counts towards dynamo's limit of recompilations
         folder = asked.profile and (asked.profile if len(asked.rows) == 1 else asked.profile / _file_name(row.name))
         try:
-            result = measure(row, preset, asked.steps, matmul, folder)
+            result = measure(row, preset, asked.steps, report, folder)
         except torch.cuda.OutOfMemoryError:
-            report.not_measured[row.name], status = "out of memory", 1
+            reason, is_failure = "out of memory", not row.may_run_out_of_memory
         except ConfigError as error:  # the device cannot have it, and the message says which and why
-            report.not_measured[row.name] = str(error)
+            reason, is_failure = str(error), False
+        except Exception as error:  # the machine is lent for minutes: other rows are worth having
+            traceback.print_exc()
+            reason, is_failure = f"{type(error).__name__}: {error}", True
         else:
             report.rows.append(result)
+            report.save(path)
             print_result(row, result)
             continue
-        print(f"  {row}: {report.not_measured[row.name]}", flush=True)
+        report.not_measured[row.name] = reason
+        report.save(path)
+        print(f"{_clock.stamp()} {row}: {reason}")
+        status = max(status, int(is_failure))
     return status
 
 
