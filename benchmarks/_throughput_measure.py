@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def measure_rates(report: Report, when: str, device: torch.device) -> None:
     print(f"bf16 matrix product {matmul:.3f} TFLOP/s, copy {copy:.1f} GB/s read and written, {rows}")
 
 
-def measure(row: Row, preset: Preset, steps: int, report: Report, folder: Path | None) -> Result:
-    """Trains `steps` steps, and counts the bytes of an update; with a folder profiles one more step."""
+def measure(row: Row, preset: Preset, steps: int, report: Report) -> tuple[Training, Result]:
+    """Trains `steps` steps. Returns what trained too: `details` looks closer at it."""
     from core.base import device
 
     here = device.current_device()
@@ -39,11 +40,9 @@ def measure(row: Row, preset: Preset, steps: int, report: Report, folder: Path |
     preset = training.preset
     seconds = median_seconds(training.step, here, steps)
     peak, loss = peak_bytes(here), training.loss()
-    update = Update.of(training, report.copy_gb_per_second["before"])
-    shares = None if folder is None else write_profile(training, folder)
     flops = model_flops(preset)
     tflops = flops / seconds / 1e12
-    return Result(
+    result = Result(
         name=row.name,
         wrapper=row.wrapper,
         techniques=[one.name for one in row.techniques],
@@ -59,9 +58,19 @@ def measure(row: Row, preset: Preset, steps: int, report: Report, folder: Path |
         percent_of_matmul=100 * tflops / report.matmul_tflops["before"],
         peak_gib=peak / 2**30,
         loss=loss,
-        update=update,
-        profile=shares,
     )
+    return training, result
+
+
+def details(training: Training, report: Report, folder: Path | None) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields fields of a `Result` that are measured once its time is known, each with the function that measures it.
+
+    Args:
+        folder: of a profile; None profiles nothing.
+    """
+    yield "update", lambda: Update.of(training, report.copy_gb_per_second["before"])
+    if folder is not None:
+        yield "profile", lambda: write_profile(training, folder)
 
 
 def write_profile(training: Training, folder: Path) -> dict[str, float]:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _clock import stamp
 from _measure import machine, versions
 from _passes import Update
 
@@ -53,8 +52,9 @@ class Result:
     """Of the rate before the first row."""
     peak_gib: float
     loss: float
-    update: Update
-    profile: dict[str, float] | None
+    update: Update | None = None
+    """Set after the rest, and None where it could not be counted; so is `profile`."""
+    profile: dict[str, float] | None = None
     """Shares of a profiled step, if one was profiled."""
 
     def __str__(self) -> str:
@@ -126,8 +126,6 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(tz=datetime.timezone.utc)
 
 
-def print_result(row: object, result: Result) -> None:
-    print(f"{stamp()} {row}: {result}")
-    print(f"    {result.update}")
-    if result.profile is not None:
-        print("    profiled: " + ", ".join(f"{part} {share:.1%}" for part, share in result.profile.items()))
+def profile_line(shares: dict[str, float]) -> str:
+    """Returns a line with the parts of a profiled step."""
+    return "profiled: " + ", ".join(f"{part} {share:.1%}" for part, share in shares.items())

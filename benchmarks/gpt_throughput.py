@@ -37,16 +37,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # core, where it is not installed
 
 import _clock  # before torch, to count the seconds of its import
 import torch
 from _llama import PRESETS, Preset, matrix_parameters
-from _llama_training import WRAPPERS
+from _llama_training import WRAPPERS, Training
 from _measure import PairedRatio, interleaved_seconds
 from _rates import device_name
 from _report import check_names, judge, print_spread
-from _throughput_measure import measure, measure_rates
-from _throughput_report import RESULTS, Report, datasheet_tflops, new_path, print_result
+from _throughput_measure import details, measure, measure_rates
+from _throughput_report import RESULTS, Report, datasheet_tflops, new_path, profile_line
 from _throughput_rows import Row, rows_of
 
 LIMITS = {("fsdp2", "fully_shard"): 1.01}
@@ -194,9 +195,8 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
     status = 0
     for row in asked.rows:
         torch._dynamo.reset()  # what was compiled for other rows counts towards dynamo's limit of recompilations
-        folder = asked.profile and (asked.profile if len(asked.rows) == 1 else asked.profile / _file_name(row.name))
         try:
-            result = measure(row, preset, asked.steps, report, folder)
+            training, result = measure(row, preset, asked.steps, report)
         except torch.cuda.OutOfMemoryError:
             reason, is_failure = "out of memory", not row.may_run_out_of_memory
         except ConfigError as error:  # the device cannot have it, and the message says which and why
@@ -207,7 +207,11 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
         else:
             report.rows.append(result)
             report.save(path)
-            print_result(row, result)
+            print(f"{_clock.stamp()} {row}: {result}")
+            is_alone = len(asked.rows) == 1
+            folder = asked.profile and (asked.profile if is_alone else asked.profile / row.name.replace(" ", "-"))
+            status = max(status, _add_details(training, report, path, folder))
+            del training  # before the next row, which has memory for one
             continue
         report.not_measured[row.name] = reason
         report.save(path)
@@ -216,8 +220,21 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
     return status
 
 
-def _file_name(name: str) -> str:
-    return name.replace(" ", "-")
+def _add_details(training: Training, report: Report, path: Path | None, folder: Path | None) -> int:
+    """Adds to the last row what is looked at once its time is known; returns 1 where something fails."""
+    status = 0
+    for name, look in details(training, report, folder):
+        try:
+            found = look()
+        except Exception as error:  # the row's time is worth having without it
+            traceback.print_exc()
+            report.not_measured[f"{name} of {report.rows[-1].name}"] = f"{type(error).__name__}: {error}"
+            status = 1
+        else:
+            report.rows[-1] = replace(report.rows[-1], **{name: found})
+            print(f"    {found if name == 'update' else profile_line(found)}")
+        report.save(path)
+    return status
 
 
 if __name__ == "__main__":

@@ -167,6 +167,24 @@ def test_only_rows_that_should_run_make_a_run_fail(name, error, status, reason, 
     assert [row["name"] for row in report["rows"]] == others and report["finished"] is True
 
 
+def _run_without_a_count(folder: str) -> tuple[int, str, dict[str, Any]]:
+    def failing(*arguments: Any) -> Any:
+        raise RuntimeError("torch has no such graph")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load("_throughput_measure").Update, "of", failing)
+        return _run(folder, "--ladder", "plain", "bare", "--profile", f"{folder}/profile")
+
+
+def test_a_row_keeps_its_time_where_its_bytes_cannot_be_counted(tmp_path):
+    ((status, printed, report),) = run_distributed(_run_without_a_count, 1, str(tmp_path))
+    assert status == 1 and report["finished"] is True
+    assert [(row["name"], row["update"]) for row in report["rows"]] == [("plain", None), ("bare", None)]
+    assert all(row["seconds"] > 0 and row["profile"] for row in report["rows"])
+    assert report["not_measured"]["update of plain"] == "RuntimeError: torch has no such graph"
+    assert " ddp: plain: " in printed and printed.count("    profiled: ") == 2
+
+
 def _reports_at_each_row(folder: str) -> list[tuple[bool, int]]:
     """Returns what the file says when each row begins: whether the run is finished, and how many rows it has."""
     throughput, found = load("gpt_throughput"), []

@@ -26,6 +26,7 @@ from tests.gpu_first.commands import Outcome, run_command, without_a_test
 from tests.gpu_first.results import Machine, Results, golden_arguments
 from tests.gpu_first.stages import MOST_MINUTES, NEW_CASES, Command, Stage, stages
 from tests.gpu_machine import CARRIED, ROOT, UNPACKED, gpu_files
+from tests.unit._benchmark_modules import load
 
 GPU = "Pretended GPU"
 
@@ -77,6 +78,20 @@ def test_the_launch_that_waits_is_numbered(monkeypatch: pytest.MonkeyPatch) -> N
     times = iter([0.0, 0.1, 1.0, 1.1, 2.0, 9.0])
     monkeypatch.setattr(assumptions.time, "monotonic", lambda: next(times))
     assert assumptions.first_launch_that_waits(lambda: None, 3) == 2
+
+
+def test_the_benchmark_takes_the_arguments_of_stages() -> None:
+    throughput = load("gpt_throughput")
+    commands = [command.arguments[1:] for stage in stages() for command in stage.commands if _is_speed(command)]
+    asked = [throughput.parse(list(arguments)) for arguments in commands]
+    assert len(asked) == 6 and all(one.results for one in asked)
+    assert {one.preset for one in asked if one.micro_batches == 8} == {"1b", "3b", "4b"}
+    (compared,) = [one for one in asked if one.against]
+    assert (compared.wrapper, compared.against) in throughput.LIMITS
+
+
+def _is_speed(command: Command) -> bool:
+    return command.arguments[0] == "benchmarks/gpt_throughput.py"
 
 
 # ---- running them
