@@ -203,7 +203,7 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
             reason, is_failure = str(error), False
         except Exception as error:  # the machine is lent for minutes: other rows are worth having
             traceback.print_exc()
-            reason, is_failure = f"{type(error).__name__}: {error}", True
+            reason, is_failure = _line_of(error), True
         else:
             report.rows.append(result)
             report.save(path)
@@ -228,13 +228,17 @@ def _add_details(training: Training, report: Report, path: Path | None, folder: 
             found = look()
         except Exception as error:  # the row's time is worth having without it
             traceback.print_exc()
-            report.not_measured[f"{name} of {report.rows[-1].name}"] = f"{type(error).__name__}: {error}"
+            report.not_measured[f"{name} of {report.rows[-1].name}"] = _line_of(error)
             status = 1
         else:
             report.rows[-1] = replace(report.rows[-1], **{name: found})
             print(f"    {found if name == 'update' else profile_line(found)}")
         report.save(path)
     return status
+
+
+def _line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 if __name__ == "__main__":
