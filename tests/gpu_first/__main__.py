@@ -130,10 +130,12 @@ def _explain(missing: dict[str, list[str]]) -> str:
 
 
 def _environment(commit: str | None) -> dict[str, str]:
-    """Returns the environment of commands: the checkout and the unpacked packages are importable."""
+    """Returns the environment of commands: the checkout and the unpacked packages are importable, and are compiled
+    once, not by each of some hundred processes."""
     path = [str(ROOT), str(ROOT / UNPACKED), *filter(None, [os.environ.get("PYTHONPATH")])]
     named = {"SHARDSTACK_COMMIT": commit} if commit else {}
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path), **named}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(path), **named}
 
 
 def _refuse(reason: str) -> int:
