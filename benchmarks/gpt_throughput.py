@@ -95,10 +95,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, help="default: 1b on a GPU, small on a CPU")
     parser.add_argument("--samples", type=_positive, help="sequences of a micro-batch instead of the preset's")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="micro-batches of a step")
-    parser.add_argument("--steps", type=_positive, default=20, help="timed steps of a row")
+    parser.add_argument("--steps", type=_positive, help="timed steps of a row, 20 by default")
     parser.add_argument("--wrapper", choices=WRAPPERS, default="ddp", help="what is around the model")
     parser.add_argument("--against", choices=WRAPPERS, help="the wrapper to compare --wrapper with, in turns")
-    parser.add_argument("--rounds", type=_positive, default=15, help="turns of --against; a limit needs 15")
+    parser.add_argument("--rounds", type=_positive, help="turns of --against, 15 by default; a limit needs 15")
     parser.add_argument("--ladder", nargs="*", metavar="ROW", help="a row for each technique, or for those named")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write each row's trace.json.gz and step.svg")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="write the report there; made if it is missing")
@@ -110,10 +110,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if asked.against == asked.wrapper:
         parser.error(f"--against {asked.against} is what --wrapper is; choose another")
-    if asked.against and (asked.ladder is not None or asked.profile):
-        parser.error("--against measures one comparison; drop --ladder and --profile")
+    if asked.against and (asked.ladder is not None or asked.profile or asked.steps):
+        parser.error("--against measures one comparison, in --rounds; drop --ladder, --profile and --steps")
+    if asked.rounds and not asked.against:
+        parser.error("--rounds are those of --against; drop it, or take --steps")
+    asked.steps, asked.rounds = asked.steps or 20, asked.rounds or 15
     if asked.results and asked.save is False:
         parser.error("--no-save writes no report for --results; drop one of the two")
+    for folder in filter(None, (asked.results, asked.profile)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"the folder {folder} cannot be made: {error.strerror}; name another")
     asked.rows = rows_of(asked.wrapper, asked.ladder is not None)
     if asked.ladder:
         rows = {row.name: row for row in asked.rows}
@@ -123,10 +131,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -210,7 +217,7 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
             print(f"{_clock.stamp()} {row}: {result}")
             is_alone = len(asked.rows) == 1
             folder = asked.profile and (asked.profile if is_alone else asked.profile / row.name.replace(" ", "-"))
-            status = max(status, _add_details(training, report, path, folder))
+            status = max(status, _add_details(row, training, report, path, folder))
             del training  # before the next row, which has memory for one
             continue
         report.not_measured[row.name] = reason
@@ -220,19 +227,20 @@ def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, pat
     return status
 
 
-def _add_details(training: Training, report: Report, path: Path | None, folder: Path | None) -> int:
-    """Adds to the last row what is looked at once its time is known; returns 1 where something fails."""
+def _add_details(row: Row, training: Training, report: Report, path: Path | None, folder: Path | None) -> int:
+    """Adds to the last result what is looked at once its time is known; returns 1 where something fails."""
     status = 0
     for name, look in details(training, report, folder):
         try:
-            found = look()
+            detail = look()
         except Exception as error:  # the row's time is worth having without it
             traceback.print_exc()
-            report.not_measured[f"{name} of {report.rows[-1].name}"] = _line_of(error)
-            status = 1
+            report.not_measured[f"{name} of {row.name}"] = _line_of(error)
+            if not (row.may_run_out_of_memory and isinstance(error, torch.cuda.OutOfMemoryError)):
+                status = 1
         else:
-            report.rows[-1] = replace(report.rows[-1], **{name: found})
-            print(f"    {found if name == 'update' else profile_line(found)}")
+            report.rows[-1] = replace(report.rows[-1], **{name: detail})
+            print(f"    {detail if name == 'update' else profile_line(detail)}")
         report.save(path)
     return status
 

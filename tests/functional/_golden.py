@@ -66,7 +66,7 @@ def parse_golden(text: str, where: str) -> Golden:
     again = "write it again with --update-golden"
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CaseError(f"{where}: is no JSON ({error}); {again}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         found = content.get("schema") if isinstance(content, dict) else type(content).__name__
@@ -74,14 +74,16 @@ def parse_golden(text: str, where: str) -> Golden:
     del content["schema"]
     try:
         golden = Golden(**content)
-        lengths = {len(values) for values in golden.values.values()}
-        steps = golden.steps
-    except (TypeError, ValueError, AttributeError) as error:
+        names, lengths = golden.values.keys(), {len(values) for values in golden.values.values()}
+        numbers = [number for values in golden.values.values() for number in values if number is not None]
+        num_steps = len(range(golden.start, golden.end + 1, golden.interval))
+        is_finite = all(map(math.isfinite, numbers))
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CaseError(f"{where}: is not of schema {SCHEMA} ({error}); {again}") from None
-    if golden.values.keys() != METRICS.keys() or lengths != {len(steps)}:
+    if names != METRICS.keys() or lengths != {num_steps} or not is_finite:
         raise CaseError(
-            f"{where}: has {', '.join(golden.values)} for {sorted(lengths)} steps, and the schema wants "
-            f"{', '.join(METRICS)} for {len(steps)}; {again}"
+            f"{where}: has {', '.join(names)} for {sorted(lengths)} steps, and the schema wants finite numbers of "
+            f"{', '.join(METRICS)} for {num_steps}; {again}"
         )
     return golden
 

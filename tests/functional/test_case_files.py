@@ -221,7 +221,10 @@ def test_golden_values_come_back_as_they_were_written(tmp_path: Path):
         ({"schema": 2}, "schema is 2 and this suite reads 1; write it again with --update-golden"),
         ({"schema": None}, "schema is None"),
         ({"steps": 3}, "is not of schema 1"),
-        ({"values": {"loss": [1.0, 2.0, 3.0]}}, "has loss for [3] steps, and the schema wants loss, grad_norm"),
+        (
+            {"values": {"loss": [1.0, 2.0, 3.0]}},
+            "has loss for [3] steps, and the schema wants finite numbers of loss, grad_norm",
+        ),
         ({"values": [1]}, "is not of schema 1"),
         ({"end": 4}, "for 4"),
         ({"interval": 0}, "is not of schema 1"),

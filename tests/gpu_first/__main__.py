@@ -1,7 +1,7 @@
 """Runs the stages, or those that are named, and prints and packs what each has shown.
 
-    make gpu-first PYTHON=python3 RESULTS=folder                  # all stages, about half an hour
-    make gpu-first PYTHON=python3 RESULTS=folder ONLY='speed'     # one, in at most eight minutes
+    make gpu-first PYTHON=python3 RESULTS=folder ONLY=speed       # one, in at most eight minutes
+    make gpu-first PYTHON=python3 RESULTS=folder                  # all stages
     python3 -m tests.gpu_first --only speed kernels --results folder
 
 A command that fails, or takes longer than its limit, does not end the others.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu_first.checkout import this_checkout
-from tests.gpu_first.commands import Outcome, run_command, without_a_test
+from tests.gpu_first.commands import Outcome, reason_for_no_test, run_command
 from tests.gpu_first.results import Results, golden_arguments, this_machine
 from tests.gpu_first.stages import Command, Stage, stages
 from tests.gpu_first.wheels import unpack_missing
@@ -40,14 +40,17 @@ def parse(arguments: Sequence[str], known: Sequence[Stage]) -> argparse.Namespac
     options = parser.parse_args(arguments)
     names = {name: stage for number, stage in enumerate(known, start=1) for name in (stage.name, str(number))}
     if unknown := [name for name in options.only if name not in names]:
-        parser.error(f"there is no stage {', '.join(unknown)}; there are {', '.join(stage.name for stage in known)}")
-    asked = [names[name] for name in options.only] or known
-    options.only = [stage for stage in known if stage in asked]
+        listed = ", ".join(stage.name for stage in known)
+        parser.error(f"there is no stage {', '.join(map(repr, unknown))}; there are {listed}")
+    if options.only:
+        options.only = [stage for stage in known if stage in [names[name] for name in options.only]]
+    else:
+        options.only = list(known)
     return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs stages; returns 0 if every command passed, 1 if one did not, 2 where nothing can run."""
+    """Runs stages; returns 0 if each command passed, 1 if one did not, 2 where nothing can run, 130 if interrupted."""
     options = parse(arguments, stages())
     if (reason := reason_against()) is not None:
         return _refuse(reason)
@@ -57,14 +60,18 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(f"the results folder {folder} exists; give --results the name of a new one")
     unpacked = unpack_missing()
     missing = {command.name: missing_packages(command.needs) for stage in options.only for command in stage.commands}
+    if all(missing.values()):
+        return _refuse(_explain(missing))
     if any(missing.values()):
-        can_run = not all(missing.values())
-        print(f"{'warning' if can_run else 'error'}: {_explain(missing)}", file=sys.stderr)
-        if not can_run:
-            return 2
+        print(f"warning: {_explain(missing)}", file=sys.stderr)
     checkout = this_checkout()
     environment = _environment(checkout.commit)
-    results = Results(folder, checkout, this_machine(environment), began=now)
+    try:
+        results = Results(folder, checkout, this_machine(environment), began=now)
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"the results folder {folder} cannot be made: {error.strerror}; give --results another name")
     results.write(f"{results.machine.device}, {results.machine.versions}; {checkout}\n")
     if unpacked:
         results.write(f"unpacked {', '.join(unpacked)}\n")
@@ -73,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         for stage in options.only:
             _run_stage(stage, results, environment, options.update_golden)
     except KeyboardInterrupt:
-        results.write("\n==== interrupted; what there is by now is packed\n")
+        results.write("\n==== interrupted\n")
         return 130
     finally:
         results.save()
@@ -84,8 +91,11 @@ def main(arguments: Sequence[str]) -> int:
 def _run_stage(stage: Stage, results: Results, environment: dict[str, str], update_golden: bool) -> None:
     results.write(f"\n==== {stage.name} (at most {stage.minutes:g} min): {stage.tells}\n")
     for command in stage.commands:
-        outcome = _run(command, results, environment, update_golden)
-        results.add(stage.name, command.name, outcome)
+        outcome = Outcome("interrupted")
+        try:
+            outcome = _run(command, results, environment, update_golden)
+        finally:
+            results.add(stage.name, command.name, outcome)
         why = f", {outcome.why}" if outcome.why else ""
         results.write(f"---- {stage.name}, {command.name}: {outcome.status}{why} ({outcome.seconds:g} s)\n")
 
@@ -93,16 +103,15 @@ def _run_stage(stage: Stage, results: Results, environment: dict[str, str], upda
 def _run(command: Command, results: Results, environment: dict[str, str], update_golden: bool) -> Outcome:
     if missing := missing_packages(command.needs):
         return Outcome("not run", why=f"this Python lacks {', '.join(missing)}")
-    more: tuple[str, ...] = ()
+    arguments = [part.replace("{parts}", str(results.parts.resolve())) for part in command.arguments]
     if command.is_golden:
         try:
-            more = golden_arguments(gpu_slug(results.machine.device), update=update_golden)
+            arguments += golden_arguments(gpu_slug(results.machine.device), update=update_golden)
         except ValueError as error:
             return Outcome("not run", why=str(error))
-    filled = [part.replace("{parts}", str(results.parts.resolve())) for part in (*command.arguments, *more)]
-    outcome = run_command([sys.executable, *filled], 60 * command.minutes, environment, results.write)
-    report = next((part.partition("=")[2] for part in filled if part.startswith("--junitxml=")), None)
-    if outcome.status == "passed" and report is not None and (why := without_a_test(Path(report))):
+    outcome = run_command(arguments, 60 * command.minutes, environment, results.write)
+    report = next((part.partition("=")[2] for part in arguments if part.startswith("--junitxml=")), None)
+    if outcome.status == "passed" and report is not None and (why := reason_for_no_test(Path(report))):
         return Outcome("failed", outcome.seconds, why)
     return outcome
 
@@ -119,13 +128,13 @@ def _conclude(results: Results) -> int:
 
 
 def _explain(missing: dict[str, list[str]]) -> str:
-    """Describes what is missing, by command, and which stages need none of it."""
-    packages = list(dict.fromkeys(package for of_one in missing.values() for package in of_one))
-    lacking = ", ".join(name for name, of_one in missing.items() if of_one)
-    fit = [s.name for s in stages() if not any(missing_packages(command.needs) for command in s.commands)]
+    """Describes the packages that are missing, by command, and the stages that need none of them."""
+    packages = list(dict.fromkeys(package for one in missing.values() for package in one))
+    lacking = ", ".join(name for name, one in missing.items() if one)
+    complete = [s.name for s in stages() if not any(missing_packages(command.needs) for command in s.commands)]
     return (
-        f"this Python lacks {', '.join(packages)}, without which there are no {lacking}; {how_to_bring(packages)}; "
-        f"stages that run without: {', '.join(fit)}"
+        f"this Python lacks {', '.join(packages)}, which {lacking} need{'s' if ',' not in lacking else ''}; "
+        f"{how_to_bring(packages)}; stages that run without: {', '.join(complete)}"
     )
 
 
@@ -133,9 +142,9 @@ def _environment(commit: str | None) -> dict[str, str]:
     """Returns the environment of commands: the checkout and the unpacked packages are importable, and are compiled
     once, not by each of some hundred processes."""
     path = [str(ROOT), str(ROOT / UNPACKED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    named = {"SHARDSTACK_COMMIT": commit} if commit else {}
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(path), **named}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment | ({"SHARDSTACK_COMMIT": commit} if commit else {})
 
 
 def _refuse(reason: str) -> int:

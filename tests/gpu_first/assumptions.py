@@ -36,12 +36,13 @@ def main() -> int:
         if number is None
         else f"the host waits for the device at launch {number}: what it reads late is not reached behind a hang"
     )
-    weight, seen, main = torch.ones(4, device=device, requires_grad=True), list[bool](), torch.cuda.current_stream()
-    weight.register_post_accumulate_grad_hook(lambda _: seen.append(torch.cuda.current_stream() == main))
+    weight, seen = torch.ones(4, device=device, requires_grad=True), list[bool]()
+    computing = torch.cuda.current_stream()
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(torch.cuda.current_stream() == computing))
     output = weight * 2
     output.register_hook(
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: seen.append(torch.cuda.current_stream() == main)
+            lambda: seen.append(torch.cuda.current_stream() == computing)
         )
     )
     output.sum().backward()

@@ -1,7 +1,7 @@
-"""Which commit a checkout is of, on a machine that has no git repository too.
+"""Names the commit of a checkout, also where there is no git repository.
 
-A copy of the files may come without `.git`. What its results depend on is then known by a hash of these files, and
-the commit by a note that `make gpu-wheels` has left, if the files are still those of the note.
+A copy of the files may come without `.git`. A hash of the files that results depend on then identifies them, and a
+note that `make gpu-wheels` has left names the commit, if the files are still those of the note.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ NOTE = "checkout.json"
 
 @dataclass(frozen=True)
 class Checkout:
-    """What results are of."""
+    """Identifies the code that results come from."""
 
     commit: str | None
-    """With `+` where a tracked file differs from it; None where nothing says it."""
+    """With `+` where a tracked file differs from it; None where it is not known."""
     sources: str
     """Hash of the files that results depend on."""
+    is_noted: bool = False
+    """Whether the commit is that of the note: later commits may have changed files that are in no hash."""
 
     def __str__(self) -> str:
         short = self.commit and self.commit[:12] + "+" * self.commit.endswith("+")
@@ -35,9 +37,13 @@ class Checkout:
 
 
 def this_checkout(root: Path = ROOT) -> Checkout:
-    """Returns what the files in `root` are of."""
+    """Identifies the files in `root`."""
     sources = hash_of_sources(root)
-    return Checkout(_commit_by_git(root) or _commit_by_note(root, sources), sources)
+    commit = _commit_by_git(root)
+    if commit is not None:
+        return Checkout(commit, sources)
+    commit = _commit_by_note(root, sources)
+    return Checkout(commit, sources, is_noted=commit is not None)
 
 
 def is_result(path: str) -> bool:

@@ -39,15 +39,24 @@ class Machine:
 
 
 def this_machine(environment: Mapping[str, str]) -> Machine:
-    """Asks a process of its own: one that has used the GPU keeps a part of its memory."""
+    """Asks a process of its own: one that has used the GPU keeps a part of its memory.
+
+    Raises:
+        ValueError: torch cannot use the GPU; one line.
+    """
     program = (
         "import json, sys; sys.path.insert(0, 'benchmarks'); import torch, _measure; "
         "print(json.dumps([torch.cuda.get_device_name(0), _measure.versions()]))"
     )
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError("torch sees a GPU and did not say which in 120 s; look at nvidia-smi") from None
     if ended.returncode:
-        raise RuntimeError(f"torch sees a GPU and cannot say which:\n{ended.stderr}")
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"torch sees a GPU and cannot use it: {last}")
     return Machine(*json.loads(ended.stdout.splitlines()[-1]))
 
 
@@ -67,7 +76,7 @@ class Results:
     """Held while a line is written: commands print on a thread of their own."""
 
     def __post_init__(self) -> None:
-        (self.folder / PARTS).mkdir(parents=True)
+        self.parts.mkdir(parents=True)
 
     @property
     def parts(self) -> Path:
@@ -75,7 +84,8 @@ class Results:
 
     @property
     def archive(self) -> Path:
-        return self.folder / f"gpu-first-{gpu_slug(self.machine.device)}-{self.began.date()}.tar.gz"
+        """Named so that archives of several runs can be in one folder."""
+        return self.folder / f"gpu-first-{gpu_slug(self.machine.device)}-{self.began:%Y-%m-%d-%H%M%S}.tar.gz"
 
     def write(self, text: str) -> None:
         """Prints text, which ends with its line, and adds it to the log."""
@@ -94,9 +104,7 @@ class Results:
         summary.write_text(json.dumps(self.summary(), indent=1) + "\n", encoding="utf-8")
         new = self.archive.with_suffix(".new")
         with tarfile.open(new, "w:gz") as archive:
-            for path in sorted(p for p in self.folder.rglob("*") if p.is_file() and p.suffix not in (".gz", ".new")):
-                archive.add(path, path.relative_to(self.folder).as_posix())
-            for path in sorted(self.parts.rglob("*.gz")):  # traces
+            for path in [self.folder / LOG, summary, *sorted(p for p in self.parts.rglob("*") if p.is_file())]:
                 archive.add(path, path.relative_to(self.folder).as_posix())
             for path in self._golden_values():
                 archive.add(path, f"{GOLDEN}/{path.parent.name}/{path.name}")

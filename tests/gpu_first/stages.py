@@ -101,9 +101,10 @@ def _accumulated(preset: str, minutes: float) -> Command:
 
 def _tests(name: str, minutes: float, *files: str, which: str = "", jobs: int = 4) -> Command:
     jobs = min(jobs, os.cpu_count() or 1)
-    pytest = ("-m", "pytest", "-q", "-m", "gpu", "-n", str(jobs), "--dist", "worksteal", "--durations", "10")
+    pytest = ("-m", "pytest", "-v", "-m", "gpu", "-n", str(jobs), "--dist", "worksteal", "--durations", "10")
+    limit = ("--timeout", str(int(60 * minutes / 2)))  # a test that hangs is named, and others still run
     report = f"--junitxml={{parts}}/{name.replace(' ', '-')}.xml"
-    return Command(name, minutes, (*pytest, report, *(("-k", which) if which else ()), *files), PYTEST)
+    return Command(name, minutes, (*pytest, *limit, report, *(("-k", which) if which else ()), *files), PYTEST)
 
 
 def _cases(name: str, minutes: float, which: str) -> Command:

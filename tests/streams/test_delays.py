@@ -20,20 +20,25 @@ from core.distributed.engine.buffer import BucketReduction
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import batches, build, loss_of, toy
+from tests.unit.distributed._toys import Block, batches, build, loss_of, toy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 STEPS = 4
+MORE_THAN_THERE_IS = 2**50
+"""Bytes."""
 
 
 @dataclass(frozen=True)
 class Delayed:
-    """A wrapper, what is delayed, and a step whose third reduction fails."""
+    """A wrapper, what is delayed, and a step that fails."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     place: str = ""
     fails_in: int | None = None
+    exceeds: str = ""
+    """What fails in that step: ``reduction``, the third, as if it had no memory; ``backward``, which asks the device's
+    allocator for more than there is."""
 
 
 def _delay(device: str) -> None:
@@ -62,7 +67,7 @@ def _delayed(device: str, place: str) -> Iterator[None]:
 
 
 @contextmanager
-def _failing_once(is_failing: bool) -> Iterator[None]:
+def _failing_once(model: nn.Module, device: str, exceeds: str) -> Iterator[None]:
     reduce, calls = BucketReduction.reduce, list[int]()
 
     def fail_third(*args: Any) -> None:
@@ -71,8 +76,18 @@ def _failing_once(is_failing: bool) -> Iterator[None]:
         if len(calls) == 3:
             raise torch.OutOfMemoryError("planted")
 
-    with mock.patch.object(BucketReduction, "reduce", fail_third) if is_failing else nullcontext():
+    def exceed_memory(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8, device=device))
+
+    if exceeds == "reduction":
+        with mock.patch.object(BucketReduction, "reduce", fail_third):
+            yield
+        return
+    hook = next(module for module in model.modules() if isinstance(module, Block)).register_forward_hook(exceed_memory)
+    try:
         yield
+    finally:
+        hook.remove()
 
 
 def _trained(device: str, case: Delayed) -> list[torch.Tensor]:
@@ -81,7 +96,9 @@ def _trained(device: str, case: Delayed) -> list[torch.Tensor]:
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.1), [model])
         for step in range(STEPS):
             if step == case.fails_in:
-                with _failing_once(True), pytest.raises(torch.OutOfMemoryError):
+                # The allocator of a CPU raises a RuntimeError, of which the GPU's is a kind.
+                planned = torch.OutOfMemoryError if case.exceeds == "reduction" or device == "cuda" else RuntimeError
+                with _failing_once(model, device, case.exceeds), pytest.raises(planned, match=r"planted|memory"):
                     _backward(model, device, step)
             _backward(model, device, step)
             optimizer.step()
@@ -125,6 +142,9 @@ def test_delays_change_no_bit(device: str, place: str, kind: str, fields: dict[s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("exceeds", ["reduction", "backward"])
 @pytest.mark.parametrize(("kind", "fields"), KINDS[1:3])
-def test_a_step_that_runs_out_of_memory_is_dropped(device: str, kind: str, fields: dict[str, Any]) -> None:
-    _on(device, Delayed(kind, fields, fails_in=1))
+def test_a_step_that_runs_out_of_memory_is_dropped(
+    device: str, exceeds: str, kind: str, fields: dict[str, Any]
+) -> None:
+    _on(device, Delayed(kind, fields, fails_in=1, exceeds=exceeds))

@@ -44,8 +44,13 @@ def test_a_write_that_is_killed_leaves_the_report_before(tmp_path, monkeypatch):
     [
         (["--no-save", "--results", "x"], "--no-save writes no report for --results; drop one of the two"),
         (["--wrapper", "bare", "--against", "bare"], "--against bare is what --wrapper is; choose another"),
-        (["--against", "bare", "--ladder"], "--against measures one comparison; drop --ladder and --profile"),
-        (["--micro-batches", "0"], "argument --micro-batches: 0 is not a positive number"),
+        (["--against", "bare", "--ladder"], "--against measures one comparison, in --rounds; drop "),
+        (["--against", "bare", "--steps", "3"], "--against measures one comparison, in --rounds; drop "),
+        (["--rounds", "3"], "--rounds are those of --against; drop it, or take --steps"),
+        (["--micro-batches", "0"], "argument --micro-batches: '0' is no number above 0"),
+        (["--micro-batches", "x"], "argument --micro-batches: 'x' is no number above 0"),
+        (["--results", "/proc/none"], "the folder /proc/none cannot be made: "),
+        (["--profile", __file__], f"the folder {__file__} cannot be made: "),
         (["--ladder", "half"], "there is no half; there are plain, compiled layers, "),
     ],
 )

@@ -40,7 +40,8 @@ def _run(folder: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """Runs the benchmark; returns its status, what it printed, and its report."""
     printed = io.StringIO()
     with _interpreted(), contextlib.redirect_stdout(printed):
-        status = load("gpt_throughput").main([*arguments, "--steps", "1", "--results", f"{folder}/results"])
+        steps = () if "--against" in arguments else ("--steps", "1")
+        status = load("gpt_throughput").main([*arguments, *steps, "--results", f"{folder}/results"])
     (path,) = Path(folder, "results").iterdir()
     return status, printed.getvalue(), json.loads(path.read_text())
 

