@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import venv
-from importlib.metadata import Distribution, distribution
+import zipfile
+from importlib.metadata import Distribution, PackagePath, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -20,13 +21,26 @@ def bare_python(folder: Path, packages: tuple[str, ...] = CUDA_IMAGE) -> Path:
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     for package in _with_requirements(packages):
-        for file in package.files or ():
-            top = file.parts[0]
-            if top not in ("..", "__pycache__", "bin"):
-                link = site / top
-                if not link.is_symlink():
-                    link.symlink_to(Path(str(package.locate_file(top))))
+        for top in {file.parts[0] for file in _files_of(package)}:
+            if not (site / top).is_symlink():
+                (site / top).symlink_to(Path(str(package.locate_file(top))))
     return folder / "bin" / "python"
+
+
+def wheels_of(packages: tuple[str, ...], folder: Path) -> None:
+    """Makes wheels of installed packages, and of what they require, as `make gpu-wheels` downloads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for package in _with_requirements(packages):
+        name = package.name.replace("-", "_").lower()
+        with zipfile.ZipFile(folder / f"{name}-{package.version}-py3-none-any.whl", "w") as archive:
+            for file in _files_of(package):
+                archive.write(str(package.locate_file(file)), str(file))
+
+
+def _files_of(package: Distribution) -> list[PackagePath]:
+    """Returns the files of a package that are inside site-packages, without compiled ones."""
+    files = package.files or []
+    return [file for file in files if file.parts[0] not in ("..", "bin") and "__pycache__" not in file.parts]
 
 
 def _with_requirements(packages: tuple[str, ...]) -> list[Distribution]:
