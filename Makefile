@@ -83,7 +83,7 @@ test-gpu:
 RESULTS ?=
 ONLY    ?=
 gpu-first:
-	@$(PYTHON) -m tests.gpu_first $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results $(RESULTS)) $(ARGS)
+	@$(PYTHON) -m tests.gpu_first $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results '$(RESULTS)') $(ARGS)
 
 # Packages for `make gpu-first` that a usual CUDA image lacks, and the commit, in .gpu-wheels, for a machine that has no
 # network and gets a copy of this checkout.
