@@ -259,6 +259,23 @@ def test_missing_packages_are_named_at_once(
     assert of_rich["status"] == "not run" and of_rich["why"] == "this Python lacks cyclopts, no_such_module"
 
 
+def test_golden_values_of_another_gpu_are_one_line(
+    pretended: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cases" / "case").mkdir(parents=True)
+    (tmp_path / "cases" / "case" / "golden_values_nvidia-h200.json").touch()
+    pretended.setattr(results, "CASES", tmp_path / "cases")
+    golden = replace(PASSES, name="cases", is_golden=True)
+    pretended.setattr(program, "stages", lambda: [Stage("golden", "", (golden, PASSES))])
+    assert program.main(["--results", str(tmp_path / "a")]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "nvidia-h200" in line]
+    assert lines == [
+        "---- golden, cases: not run, golden values are of nvidia-h200, and this GPU is pretended-gpu; --update-golden "
+        "writes its own next to them (0 s)"
+    ]
+    assert program.main(["--results", str(tmp_path / "b"), "--update-golden"]) == 0
+
+
 @pytest.mark.parametrize(
     ("tests", "skipped", "why"),
     [(3, 2, ""), (2, 2, "no test ran: 2 of 2 were skipped"), (0, 0, "no test ran: 0 of 0")],
