@@ -270,8 +270,8 @@ def test_golden_values_of_another_gpu_are_one_line(
     assert program.main(["--results", str(tmp_path / "a")]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "nvidia-h200" in line]
     assert lines == [
-        "---- golden, cases: not run, golden values are of nvidia-h200, and this GPU is pretended-gpu; --update-golden "
-        "writes its own next to them (0 s)"
+        "---- golden, cases: not run, golden values are of nvidia-h200, and this GPU is pretended-gpu; "
+        "--update-golden writes its own next to them (0 s)"
     ]
     assert program.main(["--results", str(tmp_path / "b"), "--update-golden"]) == 0
 
