@@ -65,8 +65,10 @@ def how_to_bring(packages: list[str]) -> str:
 
 def reason_against() -> str | None:
     """Returns why no test for GPUs can run here, in one line; None if they can, given their packages."""
-    import torch  # here: `make gpu-wheels` runs without it
-
+    try:
+        import torch  # here: `make gpu-wheels` runs without it
+    except ImportError as error:
+        return f"{sys.executable} cannot import torch ({error}); make ... PYTHON=python names a Python that can"
     if torch.cuda.is_available():
         return None
     listed = _gpus_of_the_driver()

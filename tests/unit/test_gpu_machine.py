@@ -128,6 +128,11 @@ def test_a_machine_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, liste
     assert str(reason_against()).startswith(reason)
 
 
+def test_a_python_without_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert str(reason_against()).startswith(f"{sys.executable} cannot import torch (")
+
+
 def test_make_collects_the_files_that_are_printed() -> None:
     runs = [
         subprocess.run(
