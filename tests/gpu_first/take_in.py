@@ -68,7 +68,7 @@ def take_in(archive: Path, root: Path = ROOT) -> list[str]:
     Raises:
         ArchiveError: it cannot be read, or is of another commit, device or form than it should. Nothing was written.
     """
-    contents = _read(archive)
+    contents = read_archive(archive)
     run = _run_of(archive, contents)
     check_commit(run.checkout, this_checkout(root), root)
     folder = root / "benchmarks" / "results"
@@ -112,8 +112,12 @@ def check_commit(of_results: Checkout, here: Checkout, root: Path) -> None:
         raise ArchiveError(f"these results are of {of_results}, and this checkout is of {here}; {remedy}")
 
 
-def _read(archive: Path) -> dict[str, bytes]:
-    """Returns the contents of an archive's plain files by their names."""
+def read_archive(archive: Path) -> dict[str, bytes]:
+    """Returns the contents of an archive's plain files by their names.
+
+    Raises:
+        ArchiveError: it cannot be read, is too large, or has no summary or log.
+    """
     contents: dict[str, bytes] = {}
     size = 0
     try:

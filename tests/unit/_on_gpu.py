@@ -1,10 +1,11 @@
-"""Marks of tests that need a GPU, and a process group of one rank on it, in the process of the test."""
+"""Marks of tests that need a GPU, and one rank on it, in the process of the test."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.base import device
+from tests.unit._spawn import run_distributed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ON_GPU = [pytest.mark.gpu, needs_gpu]
@@ -31,3 +33,12 @@ def one_rank_on_a_gpu() -> Iterator[None]:
             parallel_state.destroy_model_parallel()
             torch.cuda.synchronize()
             dist.destroy_process_group()
+
+
+def run_on_one_rank(device_type: str, function: Callable[..., object], *args: Any) -> None:
+    """Calls `function(device_type, *args)` on one rank: on a CPU in a process of its own, on a GPU in this one."""
+    if device_type == "cpu":
+        run_distributed(function, 1, device_type, *args)
+        return
+    with one_rank_on_a_gpu():
+        function(device_type, *args)

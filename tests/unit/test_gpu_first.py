@@ -1,34 +1,29 @@
-"""`make gpu-first`: its stages, limits, folder and archive, and the way back, with a GPU that is pretended."""
+"""`make gpu-first`: its stages, and how it runs them: limits, interrupts, the folder and the archive, bad input."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests._bare_python import bare_python, wheels_of
-from tests.functional._golden import METRICS, Golden, write_golden
 from tests.gpu_first import __main__ as program
-from tests.gpu_first import assumptions, results, take_in, wheels
+from tests.gpu_first import assumptions, results
 from tests.gpu_first import commands as running
-from tests.gpu_first.checkout import FILES, FOLDERS, NOTE, Checkout, hash_of_sources, leave_note, this_checkout
-from tests.gpu_first.commands import Outcome, living_members, reason_for_no_test, run_command
-from tests.gpu_first.results import Machine, Results, golden_arguments
+from tests.gpu_first.checkout import hash_of_sources
+from tests.gpu_first.commands import living_members, reason_for_no_test, run_command
+from tests.gpu_first.results import Machine, golden_arguments
 from tests.gpu_first.stages import MOST_MINUTES, NEW_CASES, Command, Stage, stages
-from tests.gpu_machine import CARRIED, PURE, ROOT, UNPACKED, gpu_files
+from tests.gpu_first.take_in import read_archive
+from tests.gpu_machine import ROOT, gpu_files
 from tests.unit._benchmark_modules import load
 
 GPU = "Pretended GPU"
@@ -127,6 +122,11 @@ FAILS = Command("fails", 1, _python("import sys; print('to stderr', file=sys.std
 HANGS = Command("hangs", 0.2, _python(FORKS))
 
 
+def _archive_of(folder: Path) -> Path:
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     handler = signal.getsignal(signal.SIGTERM)
@@ -137,12 +137,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     signal.signal(signal.SIGTERM, handler)
 
 
-def _packed(folder: Path) -> dict[str, bytes]:
-    (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        return {member.name: opened.extractfile(member).read() for member in opened}  # type: ignore[union-attr]
-
-
 def test_a_command_that_fails_or_hangs_does_not_end_the_others(
     pretended: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +144,7 @@ def test_a_command_that_fails_or_hangs_does_not_end_the_others(
     assert program.main(["--results", str(tmp_path / "new")]) == 1
     printed = capsys.readouterr().out
     assert printed.endswith("==== one, fails (failed); one, hangs (timed out)\n")
-    packed = _packed(tmp_path / "new")
+    packed = read_archive(_archive_of(tmp_path / "new"))
     summary = json.loads(packed["results.json"])
     assert (summary["device"], summary["driver"], summary["sources"]) == (GPU, "580", hash_of_sources())
     of_one = summary["stages"]["one"]
@@ -206,7 +200,7 @@ def test_an_interrupted_run_has_its_archive(ends_by: str, tmp_path: Path) -> Non
         else:
             pytest.fail("the command goes on")
         os.killpg(_group_of(printed), signal.SIGKILL)
-    of_one = json.loads(_packed(tmp_path / "new")["results.json"])["stages"]["one"]
+    of_one = json.loads(read_archive(_archive_of(tmp_path / "new"))["results.json"])["stages"]["one"]
     assert of_one["passes"]["status"] == "passed"
     assert [one["status"] for one in of_one.values()] == ["passed"] + ["interrupted"] * (ends_by == "a signal")
 
@@ -310,342 +304,3 @@ def test_zombies_are_not_waited_for() -> None:
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     assert living_members(zombie.pid) == [] and living_members(os.getpgrp())
     zombie.wait()
-
-
-# ---- packages that travel
-
-
-def _wheel(folder: Path, name: str, content: str) -> None:
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{name}/__init__.py", content)
-        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\n")
-
-
-def test_carried_wheels_fill_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / CARRIED).mkdir()
-    _wheel(tmp_path / CARRIED, "carried_and_missing", "VALUE = 3")
-    _wheel(tmp_path / CARRIED, "numpy", "raise AssertionError")
-    assert wheels.unpack_missing(tmp_path) == ["carried_and_missing-1.0"]
-    assert [path.name for path in (tmp_path / UNPACKED).iterdir() if "dist-info" not in path.name] == [
-        "carried_and_missing"
-    ]
-    assert __import__("carried_and_missing").VALUE == 3
-    assert wheels.unpack_missing(tmp_path) == []
-
-
-def test_a_damaged_wheel_is_named_and_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / CARRIED).mkdir()
-    _wheel(tmp_path / CARRIED, "carried_and_damaged", "VALUE = 3")
-    _wheel(tmp_path / CARRIED, "carried_and_whole", "VALUE = 4")
-    (damaged,) = (tmp_path / CARRIED).glob("*damaged*")
-    damaged.write_bytes(damaged.read_bytes()[:60])
-    assert wheels.unpack_missing(tmp_path) == ["carried_and_whole-1.0"]
-    ended = capsys.readouterr()
-    assert ended.err.startswith(f"warning: {damaged} cannot be unpacked: ") and ended.err.count("\n") == 1
-
-
-def test_a_failed_download_leaves_the_wheels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(wheels, "ROOT", tmp_path)
-    (tmp_path / CARRIED).mkdir()
-    _wheel(tmp_path / CARRIED, "old", "")
-    monkeypatch.setattr(wheels, "PURE", ("--no-such-option",))
-    with pytest.raises(SystemExit, match=r"error: pip ended with status 2; \.gpu-wheels is as it was"):
-        wheels.main(str(ROOT / "constraints.txt"))
-    assert [path.name for path in (tmp_path / CARRIED).iterdir()] == ["old-1.0-py3-none-any.whl"]
-
-
-# ---- the way back
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A checkout with one case, and one commit."""
-    root = tmp_path / "checkout"
-    for name, text in {
-        "core/a.py": "A = 1\n",
-        "tests/functional/cases/ddp/config.yaml": "kind: regular\n",
-        "benchmarks/results/old.txt": "old\n",
-        ".gitignore": f"{CARRIED}/\n",
-    }.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    _git(root, "init", "-q")
-    _commit(root)
-    return root
-
-
-def _git(root: Path, *arguments: str) -> None:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
-
-
-def _commit(root: Path, message: str = "a commit") -> None:
-    _git(root, "add", "-A")
-    _git(root, "commit", "-q", "--allow-empty", "-m", message)
-
-
-def _golden(device: str, loss: float = 1.0) -> Golden:
-    return Golden(device, "2.11", 1, 1, 2, 1, {metric: [loss, 0.5] for metric in METRICS})
-
-
-REPORT = {"device": "NVIDIA H200", "rows": []}
-
-
-def _run_of(root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the archive of a run in a checkout, which wrote golden values and a report of throughput."""
-    monkeypatch.setattr(results, "CASES", root / "tests" / "functional" / "cases")
-    run = Results(folder, this_checkout(root), Machine("NVIDIA H200", {"driver": "580"}))
-    run.write("a line\n")
-    golden = results.CASES / "ddp" / "golden_values_nvidia-h200.json"
-    write_golden(_golden("nvidia-h200"), golden)
-    (run.parts / "gpt_throughput-cuda-1b-ddp-2026-11-26.json").write_text(json.dumps(REPORT | {"folder": folder.name}))
-    (run.parts / "profile").mkdir()
-    (run.parts / "profile" / "trace.json.gz").write_bytes(b"a trace")
-    run.add("speed", "rows", Outcome("passed", 1.0))
-    golden.unlink()
-    return run.archive
-
-
-def test_results_come_home(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = _run_of(repository, tmp_path / "run", monkeypatch)
-    lines = take_in.take_in(archive, repository)
-    golden = repository / "tests/functional/cases/ddp/golden_values_nvidia-h200.json"
-    assert json.loads(golden.read_text())["values"]["loss"] == [1.0, 0.5]
-    written = {path.name for path in (repository / "benchmarks" / "results").iterdir()} - {"old.txt"}
-    day = json.loads(_packed(tmp_path / "run")["results.json"])["date"][:10]
-    summary = f"gpu_first-nvidia-h200-{day}"
-    assert written == {f"{summary}.json", f"{summary}.txt", "gpt_throughput-cuda-1b-ddp-2026-11-26.json"}
-    assert len(lines) == 4 and any(line.endswith("golden_values_nvidia-h200.json: new") for line in lines)
-    assert take_in.take_in(archive, repository) and len(list((repository / "benchmarks" / "results").iterdir())) == 4
-    # A second archive of the same code is taken in after a commit of these results; nothing is overwritten.
-    _commit(repository)
-    second = _run_of(repository, tmp_path / "again", monkeypatch)
-    take_in.take_in(second, repository)
-    assert (repository / "benchmarks" / "results" / f"{summary}-2.json").exists()
-    take_in.take_in(archive, repository)
-    reports = (repository / "benchmarks" / "results").glob("gpt_throughput-*.json")
-    assert sorted(json.loads(path.read_text())["folder"] for path in reports) == ["again", "run"]
-
-
-def test_reports_of_one_name_are_all_kept(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "gpt_throughput-cuda-1b-ddp-2026-11-26"
-    folder = repository / "benchmarks" / "results"
-    (folder / f"{name}.json").write_text("{}")
-    archive = _run_of(repository, tmp_path / "run", monkeypatch)
-    second = {f"parts/{name}-2.json": json.dumps(REPORT | {"folder": "second"}).encode()}
-    take_in.take_in(_repacked(archive, second), repository)
-    texts = [path.read_text() for path in folder.glob(f"{name}*")]
-    assert sorted(json.loads(text).get("folder", "") for text in texts) == ["", "run", "second"]
-
-
-def test_a_noted_commit_may_have_later_ones_of_other_files(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy without a repository has the note of an earlier commit with the same sources."""
-    leave_note(repository)
-    (repository / "README.md").write_text("words\n")
-    _commit(repository)
-    copy = tmp_path / "copy"
-    shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
-    archive = _run_of(copy, tmp_path / "run", monkeypatch)
-    take_in.take_in(archive, repository)
-    (repository / "core" / "a.py").write_text("A = 2\n")
-    with pytest.raises(take_in.ArchiveError, match="files differ"):
-        take_in.take_in(archive, repository)
-
-
-@pytest.mark.parametrize("what", ["code", "code, committed", "words", "another history"])
-def test_results_of_another_commit_are_refused(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    archive = _run_of(repository, tmp_path / "run", monkeypatch)
-    (repository / ("README.md" if what == "words" else "core/a.py")).write_text("A = 2\n")
-    if what != "code":
-        _commit(repository)
-    if what == "another history":
-        (repository / "core/a.py").write_text("A = 1\n")
-        shutil.rmtree(repository / ".git")
-        _git(repository, "init", "-q")
-        _commit(repository, "of another history")
-    with pytest.raises(take_in.ArchiveError, match=r"these results are of commit .*, and this checkout is .*commit"):
-        take_in.take_in(archive, repository)
-    assert [path.name for path in (repository / "benchmarks" / "results").iterdir()] == ["old.txt"]
-
-
-def test_a_copy_without_git_knows_its_commit(repository: Path, tmp_path: Path) -> None:
-    leave_note(repository)
-    here, copy = this_checkout(repository), tmp_path / "copy"
-    shutil.copytree(repository, copy, ignore=shutil.ignore_patterns(".git"))
-    assert here.commit and this_checkout(copy) == replace(here, is_noted=True)
-    (copy / "core" / "a.py").write_text("A = 2\n")
-    assert this_checkout(copy).commit is None and this_checkout(copy).sources != here.sources
-    (repository / "core" / "a.py").write_text("A = 2\n")
-    assert this_checkout(repository) == Checkout(f"{here.commit}+", this_checkout(copy).sources)
-
-
-def _repacked(archive: Path, change: dict[str, bytes | None]) -> Path:
-    """Returns a copy of an archive with other contents of some files."""
-    with tarfile.open(archive) as opened:
-        contents = {member.name: opened.extractfile(member).read() for member in opened}  # type: ignore[union-attr]
-    folder = archive.parent / "repacked"
-    shutil.rmtree(folder, ignore_errors=True)
-    for name, content in (contents | change).items():
-        if content is not None:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-    changed = archive.with_name("changed.tar.gz")
-    with tarfile.open(changed, "w:gz") as new:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                new.add(path, path.relative_to(folder).as_posix())
-    return changed
-
-
-def _merged(document: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _merged(value, change[name]) if isinstance(change.get(name), dict) else change.get(name, value)
-        for name, value in document.items()
-    }
-
-
-def _other_golden(tmp_path: Path, device: str) -> bytes:
-    write_golden(_golden(device), tmp_path / "golden.json")
-    return (tmp_path / "golden.json").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"results.json": None}, "has no results.json"),
-        ({"log.txt": None}, "has no log.txt"),
-        ({"results.json": b"{"}, "results.json is no JSON"),
-        ({"results.json": b"[" * 100_000}, "results.json is no JSON"),
-        ({"results.json": b"{}"}, "results.json is not as this command writes it"),
-        ({"results.json": {"commit": "--output=/tmp/written"}}, "is not as this command writes it"),
-        ({"results.json": {"commit": "HEAD"}}, "is not as this command writes it"),
-        ({"results.json": {"date": "2026-11-26/../../x"}}, "is not as this command writes it"),
-        ({"results.json": {"device": "../"}}, "is not as this command writes it"),
-        ({"results.json": {"device": "x" * 300}}, "is not as this command writes it"),
-        ({"results.json": {"device": "NVIDIA H100"}}, "is of device "),
-        ({"golden/ddp/golden_values_nvidia-h200.json": b"{}"}, "schema is None and this suite reads 1"),
-        (
-            {"golden/ddp/golden_values_nvidia-h200.json": "nvidia-h100"},
-            "is of device 'nvidia-h100', and the run was on nvidia-h200",
-        ),
-        (
-            {"golden/ddp/golden_values_nvidia-h100.json": "nvidia-h100"},
-            "is of device 'nvidia-h100', and the run was on nvidia-h200",
-        ),
-        ({"golden/new/golden_values_nvidia-h200.json": "nvidia-h200"}, "there is no case new here"),
-        ({"golden/ddp/golden_values_nvidia-h200.json": {"values": {"loss": [1.0, float("nan")]}}}, "finite numbers"),
-        ({"golden/ddp/golden_values_nvidia-h200.json": {"values": {"loss": ["1", "2"]}}}, "is not of schema 1"),
-        ({"golden/ddp/golden_values_nvidia-h200.json": {"end": 10**30}}, "is not of schema 1"),
-        ({"parts/gpt_throughput-x.json": b"[]"}, "has a list in the place of an object"),
-        ({"parts/gpt_throughput-x.json": b'{"device": "CPU"}'}, "is of device 'CPU', and the run was on"),
-    ],
-)
-def test_a_damaged_archive_is_refused_whole(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
-) -> None:
-    archive = _run_of(repository, tmp_path / "run", monkeypatch)
-    new: dict[str, bytes | None] = {}
-    for name, content in change.items():
-        if isinstance(content, str):
-            new[name] = _other_golden(tmp_path, content)
-        elif isinstance(content, dict):  # changes of a document
-            new[name] = json.dumps(_merged(json.loads(_packed(tmp_path / "run")[name]), content)).encode()
-        else:
-            new[name] = content
-    with pytest.raises(take_in.ArchiveError, match=message) as caught:
-        take_in.take_in(_repacked(archive, new), repository)
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in (repository / "benchmarks" / "results").iterdir()] == ["old.txt"]
-
-
-def test_what_is_no_archive_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.tar.gz").write_text("text")
-    for arguments in ([], [""], [str(tmp_path / "none.tar.gz")], [str(tmp_path / "text.tar.gz")]):
-        assert take_in.main(arguments) == 2
-        ended = capsys.readouterr()
-        assert ended.out == "" and ended.err.startswith("error: ") and ended.err.count("\n") == 1
-
-
-# ---- imitated with a pretended GPU, in a Python with the packages of a usual CUDA image, in a copy without git
-
-
-@pytest.fixture(scope="module")
-def lent_machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Returns a Python and a copy of the files, with what `make gpu-wheels` adds."""
-    python = bare_python(tmp_path_factory.mktemp("bare"))
-    (site,) = python.parents[1].glob("lib/python*/site-packages")
-    shutil.copy(Path(__file__).with_name("_pretended_gpu.py"), site / "sitecustomize.py")
-    copy = tmp_path_factory.mktemp("copy") / "checkout"
-    for name in (*FILES, *FOLDERS):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "golden_values_[!c]*"))
-        else:
-            copy.mkdir(exist_ok=True)
-            shutil.copy(source, copy / name)
-    wheels_of(PURE, copy / CARRIED)
-    note = Checkout("0" * 40, hash_of_sources(copy))
-    (copy / CARRIED / NOTE).write_text(json.dumps(asdict(note)))
-    return python, copy
-
-
-def _imitate(
-    machine: tuple[Path, Path], folder: Path, *only: str, **environment: str
-) -> tuple[int, str, dict[str, dict[str, str]]]:
-    """Runs stages; returns the status, the log, and the status of each command."""
-    python, copy = machine
-    ended = subprocess.run(
-        [python, "-m", "tests.gpu_first", "--results", folder, "--only", *only],
-        cwd=copy,
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PRETENDED_GPU": GPU, **environment},
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert (folder / "results.json").exists(), ended.stderr
-    summary = json.loads((folder / "results.json").read_text())
-    assert (summary["device"], summary["commit"], summary["is_noted"]) == (GPU, "0" * 40, True)
-    outcomes = {
-        stage: {name: outcome["status"] for name, outcome in commands.items()}
-        for stage, commands in summary["stages"].items()
-    }
-    return ended.returncode, (folder / "log.txt").read_text(), outcomes
-
-
-def test_a_lent_machine_collects_tests_of_kernels(lent_machine: tuple[Path, Path], tmp_path: Path) -> None:
-    status, log, outcomes = _imitate(lent_machine, tmp_path / "new", "kernels", PYTEST_ADDOPTS="--collect-only")
-    assert outcomes == {"kernels": {"kernels": "failed", "lanes": "failed"}} and status == 1  # no test ran
-    assert log.count("tests collected") == 2 and log.count("no test ran: 0 of 0 were skipped") == 2, log
-    assert "error" not in log.lower() and "unpacked " in log and "cyclopts" in log, log
-
-
-@pytest.mark.long
-def test_stages_pass_on_a_lent_machine(lent_machine: tuple[Path, Path], tmp_path: Path) -> None:
-    """All but `large`, whose models no CPU trains in minutes. Tests that use CUDA are left out."""
-    few = {"FEW": "on_gpus[ddp-tied-fp32],on_gpus[moe]", "PYTEST_ADDOPTS": "-p sitecustomize"}
-    stages = ("speed", "comparison", "golden", "new")
-    _, log, outcomes = _imitate(lent_machine, tmp_path / "new", *stages, **few)
-    assert outcomes["speed"] == {"assumptions": "passed", "first rows": "passed"}, log
-    assert (
-        outcomes["comparison"].keys() == {"against", "other rows"} and outcomes["comparison"]["other rows"] == "passed"
-    )
-    assert outcomes["golden"] == {"golden values": "passed"}, log
-    assert outcomes["new"] == {"new code": "failed", "new cases": "passed", "no rows": "failed"}, log
-    assert log.count("failed, status 5") == 2  # pytest's, where no test is left
-    packed = _packed(tmp_path / "new")
-    reports = [json.loads(content) for name, content in packed.items() if "/gpt_throughput" in name]
-    assert all(report["finished"] and report["versions"]["commit"] == "0" * 40 for report in reports)
-    assert sorted(len(report["rows"]) for report in reports) == [0, 2, 4]
-    (compared,) = [report["ratios"] for report in reports if report["ratios"]]
-    assert compared[0]["limit"] == 1.01  # which tiny layers on a CPU exceed
-    cases = {name.split("/")[1] for name in packed if name.startswith("golden/")}
-    assert cases == {"ddp-tied-fp32", "moe"}

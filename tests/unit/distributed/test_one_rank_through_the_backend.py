@@ -13,8 +13,7 @@ from core.base.parameters import local_part
 from core.comm import collectives
 from core.comm.record import record_of
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
-from tests.unit._spawn import run_distributed
+from tests.unit._on_gpu import ON_GPU, run_on_one_rank
 from tests.unit.distributed._toys import Block, batches, build, communication_of, loss_of, toy
 
 
@@ -52,14 +51,6 @@ def _compare(device: str, kind: str, fields: dict[str, Any]) -> None:
     assert norms == norms_through and all(map(torch.equal, weights, through))
 
 
-def _on(device: str, function: Any, *args: Any) -> None:
-    if device == "cpu":
-        run_distributed(function, 1, device, *args)
-        return
-    with one_rank_on_a_gpu():
-        function(device, *args)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize(
     ("kind", "fields"),
@@ -75,7 +66,7 @@ def _on(device: str, function: Any, *args: Any) -> None:
 def test_one_rank_through_the_lane(device: str, kind: str, fields: dict[str, Any]) -> None:
     if device == "cpu" and "average_in_collective" in fields:
         pytest.skip("gloo has no average")
-    _on(device, _compare, kind, fields)
+    run_on_one_rank(device, _compare, kind, fields)
 
 
 def _fsdp2_equals_ddp(device: str) -> None:
@@ -108,4 +99,4 @@ def _each_collective_of_fsdp2(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("function", [_fsdp2_equals_ddp, _each_collective_of_fsdp2])
 def test_fsdp2_on_one_rank(device: str, function: Any) -> None:
-    _on(device, function)
+    run_on_one_rank(device, function)

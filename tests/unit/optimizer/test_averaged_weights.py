@@ -17,7 +17,7 @@ from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
-from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
+from tests.unit._on_gpu import ON_GPU, run_on_one_rank
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
@@ -125,24 +125,16 @@ def _equals_formula(device: str, wrapper: str, decay: float | None) -> None:
     assert_same_sums(found, {name: tensor.float() for name, tensor in expected.items()}, 3 * STEPS)
 
 
-def _on(device: str, function: Any, *args: Any) -> None:
-    if device == "cpu":
-        run_distributed(function, 1, device, *args)
-        return
-    with one_rank_on_a_gpu():
-        function(device, *args)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decay", [0.9, None])
 def test_one_device_has_the_bits_of_torchs(device, decay):
-    _on(device, _equals_torchs, decay)
+    run_on_one_rank(device, _equals_torchs, decay)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("wrapper", "decay"), [("ddp", 0.9), ("zero2", None), ("zero3", 0.9), ("fsdp2", None)])
 def test_averages_of_masters_are_near_double(device, wrapper, decay):
-    _on(device, _equals_formula, wrapper, decay)
+    run_on_one_rank(device, _equals_formula, wrapper, decay)
 
 
 def _swapped(wrapper: str, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.weights import WeightReceiver, WeightSender, WeightStream
-from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
+from tests.unit._on_gpu import ON_GPU, run_on_one_rank
 from tests.unit._rounding import assert_same
-from tests.unit._spawn import run_distributed
 from tests.unit.weights._models import BUCKET, fill, gpt, start, wrapped
 
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -54,18 +52,10 @@ def _streams(device: str, kind: str) -> None:
                 assert_same(_on_the_cpu(stream, device), rounded)
 
 
-def _on(device: str, function: Any, *args: Any) -> None:
-    if device == "cpu":
-        run_distributed(function, 1, device, *args)
-        return
-    with one_rank_on_a_gpu():
-        function(device, *args)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["ddp", "zero3", "fsdp2"])
 def test_a_stream_has_the_bits_of_the_cpu(device: str, kind: str) -> None:
-    _on(device, _streams, kind)
+    run_on_one_rank(device, _streams, kind)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from core.distributed import finalize_model_grads
 from core.distributed.model import offloaded_activations
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
+from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu, run_on_one_rank
 from tests.unit._rounding import assert_same
-from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, build
 
 STEPS = 3
@@ -85,11 +84,7 @@ def _has_the_same_bits(device: str, kind: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": "full"}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_has_the_same_bits(device: str, kind: str, fields: dict[str, Any]) -> None:
-    if device == "cpu":
-        run_distributed(_has_the_same_bits, 1, device, kind, fields)
-        return
-    with one_rank_on_a_gpu():
-        _has_the_same_bits(device, kind, fields)
+    run_on_one_rank(device, _has_the_same_bits, kind, fields)
 
 
 FREED_LATE = "memory that another stream reads is free once the allocator finds its event: layers later, or never"
