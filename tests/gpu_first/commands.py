@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def living_members(group: int) -> list[int]:
-    """Returns the processes of a group that have not ended. Orphans that nobody waits for stay zombies."""
+    """Returns the processes of a group that have not ended. Orphans stay zombies where no process waits for them."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
