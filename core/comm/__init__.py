@@ -4,6 +4,7 @@
 | --- | --- |
 | `collectives` | of flat buffers, and torch's on any tensor; ``what=`` names each in messages; their memory |
 | `gloo` | exchanges pieces directly between ranks under gloo, and adds them |
+| `messages` | what travels in the place of a tensor: contiguous, in a dtype of every backend |
 | `streams` | streams of a GPU, and the points at which they wait for each other |
 | `lane` | runs collectives while the rank computes, and reads numbers of the device without stopping it |
 | `record` | records the calls of this rank; asks other ranks for theirs when one fails |

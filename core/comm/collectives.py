@@ -25,6 +25,7 @@ from ..base.host_memory import transient_memory
 from . import gloo
 from .call import message_tag
 from .gloo import EXCHANGE_TAG, Sum, add_in_fp32, add_in_tree, store
+from .messages import as_message, write_back
 from .record import recorded
 
 
@@ -44,15 +45,22 @@ def all_reduce_by_backend(
 
     Raises:
         OutOfStepError: other ranks did not join; with `async_op`, when it is waited for.
+        ValueError: `async_op` for a tensor that is not contiguous, which has to be copied afterwards.
     """
-    return _run("all-reduce", what, tensor, group, lambda: dist.all_reduce(tensor, op, group, async_op))
+    message = tensor.contiguous()
+    if async_op and message is not tensor:
+        raise ValueError(f"an asynchronous all-reduce of {what} needs a contiguous tensor; got {tensor.stride()}")
+    work = _run("all-reduce", what, tensor, group, lambda: dist.all_reduce(message, op, group, async_op))
+    write_back(tensor, message)
+    return work
 
 
 def all_gather_by_backend(
     output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
 ) -> dist.Work | None:
     """Gathers `[n, ...]` of every rank into `output`, `[ranks * n, ...]`. Else as :func:`all_reduce_by_backend`."""
-    return _run("all-gather", what, output, group, lambda: all_gather_single(output, input_, group, async_op))
+    target, own = as_message(output) if output.is_contiguous() else output, as_message(input_)
+    return _run("all-gather", what, output, group, lambda: all_gather_single(target, own, group, async_op))
 
 
 def reduce_scatter_by_backend(
@@ -84,12 +92,15 @@ def all_to_all_by_backend(
 
 
 def broadcast_by_backend(tensor: Tensor, group: ProcessGroup | None = None, *, what: str) -> None:
-    """Overwrites `tensor` with that of the group's first rank.
+    """Overwrites `tensor`, of any layout and dtype, with that of the group's first rank.
 
     Raises:
         OutOfStepError: other ranks did not join.
+        ShardstackError: as `write_back` does.
     """
-    _run("broadcast", what, tensor, group, lambda: dist.broadcast(tensor, group=group, group_src=0))
+    message = as_message(tensor)
+    _run("broadcast", what, tensor, group, lambda: dist.broadcast(message, group=group, group_src=0))
+    write_back(tensor, message)
 
 
 def exchange(
@@ -106,8 +117,8 @@ def exchange(
     or receive.
 
     Args:
-        sends: contiguous tensors, each with the rank in the group that gets it.
-        receives: contiguous tensors to fill, each with the rank that sends it.
+        sends: tensors, each with the rank in the group that gets it.
+        receives: tensors to fill, each with the rank that sends it.
         copies: targets and values on this rank, which are copied meanwhile.
 
     Raises:
@@ -121,13 +132,19 @@ def exchange(
     payload = next((tensor for tensor, _ in (*receives, *sends)), torch.empty(0))
     with recorded("exchange", what, payload, group):
         tag = message_tag(EXCHANGE_TAG)
-        calls = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank, tag=tag) for tensor, rank in receives]
-        calls += [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank, tag=tag) for tensor, rank in sends]
+        messages = [as_message(tensor) for tensor, _ in receives]
+        calls = [
+            dist.P2POp(dist.irecv, message, group=group, group_peer=rank, tag=tag)
+            for message, (_, rank) in zip(messages, receives, strict=True)
+        ]
+        calls += [dist.P2POp(dist.isend, as_message(t), group=group, group_peer=rank, tag=tag) for t, rank in sends]
         works = dist.batch_isend_irecv(calls) if calls else ()
         for target, values in copies:
             target.copy_(values)
         for work in works:
             work.wait()
+        for message, (tensor, _) in zip(messages, receives, strict=True):
+            write_back(tensor, message)
 
 
 def _run(
@@ -252,7 +269,7 @@ def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
     if _exchanges_directly(group, output):
         gloo.start_all_gather(output, input_, group).wait()
     else:
-        all_gather_single(output, input_, group)
+        all_gather_single(as_message(output), as_message(input_), group)
 
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]

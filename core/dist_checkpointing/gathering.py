@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from ..base.errors import CheckpointError
 from ..base.host_memory import LentMemory
 from ..comm.collectives import exchange
+from ..comm.messages import as_message
 from .agreement import Ranks, held_parts, is_of_first_rank
 from .global_view import Box, overlap
 
@@ -111,29 +112,18 @@ def move(
     """
     for what, transfers in planned:
         sends, receives = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
-        own, arrived = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        own = list[tuple[Tensor, Tensor]]()
         packed = dict[tuple[str, Box, Box], Tensor]()
         for name, box, cut, want, place, source, receiver in transfers:
             if receiver != ranks.rank:
                 if (name, box, want) not in packed:
-                    packed[name, box, want] = as_bytes(held[name][box][cut].to(dtypes[name]).contiguous())
+                    packed[name, box, want] = as_message(held[name][box][cut].to(dtypes[name]))
                 sends.append((packed[name, box, want], receiver))
             elif source != ranks.rank:
-                target = targets[name][want][place]
-                if not target.is_contiguous():
-                    arrived.append((target, torch.empty_like(target, memory_format=torch.contiguous_format)))
-                    target = arrived[-1][1]
-                receives.append((as_bytes(target), source))
+                receives.append((targets[name][want][place], source))
             elif name in targets:
                 own.append((targets[name][want][place], held[name][box][cut]))
         exchange(sends, receives, ranks.group, what=what, copies=own)
-        for target, received in arrived:
-            target.copy_(received)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Views a contiguous tensor as its bytes, `[n]`."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

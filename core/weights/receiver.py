@@ -29,7 +29,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import WeightsError
 from ..base.text import rank_list
-from ..dist_checkpointing.gathering import ParamMeta, as_bytes
+from ..comm.messages import as_bytes
+from ..dist_checkpointing.gathering import ParamMeta
 from .patches import WeightPatch
 
 Backend = Literal["gloo", "nccl"]

@@ -26,6 +26,7 @@ from ...base import device
 from ...base.errors import WrapError
 from ...base.parameters import local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
+from ...comm.messages import write_back
 from ...tensor_parallel.groups import copy_shard
 from ...tensor_parallel.initialization import initialize_parameters
 from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
@@ -47,8 +48,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
             local = local_part(tensor.detach())
             message = local.to(device.current_device())
             broadcast_by_backend(message, group, what="initial values")
-            if message is not local:
-                local.copy_(message)
+            write_back(local, message)
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
         message = torch.cat([buffer.reshape(-1).to(device.current_device()) for buffer in buffers])
         broadcast_by_backend(message, group, what="the model's buffers")
         for buffer, values in zip(buffers, message.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+            write_back(buffer, values)
 
 
 def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
