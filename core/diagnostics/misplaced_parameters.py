@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base.errors import CheckpointError, UnitError
 from ..base.parameters import local_part
+from ..dist_checkpointing.model_state import ValuesToLoad
 
 _SAYS_MIXED = "mixed torch.Tensor and DTensor"
 _TORCH = str(Path(torch.__file__).parent)
@@ -133,7 +134,7 @@ def reject_plain_state_dicts(root: nn.Module) -> None:
 
 def _checker(names: list[str]) -> Callable[..., None]:
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in names:
+        for name in names if not isinstance(state_dict, ValuesToLoad) else ():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 raise CheckpointError(

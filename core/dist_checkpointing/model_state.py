@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,9 @@ def load_model_state_dict(
     differences of dtype are errors. One of several tied names suffices; several must agree. Holds at most one whole
     tensor in addition to the dict. Local if all values are plain, else collective over `process_group`.
 
+    Hooks of the module and its submodules run, as in `torch.nn.Module.load_state_dict`: those registered to run before
+    get a copy of the dict, and may rename and convert its values; those registered to run after see the filled module.
+
     Args:
         strict: names must match exactly. If False, the names in common are loaded; there must be at least one.
 
@@ -125,22 +128,61 @@ def load_model_state_dict(
         torch's named tuple ``(missing_keys, unexpected_keys)``; both empty if strict.
 
     Raises:
-        CheckpointError: names all problems together, on all ranks if collective, before anything is written.
+        CheckpointError: names all problems together, on all ranks if collective, before anything is written. Also a
+            module that loads by a method of its own class, which copies what it is given by itself.
     """
     targets = _targets(module)
     ranks = Ranks(process_group, alone=not any(isinstance(value, DTensor) for value in state_dict.values()))
+    values, keys = ranks.on_all(lambda: _run_hooks_before(module, state_dict))
     names_of_targets = {name for names, _ in targets for name in names}
-    keys = _IncompatibleKeys(
-        missing_keys=[name for names, _ in targets if state_dict.keys().isdisjoint(names) for name in names],
-        unexpected_keys=[name for name in state_dict if name not in names_of_targets],
-    )
-    ranks.on_all(lambda: _check(targets, state_dict, keys, strict))
+    keys.missing_keys.extend(name for names, _ in targets if values.keys().isdisjoint(names) for name in names)
+    keys.unexpected_keys.extend(name for name in values if name not in names_of_targets)
+    ranks.on_all(lambda: _check(targets, values, keys, strict))
     with torch.no_grad():
         for names, target in targets:
-            name = next((name for name in names if name in state_dict), None)
+            name = next((name for name in names if name in values), None)
             if name is not None:
-                _copy(state_dict[name], target)
+                _copy(values[name], target)
+    _run_hooks_after(module, keys)
     return keys
+
+
+class ValuesToLoad(dict[str, Any]):
+    """A state dict on its way through the hooks of a module. Its values need not be laid out as the module's own."""
+
+
+def _run_hooks_before(module: nn.Module, state_dict: Mapping[str, Any]) -> tuple[ValuesToLoad, _IncompatibleKeys]:
+    """Returns the state dict as the hooks leave it, and the names that they report as missing and unexpected."""
+    values, keys, errors = ValuesToLoad(state_dict), _IncompatibleKeys([], []), list[str]()
+    versions = getattr(state_dict, "_metadata", {})
+    for name, member in module.named_modules(remove_duplicate=False):
+        loaders = {"_load_from_state_dict", "load_state_dict"} if member is module else {"_load_from_state_dict"}
+        if own := [loader for loader in sorted(loaders) if not _is_known(getattr(member, loader))]:
+            raise CheckpointError(
+                f"{name or 'the module'} ({type(member).__name__}) has a {own[0]} of its own, which cannot be given "
+                "whole tensors where it has shards; convert them in a hook in its place "
+                "(register_load_state_dict_pre_hook), or call module.load_state_dict with tensors laid out as its own"
+            )
+        for hook in member._load_state_dict_pre_hooks.values():
+            arguments = (versions.get(name, {}), True, keys.missing_keys, keys.unexpected_keys, errors)
+            hook(values, f"{name}." if name else "", *arguments)
+    if errors:
+        raise CheckpointError(
+            f"hooks of the module refuse the state dict, and nothing was loaded: {'; '.join(errors)}"
+        )
+    return values, keys
+
+
+def _is_known(loader: Callable[..., Any]) -> bool:
+    """Returns whether a method of a module copies tensors as `nn.Module` does: torch's own, and this library's."""
+    return getattr(loader, "__module__", "").startswith(("torch.nn.", f"{__name__.partition('.')[0]}."))
+
+
+def _run_hooks_after(module: nn.Module, keys: _IncompatibleKeys) -> None:
+    for child in module.children():
+        _run_hooks_after(child, keys)
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, keys)
 
 
 def _targets(module: nn.Module) -> list[tuple[list[str], torch.Tensor]]:

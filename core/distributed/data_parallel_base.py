@@ -328,6 +328,8 @@ class _BaseDataParallel(EngineVerbs):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copies into the module's parameters and buffers. Every rank calls it.
 
+        `TorchFullyShardedDataParallel` has its own, which loads nothing.
+
         Args:
             state_dict: whole tensors, as those of a plain module; or this rank's parts, as `load_model_state_dict`
                 takes them. The module's own tensors, which a checkpoint loader has filled in place, stay as they are.
@@ -341,7 +343,7 @@ class _BaseDataParallel(EngineVerbs):
                 "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
                 "wrapper's memory; leave it out"
             )
-        if self.engine is Engine.FSDP2 or any(isinstance(value, FlatRange) for value in state_dict.values()):
+        if any(isinstance(value, FlatRange) for value in state_dict.values()):
             return load_model_state_dict(self.module, state_dict, strict, process_group=self.process_group)
         with self.whole_parameters():
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
@@ -340,6 +342,29 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             when = "after optimizer.step() and before the next forward, when the module shows its shards"
             raise lost_write(self.torch_state.name_of(index), when)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Does nothing: tensors were loaded in place by the checkpoint loader, as with Megatron-LM's wrapper.
+
+        Args:
+            state_dict: the module's own tensors. Anything else is not loaded either, which a warning says:
+                `core.dist_checkpointing.load_model_state_dict` loads whole and sharded tensors.
+            strict, assign: not read.
+
+        Returns:
+            torch's named tuple ``(missing_keys, unexpected_keys)``, both empty.
+        """
+        own = {0} | {_storage_of(tensor) for tensor in self.module.state_dict().values()} - {None}
+        values = state_dict.items() if isinstance(state_dict, Mapping) else ()
+        tensors = ((name, value) for name, value in values if isinstance(value, torch.Tensor))
+        if foreign := [name for name, tensor in tensors if _storage_of(tensor) not in own]:
+            warnings.warn(
+                "TorchFullyShardedDataParallel.load_state_dict loads nothing: it expects the module's own tensors, "
+                f"filled in place by a checkpoint loader, and was given others, such as {foreign[0]}; load whole or "
+                "sharded tensors with core.dist_checkpointing.load_model_state_dict(module, state_dict)",
+                stacklevel=2,
+            )
+        return _IncompatibleKeys([], [])
+
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
             "parameters": [*self.torch_state.shard_tensors(), *self.module.buffers()],
@@ -361,3 +386,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):
             return super()._apply(fn, recurse)
+
+
+def _storage_of(value: Any) -> int | None:
+    """Returns the address of a tensor's memory, or of its local shard's, 0 without elements. None without memory."""
+    try:
+        return local_part(value.detach()).untyped_storage().data_ptr()
+    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, a sparse one, or one that has parts
+        return None

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from core import parallel_state
 from core.dist_checkpointing import load_model_state_dict
+from core.distributed import TorchFullyShardedDataParallel
 from core.optimizer import MegatronOptimizer
 from tests.compositions.composition import Composition
 from tests.compositions.data import MicroBatch, micro_batch
@@ -24,7 +25,8 @@ from tests.functional._runs import Curve
 
 def load(model: nn.Module, module: nn.Module, values: dict[str, Tensor]) -> None:
     """Loads values into a model, and the module in it, as the users of each wrapper do."""
-    if any(isinstance(value, DTensor) for value in values.values()):
+    in_place = isinstance(model, TorchFullyShardedDataParallel)  # whose `load_state_dict` does nothing
+    if in_place or any(isinstance(value, DTensor) for value in values.values()):
         load_model_state_dict(module, values)
     else:
         model.load_state_dict(values)

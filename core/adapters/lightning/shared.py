@@ -26,13 +26,14 @@ from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapErr
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.index import CheckpointIndex
+from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
 from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
 from ...distributed.plan.units import UnitChoice
 from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
-from ..bridge.checkpoints import decode, encode, load_trained, save_trained
+from ..bridge.checkpoints import load_trained, save_trained
 from ..bridge.sharding import units_by_class, world_mesh
 from ..bridge.trained import TorchOptimizer, Trained, build_update, wrapper_of
 from ..bridge.translation import FSDP2, STRATEGIES, config_of, reject_reproducible

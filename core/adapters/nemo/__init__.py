@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from ...base.dtypes import LOW_PRECISION
 from ...base.errors import ParallelConfigError, warn_once
@@ -39,6 +40,7 @@ __all__ = [
     "get_hf_tp_shard_plan",
     "import_classes_from_paths",
     "nvfsdp_strategy_parallelize",
+    "to_cpu",
     "translate_to_torch_parallel_style",
 ]
 
@@ -263,3 +265,21 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
         "optimizer of core.optimizer keeps fp32 masters of weights in low precision. No number changes"
     )
     return None
+
+
+def to_cpu(v: Any) -> Any:
+    """Returns a tensor in host memory (NeMo Automodel's function).
+
+    A DTensor on a GPU is gathered whole, so that all of its ranks call it. One on the CPU gives its local tensor.
+    Anything that is no tensor is returned as it is.
+
+    Raises:
+        ValueError: a tensor on another kind of device, such as the meta device, which has no values.
+    """
+    if not isinstance(v, torch.Tensor):
+        return v
+    if v.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"to_cpu was given a tensor on the device {v.device}; give one on a GPU or the CPU")
+    if not isinstance(v, DTensor):
+        return v.cpu()
+    return v.to_local() if v.device.type == "cpu" else v.full_tensor().cpu()

@@ -12,6 +12,7 @@ from core.base.errors import CheckpointError
 from core.dist_checkpointing import load_model_state_dict, local_slices, local_tensor, model_state_dict
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, toy, whole
+from tests.unit.distributed._toys import build
 
 
 def _full() -> dict[str, torch.Tensor]:
@@ -164,3 +165,74 @@ def test_a_module_without_values_or_with_other_state_is_refused():
 
     with pytest.raises(CheckpointError, match="_extra_state"):
         model_state_dict(_Extra(1, 1))
+
+
+class _Converted(nn.Module):
+    """Loads a weight that older checkpoints have under another name and a tenth of its size, and keeps its sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 3))
+        self.register_load_state_dict_pre_hook(self._convert)
+        self.register_load_state_dict_post_hook(self._sum_up)
+        self.total: torch.Tensor | None = None
+        self.reported: list[str] = []
+
+    @staticmethod
+    def _convert(module: nn.Module, state_dict: dict, prefix: str, *unused: object) -> None:
+        if f"{prefix}old" in state_dict:
+            state_dict[f"{prefix}weight"] = 10 * state_dict.pop(f"{prefix}old")
+
+    @staticmethod
+    def _sum_up(module: nn.Module, keys: tuple[list[str], list[str]]) -> None:
+        module.total, module.reported = local_tensor(module.weight).sum(), list(keys[0])
+
+
+def _old_checkpoint() -> dict[str, torch.Tensor]:
+    return {"0.old": torch.arange(24.0).view(8, 3), "1.weight": torch.ones(2, 3), "1.bias": torch.ones(2)}
+
+
+def _loads_through_hooks(kind: str) -> None:
+    if kind == "plain":
+        module = nn.Sequential(_Converted(), nn.Linear(3, 2))
+    else:
+        module = build(kind, nn.Sequential(_Converted(), nn.Linear(3, 2)), unit_classes=(nn.Linear,)).module
+    given = _old_checkpoint()
+    load_model_state_dict(module, given)
+    weight, expected = module[0].weight, 10 * torch.arange(24.0).view(8, 3)
+    mine = expected if kind == "plain" else expected.chunk(dist.get_world_size())[dist.get_rank()]
+    assert torch.equal(local_tensor(weight), mine) and module[0].total == mine.sum()
+    assert list(given) == ["0.old", "1.weight", "1.bias"]  # the caller's dict stays as it is
+    keys = load_model_state_dict(module, {"1.bias": torch.zeros(2)}, strict=False)
+    assert keys.missing_keys == ["0.weight", "1.weight"] == module[0].reported
+    hook = module[1].register_load_state_dict_pre_hook(lambda *arguments: arguments[-1].append("too old"))
+    with pytest.raises(CheckpointError, match=r"hooks of the module refuse the state dict, and nothing .*: too old"):
+        load_model_state_dict(module, given)
+    hook.remove()
+
+
+def test_load_hooks_run_on_a_plain_module() -> None:
+    _loads_through_hooks("plain")
+
+
+def test_load_hooks_run_under_fsdp2() -> None:
+    run_distributed(_loads_through_hooks, 2, "fsdp2")
+
+
+class _LoadsByItself(nn.Linear):
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments: object) -> None:
+        state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def test_a_module_that_loads_by_itself_is_refused() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), _LoadsByItself(3, 2))
+    before = module[1].weight.clone()
+    with pytest.raises(CheckpointError, match=r"1 \(_LoadsByItself\) has a _load_from_state_dict of its own"):
+        load_model_state_dict(module, module.state_dict())
+    assert torch.equal(module[1].weight, before)
+    whole_model = nn.Linear(3, 2)
+    whole_model.load_state_dict = lambda *unused, **ignored: None
+    with pytest.raises(CheckpointError, match=r"the module \(Linear\) has a load_state_dict of its own"):
+        load_model_state_dict(whole_model, whole_model.state_dict())
+    load_model_state_dict(nn.BatchNorm1d(3), nn.BatchNorm1d(3).state_dict())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from core.base.errors import ParallelConfigError, ShardstackError, WrapError
+from core.dist_checkpointing import load_model_state_dict, model_state_dict
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
@@ -160,13 +162,42 @@ def test_load_state_dict_copies_and_misses_no_key(kind: str) -> None:
     model = build(kind, toy(seed=1))
     model.load_state_dict(model.state_dict())
     given = toy(seed=2).state_dict()
+    if kind == "fsdp2":
+        _check_that_nothing_is_loaded(model, given)
+        return
     model.load_state_dict(given)
     assert all(torch.equal(full(tensor), given[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(RuntimeError, match=r"frozen"):
         model.load_state_dict({name: tensor for name, tensor in given.items() if name != "frozen"})
-    if kind in ("zero3", "fsdp2"):
+    if kind == "zero3":
         with pytest.raises(ParallelConfigError, match="assign=True"):
             model.load_state_dict(given, assign=True)
+
+
+def _check_that_nothing_is_loaded(model: nn.Module, others: dict[str, Tensor]) -> None:
+    """FSDP2's `load_state_dict` is a no-op, which warns of tensors that are not the module's own."""
+    before = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}
+    own, copies = model.state_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert "load_state_dict" in vars(type(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for quiet in (own, model_state_dict(model.module), {name: own[name] for name in list(own)[:2]}, {}, None):
+            for strict in (True, False):
+                assert model.load_state_dict(quiet, strict) == ([], [])
+        assert model.load_state_dict({"other": 3, "text": "a"}, assign=True) == ([], [])
+    one_foreign = own | {"gone": torch.zeros(3)}
+    for foreign in (others, copies, one_foreign, {"gone": torch.zeros(3)}, {"sparse": torch.eye(3).to_sparse()}):
+        with pytest.warns(
+            UserWarning, match=r"loads nothing.*core\.dist_checkpointing\.load_model_state_dict\(module"
+        ):
+            assert model.load_state_dict(foreign, strict=True) == ([], [])
+    loss_of(model, batches(0)[0])  # the last unit and the root stay gathered
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(own)
+    assert all(torch.equal(full(tensor), before[name]) for name, tensor in model.state_dict().items())
+    load_model_state_dict(model.module, others)
+    assert all(torch.equal(full(tensor), others[name]) for name, tensor in model.state_dict().items())
 
 
 @on_ranks(2)

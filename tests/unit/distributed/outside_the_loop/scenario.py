@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.distributed import finalize_model_grads
+from core.dist_checkpointing import load_model_state_dict
+from core.distributed import TorchFullyShardedDataParallel, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import batches, build, full, loss_of, toy
@@ -58,6 +59,13 @@ class Run:
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        """Loads whole tensors, as the users of each wrapper do."""
+        if isinstance(self.model, TorchFullyShardedDataParallel):  # whose `load_state_dict` does nothing
+            load_model_state_dict(self.inner, values)
+        else:
+            self.model.load_state_dict(values)
 
     def zero(self) -> None: ...
     def backward(self, index: int, *, is_last: bool = True) -> None: ...

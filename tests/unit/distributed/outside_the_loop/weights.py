@@ -16,7 +16,7 @@ from tests.unit.distributed.outside_the_loop.scenario import HIDDEN, Run, bf16_t
 def weights_are_loaded_under_low_precision(run: Run) -> None:
     run.train(2)
     loaded = toy(seed=7, tied=False).bfloat16().state_dict()
-    run.model.load_state_dict(loaded)
+    run.load(loaded)
     run.train(2, first=2)
     # Two steps of AdamW at a rate of 0.05 move a weight by 0.1 or so; the one that was trained was up to 3 away.
     assert all(largest(tensor - loaded[name]) < 0.3 for name, tensor in run.weights().items())
@@ -38,7 +38,7 @@ def rows_change_places_under_low_precision(run: Run) -> None:
 def weights_are_loaded_right_after_the_step(run: Run) -> None:
     for step in range(2):
         run.train(1, first=step)
-        run.model.load_state_dict(toy(seed=7 + step, tied=False).state_dict())
+        run.load(toy(seed=7 + step, tied=False).state_dict())
     run.train(1, first=2)
 
 
@@ -46,7 +46,7 @@ def weights_are_loaded_right_after_the_step(run: Run) -> None:
 def weights_are_loaded_after_a_forward_without_backward(run: Run) -> None:
     run.train()
     run.forward(1)
-    run.model.load_state_dict(toy(seed=7, tied=False).state_dict())
+    run.load(toy(seed=7, tied=False).state_dict())
     run.train(1, first=2)
 
 
