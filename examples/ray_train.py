@@ -17,7 +17,7 @@ from torch import nn
 import core.base.device
 from core import dist_checkpointing as checkpoints
 from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer import OptimizerConfig, RunState, get_megatron_optimizer
 
 
 def train(settings: dict[str, Any]) -> None:
@@ -29,11 +29,9 @@ def train(settings: dict[str, Any]) -> None:
     group, units = torch.distributed.group.WORLD, [nn.TransformerEncoderLayer]
     model = wrap_model(model, None, FullyShardedDataParallelConfig(), process_group=group, sub_modules_to_wrap=units)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
-    folder, first = Path(settings["folder"]), 0
+    state, folder, first = RunState(model, optimizer), Path(settings["folder"]), 0
     if last := checkpoints.latest_checkpoint(folder) if folder.exists() else None:
-        found = checkpoints.load(checkpoints.model_state_dict(model.module) | optimizer.state_tensors(), last)
-        optimizer.load_state_scalars(found["optimizer"])
-        first = found["step"]
+        first = state.load(last)["step"]
     for step in range(first, settings["steps"]):
         samples = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
         batch = torch.randn(4, 8, 32, generator=samples).to(core.base.device.current_device())
@@ -41,9 +39,7 @@ def train(settings: dict[str, Any]) -> None:
         (loss := (model(batch) - batch.roll(1, 1)).square().mean()).backward()
         finalize_model_grads([model])
         _, norm, _ = optimizer.step()
-        state = checkpoints.model_state_dict(model.module) | optimizer.state_tensors()
-        done = {"step": step + 1, "optimizer": optimizer.state_scalars()}
-        checkpoints.save(state, checkpoints.checkpoint_directory(folder, step + 1), metadata=done)
+        state.save(checkpoints.checkpoint_directory(folder, step + 1), metadata={"step": step + 1})
         ray.train.report({"step": step + 1, "loss": loss.item(), "grad_norm": norm})
 
 

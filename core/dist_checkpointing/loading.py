@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
@@ -96,7 +98,26 @@ def load(
         report(line)
     for tensor, stand_in in casts.values():
         tensor.detach().copy_(stand_in)
+    note_loaded(sharded_state_dict[name] for name in targets)
     return sharded_state_dict.as_loaded() if isinstance(sharded_state_dict, ShardedStateDict) else index.metadata
+
+
+_called_when_loaded = WeakTensorKeyDictionary()
+"""What owners of tensors want to be called at a load. `when_loaded` adds to it; an entry ends with its tensor."""
+
+
+def when_loaded(tensors: Iterable[Tensor], call: Callable[[], None]) -> None:
+    """Makes `note_loaded` of these tensors call a bound method, as long as the tensors and its object exist."""
+    method = weakref.WeakMethod(call)
+    for tensor in tensors:
+        _called_when_loaded[tensor] = method
+
+
+def note_loaded(tensors: Iterable[Tensor]) -> None:
+    """Tells the owners of tensors that a checkpoint, or another rank's copy of one, has filled them."""
+    for method in {_called_when_loaded[tensor] for tensor in tensors if tensor in _called_when_loaded}:
+        if (call := method()) is not None:
+            call()
 
 
 def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | None = None) -> None:

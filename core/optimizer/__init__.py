@@ -13,6 +13,7 @@ from .param_groups import (
     ParamWithNamePredicate,
     get_standard_config_overrides,
 )
+from .run_state import RunState
 
 __all__ = [
     "AveragedWeights",
@@ -24,6 +25,7 @@ __all__ = [
     "ParamKey",
     "ParamPredicate",
     "ParamWithNamePredicate",
+    "RunState",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
 ]

@@ -120,6 +120,7 @@ class MegatronOptimizer(OptimizerState):
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
         self._conclude()
+        self.check_whole()
         if self.average is not None:
             self.average.check_may_step()
 

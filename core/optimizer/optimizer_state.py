@@ -11,26 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from .. import parallel_state
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, OptimizerError
 from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.global_view import held_boxes
+from ..dist_checkpointing.loading import when_loaded
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
+from .param_groups import groups_to_json, load_groups, saved_settings
 from .update_rules import SkippableRule, ensure_state, get_step_count, set_step_count, state_names
 
 
-def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[str, Any]:
+def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the scalars of an optimizer's state as checkpoints hold them.
 
     Args:
         counts: step counts by parameter name; most are equal.
         grad_scaler: state of the loss scale, empty if there is none.
+        groups: `groups_to_json` of the groups.
     """
     step = Counter(counts.values()).most_common(1)[0][0]
     step_of = {name: count for name, count in counts.items() if count != step}
-    return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler}
+    return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler, "groups": groups}
 
 
 def _has_stages() -> bool:
@@ -69,6 +72,9 @@ class OptimizerState(ABC):
         self._written_params = WrittenParams(params)
         # Takes each update of the weights; saved with the state. `AveragedWeights` sets it once; None without one.
         self.average: Average | None = None
+        # Whether a checkpoint has filled tensors of the state, and the rest of it is still of another moment. A load
+        # sets it, `load_state_scalars` clears it.
+        self._is_half_loaded = False
 
     @abstractmethod
     def finish_step(self) -> None:
@@ -126,43 +132,84 @@ class OptimizerState(ABC):
             tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in kinds}
             if p.is_low_precision:
                 tensors[f"master.{p.name}"] = p.whole(p.main)
-        return tensors | (self.average.state_tensors() if self.average is not None else {})
+        tensors |= self.average.state_tensors() if self.average is not None else {}
+        when_loaded(tensors.values(), self._note_loaded)
+        return tensors
+
+    def _note_loaded(self) -> None:
+        self._is_half_loaded = True
+
+    def check_whole(self) -> None:
+        """Raises if a checkpoint has filled tensors of the state alone.
+
+        Raises:
+            OptimizerError: names what is missing.
+        """
+        if self._is_half_loaded:
+            raise OptimizerError(
+                "tensors of the optimizer's state were loaded from a checkpoint, and its step counts, learning rates, "
+                "decay and loss scale were not; call load_state_scalars() with what state_scalars() returned when it "
+                "was saved, or save and load by core.optimizer.RunState, which does both"
+            )
 
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
-        """Returns the rest of the state as plain JSON: step count, parameters with another step count, loss scale.
+        """Returns the rest of the state as plain JSON: step counts, settings of groups (learning rates), loss scale.
 
         All ranks of a pipeline call it, and it has the parameters of all stages.
+
+        Raises:
+            CheckpointError: a group has a setting that JSON does not hold.
         """
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
+        groups = groups_to_json(self.param_groups, self._names_of_mains())
         if _has_stages():
             ranks = Ranks(parallel_state.get_pipeline_model_parallel_group())
             counts = {name: count for of_stage in ranks.all_gather(counts) for name, count in of_stage.items()}
-        scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
+            groups = [group for of_stage in ranks.all_gather(groups) for group in of_stage]
+        scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
         return scalars | ({"num_averaged": self.average.num_averaged} if self.average is not None else {})
 
-    @torch.no_grad()
-    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
-        """Continues from :meth:`state_scalars`, once the tensors are loaded, and writes masters into the parameters.
+    def _names_of_mains(self) -> dict[Tensor, str]:
+        return {p.main: p.name for p in self._params}
+
+    def check_state_scalars(self, scalars: Mapping[str, Any], *, with_groups: bool = True) -> list[dict[str, Any]]:
+        """Returns the settings that `load_state_scalars` would give to each group. Changes nothing.
 
         Raises:
-            CheckpointError: step counts for parameters that this model does not have.
+            CheckpointError: step counts for parameters that this model does not have, or groups with other parameters.
         """
-        self.finish_step()
         foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
         if foreign_names and not _has_stages():  # other stages have other parameters
             raise CheckpointError(
                 f"the optimizer state names parameters that this model does not have: {', '.join(foreign_names[:5])}; "
                 "load the checkpoint of this model"
             )
+        if not with_groups:
+            return [{}] * len(self.param_groups)
+        return saved_settings(self.param_groups, self._names_of_mains(), scalars.get("groups", []))
+
+    @torch.no_grad()
+    def load_state_scalars(self, scalars: Mapping[str, Any], *, with_groups: bool = True) -> None:
+        """Continues from :meth:`state_scalars`, once the tensors are loaded, and writes masters into the parameters.
+
+        Args:
+            with_groups: if False, groups keep their learning rates, decay and betas: those of another configuration.
+
+        Raises:
+            CheckpointError: as `check_state_scalars`.
+        """
+        self.finish_step()
+        load_groups(self.param_groups, self.check_state_scalars(scalars, with_groups=with_groups))
         for p in self._params:
             set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         if self.average is not None:
             self.average.load_count(scalars.get("num_averaged"))
+        self._is_half_loaded = False
         self._publish_parameters()
 
     @torch.no_grad()
@@ -201,6 +248,7 @@ class OptimizerState(ABC):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if self.average is not None:
             self.average.load_state_dict(state_dict.get("average", {}))
+        self._is_half_loaded = False
         self._publish_parameters()
 
     def _share_state(self) -> None:

@@ -5,15 +5,16 @@ Settings of single parameters come from Megatron's ``config_overrides``, whose k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeGuard, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import parallel_state
-from ..base.errors import ConfigError
+from ..base.errors import CheckpointError, ConfigError
+from ..dist_checkpointing.format.json_values import decode, encode
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.groups import kind_of
 from .main_params import MainParam
@@ -228,3 +229,70 @@ def build_param_groups(
 
 def _is_bias_or_vector(name: str, param: nn.Parameter) -> bool:
     return name.rpartition(".")[2] == "bias" or param.ndim <= 1
+
+
+_NOT_SAVED = frozenset(
+    (
+        *("params", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config"),
+        *("foreach", "fused", "capturable", "differentiable"),
+    )
+)
+"""What groups have from their construction, by which schedules compute, and torch's choices of kernels. A run that
+continues has its own."""
+
+
+def groups_to_json(groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
+    """Returns the settings of an optimizer's groups, such as ``lr``, and the names of their parameters.
+
+    Args:
+        names: of the groups' tensors.
+
+    Raises:
+        CheckpointError: a setting that JSON does not hold.
+    """
+    saved: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        values = {k: v.item() if _is_number(v) else v for k, v in group.items() if k not in _NOT_SAVED}
+        tensors: dict[str, Tensor] = {}
+        saved.append(encode(values, f"group {index} of the optimizer", tensors))
+        if tensors:
+            raise CheckpointError(f"groups of the optimizer hold tensors ({', '.join(tensors)}); give numbers")
+        saved[-1]["params"] = [names[tensor] for tensor in group["params"] if tensor in names]
+    return saved
+
+
+def saved_settings(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, str], saved: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns for each group the settings that its parameters had in `groups_to_json`.
+
+    Raises:
+        CheckpointError: parameters of a group had different settings, or none.
+    """
+    of_name = {name: {k: v for k, v in group.items() if k != "params"} for group in saved for name in group["params"]}
+    settings: list[dict[str, Any]] = []
+    for group in groups:
+        own_names = [names[tensor] for tensor in group["params"] if tensor in names]
+        there = [of_name.get(name, {}) for name in own_names] or [{}]
+        if own_names and any(not values or values != there[0] for values in there):
+            raise CheckpointError(
+                f"the optimizer's group with parameter {own_names[0]} was saved in groups with different settings, or "
+                "without some of its parameters; build the optimizer with the groups that it had, or keep those of "
+                "now, by load_state_scalars(scalars, with_groups=False)"
+            )
+        settings.append(decode(there[0], dict[str, Tensor]().__getitem__))
+    return settings
+
+
+def load_groups(groups: Sequence[dict[str, Any]], settings: Iterable[Mapping[str, Any]]) -> None:
+    """Gives each group its settings, into the tensors that it keeps them in."""
+    for group, own in zip(groups, settings, strict=True):
+        for key, value in own.items():
+            if _is_number(group.get(key)):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _is_number(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1

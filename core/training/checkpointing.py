@@ -41,7 +41,7 @@ from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.global_view import held_boxes
 from ..dist_checkpointing.loading import advice, another_offered, held_hashes, newest_good
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
-from ..distributed.data_parallel_base import unwrap_model
+from ..optimizer import RunState
 from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..tokenizers import Tokenizer
 from .config import PretrainConfig
@@ -134,7 +134,7 @@ def load_checkpoint(
         targets = state_tensors(state) | streams
         load(targets, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
     try:
-        state.optimizer.load_state_scalars(metadata["optimizer"])
+        state.optimizer.load_state_scalars(metadata["optimizer"], with_groups=False)  # the schedule has its own
         state.scheduler.load_state_dict(metadata["scheduler"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
@@ -212,8 +212,7 @@ def weights_hash(state: TrainingState) -> str:
 
 def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
-    model = {name: tensor for chunk in state.chunks for name, tensor in model_state_dict(unwrap_model(chunk)).items()}
-    return named_for_checkpoint(model, state.optimizer.state_tensors())
+    return RunState(state.chunks, state.optimizer).tensors()
 
 
 def _of_all_stages(names: list[str]) -> list[str]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from ...base.errors import CheckpointError
 from ...dist_checkpointing.safetensors_io import open_safetensors
+from ...distributed import _BaseDataParallel
+from ...distributed.data_parallel_base import unwrap_model
 from ..bridge.checkpoints import load_trained, load_whole_state_dict, save_trained
 from ..bridge.trained import Trained
 from .accelerator import ShardstackAccelerator, checkpoint_folder, saved_tensors
@@ -93,7 +95,7 @@ class ShardstackTrainer(Trainer):
         if (trained := self._trained) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            load_whole_state_dict(trained.wrapper, _saved_weights(resume_from_checkpoint))
+            _load_weights(trained.wrapper, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trained = self._trained
@@ -123,7 +125,26 @@ class ShardstackTrainer(Trainer):
         elif checkpoint_folder(best).is_dir():
             load_trained(checkpoint_folder(best), trained, saved_tensors(trained), with_optimizer=False)
         else:
-            load_whole_state_dict(trained.wrapper, _saved_weights(best))
+            _load_weights(trained.wrapper, best)
+
+
+def _load_weights(wrapper: _BaseDataParallel, folder: str | os.PathLike[str]) -> None:
+    """Loads what `save_pretrained` has written, which may be under other names than in memory: experts one by one.
+
+    Raises:
+        CheckpointError: there is nothing, or it is damaged, or lacks weights of the model.
+    """
+    weights = _saved_weights(folder)
+    try:
+        load_whole_state_dict(wrapper, weights)
+    except CheckpointError:
+        model = unwrap_model(wrapper)
+        if not isinstance(model, PreTrainedModel):
+            raise
+        converted, found = type(model).from_pretrained(folder, output_loading_info=True)  # by its own conversion
+        if found["missing_keys"] or found["mismatched_keys"]:
+            raise
+        load_whole_state_dict(wrapper, converted.state_dict())
 
 
 def _saved_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ from ...base.errors import CheckpointError
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
-from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
@@ -48,13 +47,7 @@ def save_trained(
     contents = {"model_tensors": sorted(tensors), **(metadata or {})}
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
         tensors = named_for_checkpoint(model, trained.optimizer_tensors())
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in trained.optimizer.param_groups]
-        inside: dict[str, Tensor] = {}
-        contents |= {"optimizer": trained.updates.state_scalars(), "param_groups": encode(groups, "groups", inside)}
-        if inside:
-            raise CheckpointError(
-                f"groups of the optimizer hold tensors ({', '.join(inside)}); give numbers, as for lr"
-            )
+        contents |= {"optimizer": trained.updates.state_scalars()}
     save(tensors | dict(others or {}), folder, metadata=contents)
 
 
@@ -84,15 +77,8 @@ def load_trained(
     if strict and differing:
         text = ", ".join(sorted(differing)[:5])
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {text}")
-    updates, groups = (trained.updates, trained.optimizer) if with_optimizer else (None, None)
-    groups_there: list[dict[str, Any]] = []
-    if updates is not None and groups is not None:
-        groups_there = decode(metadata.get("param_groups", []), dict[str, Tensor]().__getitem__)
-        if len(groups_there) != len(groups.param_groups):
-            raise CheckpointError(
-                f"{folder} was saved with {len(groups_there)} groups of parameters, and the optimizer has "
-                f"{len(groups.param_groups)}; build it as it was then"
-            )
+    updates = trained.updates if with_optimizer else None
+    if updates is not None:
         if isinstance(updates, TorchOptimizer):
             updates.create(dict.fromkeys(name.split(".")[1] for name in tensors_there if name.startswith(OPTIMIZER)))
         own_tensors = named_for_checkpoint(model, trained.optimizer_tensors())
@@ -103,12 +89,11 @@ def load_trained(
                 f"{folder} is of another optimizer: it lacks {', '.join(lacking[:5]) or 'nothing'} that this one has, "
                 f"and holds {', '.join(surplus[:5]) or 'nothing'} that this one lacks; build it as it was then"
             )
+        updates.check_state_scalars(metadata["optimizer"])
     present = {name: tensor for name, tensor in own_tensors.items() if name in tensors_there}
     load(present | dict(others or {}), folder, strict=False, cast=True)
-    if updates is not None and groups is not None:
+    if updates is not None:
         updates.load_state_scalars(metadata["optimizer"])
-        for group, values in zip(groups.param_groups, groups_there, strict=True):
-            group.update({name: value for name, value in values.items() if name in group})
     trained.wrapper.note_step()
 
 
@@ -129,7 +114,11 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
 
 
 def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, Tensor]) -> None:
-    """Copies what a plain model of this kind has saved into the wrapped one. Every rank gives the whole tensors."""
+    """Copies what a plain model of this kind has saved into the wrapped one. Every rank gives the whole tensors.
+
+    Raises:
+        CheckpointError: names that only one of them has, but for tied ones; before anything is changed.
+    """
     wrapper.settle_parameters()
-    load_model_state_dict(unwrap_model(wrapper), state_dict, strict=False)
+    load_model_state_dict(unwrap_model(wrapper), state_dict)
     wrapper.note_step()

@@ -26,7 +26,7 @@ from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multip
 from ...optimizer.distrib_optimizer import collect_main_ranges
 from ...optimizer.main_params import MainParam
 from ...optimizer.optimizer_state import scalars_of
-from ...optimizer.param_groups import collect_main_params
+from ...optimizer.param_groups import collect_main_params, groups_to_json, load_groups, saved_settings
 
 _ABSENT = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0}
 """Settings of torch's optimizers with the one value that `core.optimizer`'s have."""
@@ -118,6 +118,7 @@ class TorchOptimizer:
         names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
         # Trained parameters by name; fixed.
         self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in self._named.items()}
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Updates the parameters, and returns what `MegatronOptimizer.step` does, without a norm."""
@@ -152,12 +153,22 @@ class TorchOptimizer:
         return moments
 
     def state_scalars(self) -> dict[str, Any]:
-        """Returns the step count, and the parameters that deviate from it, as JSON."""
+        """Returns step counts and the settings of groups, as JSON."""
         state = self.optimizer.state
-        return scalars_of({name: int(state.get(p, {}).get("step", 0)) for name, p in self._named.items()}, {})
+        counts = {name: int(state.get(p, {}).get("step", 0)) for name, p in self._named.items()}
+        return scalars_of(counts, {}, groups_to_json(self.optimizer.param_groups, self._names))
 
-    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
-        """Sets the step counts, once the moments are loaded."""
+    def check_state_scalars(self, scalars: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Returns the settings that each group would get.
+
+        Raises:
+            CheckpointError: groups with other parameters.
+        """
+        return saved_settings(self.optimizer.param_groups, self._names, scalars.get("groups", []))
+
+    def load_state_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Sets step counts and the settings of groups, once the moments are loaded."""
+        load_groups(self.optimizer.param_groups, self.check_state_scalars(scalars))
         if isinstance(self.optimizer, SGD):  # counts nothing
             return
         on_device = any(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)

@@ -128,10 +128,18 @@ def test_a_schedule_is_saved_and_continued(tmp_path) -> None:
         with torch.no_grad():
             net.head.weight.zero_()
         weight, bias = net.head.weight, [p for p in net.parameters() if p is not net.head.weight]
-        model, optimizer = fabric.setup(net, torch.optim.SGD([{"params": [weight]}, {"params": bias}], 0.5))
-        with pytest.raises(CheckpointError, match="saved with 1 groups of parameters, and the optimizer has 2"):
-            fabric.load(f"{folder}/a", {"model": model, "optimizer": optimizer})
-        assert not whole(net)["head.weight"].any(), "refused before the model is filled"
+        groups = [{"params": [weight], "lr": 0.5}, {"params": bias, "lr": 0.1}]
+        model, optimizer = fabric.setup(net, torch.optim.SGD(groups))
+        fabric.save(f"{folder}/two", {"model": model, "optimizer": optimizer})
+        fabric.load(f"{folder}/a", {"model": model, "optimizer": optimizer})
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25], "what their one group had"
+        net = Net()
+        with torch.no_grad():
+            net.head.weight.fill_(1.0)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.5))
+        with pytest.raises(CheckpointError, match=r"parameter \S+ was saved in groups with different settings"):
+            fabric.load(f"{folder}/two", {"model": model, "optimizer": optimizer})
+        assert (whole(net)["head.weight"] == 1.0).all(), "refused before the model is filled"
         with pytest.raises(CheckpointError, match="SGD was not set up"):
             fabric.save(f"{folder}/b", {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 0.1)})
 

@@ -1,0 +1,185 @@
+"""A training goes on from a checkpoint of `RunState` as if it had not ended; half of a state is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from core.base.errors import CheckpointError, OptimizerError
+from core.dist_checkpointing import AsyncSaver, load, load_metadata, model_state_dict, save
+from core.distributed import finalize_model_grads
+from core.distributed.data_parallel_base import unwrap_model
+from core.optimizer import AveragedWeights, OptimizerConfig, RunState, get_megatron_optimizer
+from tests.unit._spawn import on_ranks, run_distributed
+from tests.unit.distributed._toys import build, full
+
+KINDS = ("ddp", "zero1", "zero2_overlap", "zero3", "fsdp2")
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.1),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], milestones=[2]
+    ),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+}
+
+
+class Training:
+    """A model with a norm and a bias, an average of its weights, and a schedule of torch's."""
+
+    def __init__(
+        self, kind: str, scheduler: str = "step", *, dtype: torch.dtype = torch.float32, lr: float = 0.05
+    ) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)).to(dtype)
+        self.model = build(kind, model, unit_classes=(nn.Linear,))
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=lr, weight_decay=0.1, clip_grad=1.0), [self.model])
+        self.average = AveragedWeights(self.optimizer, decay=0.5)
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer.optimizer)
+        self.state = RunState(self.model, self.optimizer, self.scheduler)
+
+    def train(self, steps: range) -> None:
+        dtype = next(self.model.parameters()).dtype
+        for step in steps:
+            self.model.zero_grad_buffer()
+            batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+            part = batch.chunk(dist.get_world_size())[dist.get_rank()]
+            self.model(part).float().square().mean().backward()
+            finalize_model_grads([self.model])
+            self.optimizer.step()
+            is_plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+            self.scheduler.step(*([1.0] if is_plateau else []))
+
+    def whole(self) -> dict[str, Tensor]:
+        held = self.state.tensors()
+        return {name: _whole(tensor) for name, tensor in held.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    elements = getattr(tensor, "elements", None)
+    return (full(tensor) if elements is None else elements).clone()
+
+
+def _goes_on(kind: str, scheduler: str, folder: str, dtype: torch.dtype) -> None:
+    one = Training(kind, scheduler, dtype=dtype)
+    one.train(range(3))
+    one.state.save(folder, metadata={"step": 3})
+    one.train(range(3, 6))
+    two = Training(kind, scheduler, dtype=dtype, lr=0.5)  # whose rate is replaced by the checkpoint's
+    assert two.state.load(folder)["step"] == 3
+    two.train(range(3, 6))
+    assert two.optimizer.state_scalars() == one.optimizer.state_scalars()
+    assert two.scheduler.state_dict() == one.scheduler.state_dict()
+    expected = one.whole()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in two.whole().items())
+    assert two.average.num_averaged == 6
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler"),
+    [*((kind, "step") for kind in KINDS), *(("zero1", name) for name in SCHEDULERS if name != "step")],
+)
+def test_a_run_goes_on_to_the_bit(kind: str, scheduler: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if scheduler == "cosine" else torch.float32
+    run_distributed(_goes_on, 2, kind, scheduler, str(tmp_path / "now"), dtype)
+
+
+def _begins(kind: str, folder: str) -> dict[str, Tensor]:
+    one = Training(kind)
+    one.train(range(2))
+    one.state.save(folder)
+    one.train(range(2, 4))
+    return {name: full(t).double() for name, t in one.model.state_dict().items()} if kind in ("ddp", "fsdp2") else {}
+
+
+def _continues(kind: str, folder: str) -> dict[str, Tensor]:
+    two = Training(kind)
+    two.state.load(folder)
+    two.train(range(2, 4))
+    with two.model.whole_parameters():
+        return {name: full(tensor).double() for name, tensor in two.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp2"), ("fsdp2", "zero1"), ("ddp", "zero3")])
+def test_another_wrapper_and_size_goes_on(first: str, second: str, tmp_path: Path) -> None:
+    expected = run_distributed(_begins, 1, first, str(tmp_path / "now"))[0]
+    actual = run_distributed(_continues, 2, second, str(tmp_path / "now"))[0]
+    # Means of 8 samples in another order: a rounding of gradients, which AdamW divides by their own size.
+    assert all((actual[name] - value).abs().max() < 1e-5 for name, value in expected.items())
+
+
+@on_ranks(2)
+def test_tensors_without_scalars_are_refused_at_the_step(tmp_path: Path) -> None:
+    folder = tmp_path / "now"
+    one = Training("zero1")
+    one.train(range(2))
+    tensors = model_state_dict(unwrap_model(one.model)) | one.optimizer.state_tensors()
+    save(tensors, folder, metadata={"optimizer": one.optimizer.state_scalars()})
+    for kind in KINDS:
+        two = Training(kind)
+        load(model_state_dict(unwrap_model(two.model)) | two.optimizer.state_tensors(), folder)
+        with pytest.raises(
+            OptimizerError, match=r"step counts, learning rates, decay .* were not; call load_state_sc"
+        ):
+            two.train(range(2, 3))
+        two.optimizer.load_state_scalars(load_metadata(folder)["optimizer"])
+        two.train(range(2, 3))
+    three = Training("ddp")
+    load(model_state_dict(unwrap_model(three.model)), folder, strict=False)  # the model alone is no state of a run
+    three.train(range(1))
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_half_of_a_state_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "now"
+    one = Training("zero1")
+    one.train(range(2))
+    one.state.save(folder)
+    without = RunState(one.model, one.optimizer)
+    without.save(tmp_path / "without")
+    save(model_state_dict(unwrap_model(one.model)), tmp_path / "model")
+    one.train(range(2, 3))
+    before = one.whole()
+    for state, name, says in (
+        (without, "now", "has one of the scheduler's states, and this run needs none"),
+        (one.state, "without", "has none of the scheduler's states, and this run needs one"),
+        (one.state, "model", "has none of the optimizer's states, and this run needs one"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            state.load(tmp_path / name)
+    no_average = Training("zero1")
+    no_average.optimizer.average = None
+    with pytest.raises(CheckpointError, match=r"not asked for, but in the checkpoint: optimizer\.average"):
+        no_average.state.load(folder)
+    other = Training("zero1")
+    other.optimizer.param_groups[:] = [
+        other.optimizer.param_groups[0]
+        | {"params": [tensor for group in other.optimizer.param_groups for tensor in group["params"]]}
+    ]
+    with pytest.raises(CheckpointError, match=r"parameter \S+ was saved in groups with different settings"):
+        other.state.load(folder)
+    after = one.whole()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_state_is_saved_in_the_background(tmp_path: Path) -> None:
+    one = Training("zero3")
+    one.train(range(2))
+    saver = AsyncSaver()
+    one.state.save(tmp_path / "now", saver=saver)
+    saver.wait()
+    two = Training("fsdp2")
+    two.state.load(tmp_path / "now")
+    assert two.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"] == 0.0125
+    dist.barrier()
