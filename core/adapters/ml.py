@@ -16,7 +16,8 @@ from ..base import device
 from ..base.errors import ConfigError, warn_once
 from ..base.text import choices
 from ..distributed import _BaseDataParallel
-from .bridge.sharding import CONTAINERS, data_parallel_mesh
+from ..distributed.plan.unit_choice import CONTAINERS
+from .bridge.sharding import data_parallel_mesh
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 
 T = TypeVar("T", bound=nn.Module)

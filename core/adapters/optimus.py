@@ -23,8 +23,7 @@ from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
 from ..base.errors import ParallelConfigError
 from ..distributed.fully_sharded_data_parallel_config import Reshard
-from ..distributed.plan.units import UnitChoice
-from .bridge.sharding import CONTAINERS
+from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
 from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")

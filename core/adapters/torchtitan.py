@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base import device
 from ..distributed.model.unfit_models import reject_wrapped
-from ..distributed.plan.units import UnitChoice
+from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
 from ..distributed.verbs import own_parameters
-from .bridge.sharding import CONTAINERS
 from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, wrap_for_trainer
 
 check_version("torchtitan", __name__)

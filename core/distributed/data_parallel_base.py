@@ -32,7 +32,7 @@ from .model.unfit_models import (
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
 from .plan.pieces import is_packed
-from .plan.units import DEFAULT_UNIT_CLASSES, UnitChoice
+from .plan.unit_choice import UnitChoice, default_unit_classes
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
 
@@ -114,7 +114,7 @@ class _BaseDataParallel(EngineVerbs):
         Args:
             module: the argument of the constructor.
             model: what is planned: `module`, or the model inside it.
-            unit_classes: None means `DEFAULT_UNIT_CLASSES`.
+            unit_classes: None means `default_unit_classes` of the model.
             options: keyword arguments of `plan_model`.
 
         Raises:
@@ -133,7 +133,7 @@ class _BaseDataParallel(EngineVerbs):
         reject_unfit(module)
         if cls.engine is Engine.FSDP2:
             reject_unfit_for_fsdp2(module)
-        classes = DEFAULT_UNIT_CLASSES if unit_classes is None else unit_classes
+        classes = default_unit_classes(model) if unit_classes is None else unit_classes
         return plan_model(
             model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options
         )

@@ -21,7 +21,7 @@ from .groups import Ranks
 from .model.forward_hooks import WrapperHook
 from .model.initial_values import start_equal
 from .plan.layout import FullParamLayout
-from .plan.units import UnitChoice
+from .plan.unit_choice import UnitChoice
 
 
 class DistributedDataParallel(_FlatDataParallel):

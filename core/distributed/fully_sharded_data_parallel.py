@@ -26,7 +26,7 @@ from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
 from .model.initial_values import InitialValues, cast_buffers
 from .plan import Plan
-from .plan.units import UnitChoice
+from .plan.unit_choice import UnitChoice
 
 
 class FullyShardedDataParallel(_FlatDataParallel):

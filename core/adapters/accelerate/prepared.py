@@ -19,7 +19,7 @@ from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.plan.units import UnitChoice
+from ...distributed.plan.unit_choice import UnitChoice
 from ...optimizer import MegatronOptimizer
 from ..bridge.sharding import data_parallel_mesh, units_by_class
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours

@@ -21,6 +21,7 @@ from ... import parallel_state
 from ...base import device
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.text import choices
+from ...distributed.plan.unit_choice import CONTAINERS
 
 TENSOR_AXES = ("tensor_parallel", "tp")
 CONTEXT_AXES = ("context_parallel", "cp")
@@ -167,8 +168,6 @@ def _local_world_size(world: int) -> int:
     return int(local_size)
 
 
-CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
-"""As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
 _KEPT_WHOLE = (nn.MultiheadAttention,)
 
 

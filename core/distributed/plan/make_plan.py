@@ -28,7 +28,8 @@ from .settings import (
     sharded_settings,
     whole_settings,
 )
-from .units import UnitChoice, find_units, params_of_units, plan_transforms, unit_of
+from .unit_choice import UnitChoice, warn_of_large_root
+from .units import find_units, params_of_units, plan_transforms, unit_of
 from .values import Plan
 
 
@@ -63,7 +64,7 @@ def plan_model(
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    engine = ddp_config.engine if engine is None else engine
+    engine, unit_classes = ddp_config.engine if engine is None else engine, tuple(unit_classes)
     settings: DistributedDataParallelConfig
     options: dict[str, Any] = {}
     if engine is Engine.FLAT_BUFFERS:
@@ -166,6 +167,9 @@ def _plan_gathered(
     bare_units = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
     bare_units.append(unit_of((module,), {module: ""}))
     reshards = [*_reshards(bare_units, settings, num_shards, is_fsdp2)]
+    params_of = list(params_of_units(bare_units))
+    if num_shards > 1 and unit_classes:
+        warn_of_large_root(bare_units, params_of, unit_classes)
     units = [
         replace(
             unit,
@@ -177,7 +181,7 @@ def _plan_gathered(
             # Where no backward gathers it, a unit that some ranks keep would never be gathered again.
             kept_among=reshard if unit.is_needed_in_backward and not isinstance(reshard, bool) else None,
         )
-        for unit, params, reshard in zip(bare_units, params_of_units(bare_units), reshards, strict=True)
+        for unit, params, reshard in zip(bare_units, params_of, reshards, strict=True)
     ]
     if kinds:
         units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]

@@ -10,28 +10,13 @@ import torch
 from torch import nn
 
 from ...base.errors import ParallelConfigError, WrapError
-from ...models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from ...models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ...tensor_parallel.initialization import ParameterOwner
-from ...tensor_parallel.layers import ColumnParallelLinear
-from ...transformer.transformer_layer import TransformerLayer
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import ParameterKind, kind_of
 from .parts import UnitPlan, UnitTransform
+from .unit_choice import CONTAINERS, UnitChoice
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
-
-
-UnitChoice = type[nn.Module] | nn.Module
-"""A class, whose outermost instances become units, or one module, which becomes one."""
-
-DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
-    TransformerLayer,
-    LanguageModelEmbedding,
-    RotaryEmbedding,
-    ColumnParallelLinear,
-)
-"""What Megatron-LM's FSDP2 wrapper wraps. Only outermost matches count, so that a layer's own linears stay in it."""
 
 
 def find_units(
@@ -178,7 +163,7 @@ def _match_modules(
             visited.add(child)
             matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
             matches = matches or stands_for_items or child in singled_out
-            is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child)
+            is_container = isinstance(child, CONTAINERS) and not _has_forward(child)
             yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
             if matches and not is_container and any(kind_of(p) != "ignored" for p in child.parameters()):
                 yield child

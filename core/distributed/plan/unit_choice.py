@@ -1,0 +1,79 @@
+"""Chooses the units of a model whose user names none, and tells when too much of a model is in none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from ...base.errors import warn_once
+from ...base.text import readable_bytes
+from ...models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from ...models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from ...tensor_parallel.layers import ColumnParallelLinear
+from ...transformer.transformer_layer import TransformerLayer
+from .parts import UnitPlan
+
+UnitChoice = type[nn.Module] | nn.Module
+"""A class, whose outermost instances become units, or one module, which becomes one."""
+
+DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
+    TransformerLayer,
+    LanguageModelEmbedding,
+    RotaryEmbedding,
+    ColumnParallelLinear,
+)
+"""What Megatron-LM's FSDP2 wrapper wraps. Only outermost matches count, so that a layer's own linears stay in it."""
+
+CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
+"""As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
+
+
+def default_unit_classes(root: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Returns the classes of units where none are named: Megatron's where the model has them, or marks its own in
+    ``_fsdp_modules``; else the items of its outermost lists of layers."""
+    is_marked = any(isinstance(m, DEFAULT_UNIT_CLASSES) or hasattr(m, "_fsdp_modules") for m in root.modules())
+    return DEFAULT_UNIT_CLASSES if is_marked else CONTAINERS
+
+
+def warn_of_large_root(
+    units: Sequence[UnitPlan], params: Sequence[Sequence[nn.Parameter]], classes: Iterable[UnitChoice]
+) -> None:
+    """Warns if most bytes of a model are in the root, which stays gathered for the whole step, and could be in units.
+
+    Args:
+        units: the root is the last.
+        params: what each of them gathers.
+        classes: those that the units were chosen by.
+    """
+    members = [module for unit in units[:-1] for module in unit.modules]
+    in_root, in_all = _bytes_of(params[-1]), sum(map(_bytes_of, params))
+    sizes: Counter[type[nn.Module]] = Counter()
+    for layer in _layers_outside(units[-1].modules[0], set(members)):
+        if set(params[-1]).issuperset(layer.parameters()):
+            sizes[type(layer)] += _bytes_of(layer.parameters())
+    if 2 * in_root <= in_all or 2 * sizes.total() <= in_root:
+        return
+    used = [c for c in classes if isinstance(c, type) and (c in CONTAINERS or any(isinstance(m, c) for m in members))]
+    names = [kind.__name__ for kind in (*(used if members else ()), *(kind for kind, _ in sizes.most_common()))]
+    warn_once(
+        f"{readable_bytes(in_root)} of {readable_bytes(in_all)} of {type(units[-1].modules[0]).__name__} are in no "
+        "unit, and stay gathered on every rank for the whole step; name the classes of its layers, as by "
+        f"sub_modules_to_wrap=[{', '.join(dict.fromkeys(names))}]. No number changes"
+    )
+
+
+def _bytes_of(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
+
+
+def _layers_outside(module: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the outermost modules next to units that have a sibling of their class, or no children."""
+    kinds = Counter(type(child) for child in module.children())
+    for child in module.children():
+        is_layer = kinds[type(child)] > 1 or not any(True for _ in child.children())
+        if is_layer and not isinstance(child, CONTAINERS) and units.isdisjoint(child.modules()):
+            yield child
+        elif child not in units:
+            yield from _layers_outside(child, units)
