@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..base.errors import CheckpointError, UnitError
+from ..base.errors import CheckpointError, UnitError, WrapError
 from ..base.parameters import local_part
 from ..dist_checkpointing.model_state import ValuesToLoad
 
@@ -144,3 +144,17 @@ def _checker(names: list[str]) -> Callable[..., None]:
                 )
 
     return check
+
+
+def reject_resizing(root: nn.Module) -> None:
+    """Makes Hugging Face's `resize_token_embeddings` of a wrapped model raise before it changes a weight."""
+    for module in root.modules():
+        if hasattr(module, _RESIZE):
+            setattr(module, _RESIZE, _refuse_to_resize)
+
+
+_RESIZE = "resize_token_embeddings"
+
+
+def _refuse_to_resize(*_: object, **__: object) -> NoReturn:
+    raise WrapError(f"{_RESIZE} was called after the model was wrapped, whose memory has the old size; call it first")

@@ -366,3 +366,7 @@ class FlatRange(Tensor):
             f"{func} was called on a tensor that this rank holds a flat range of; compute with its `elements`, or "
             "save it and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )
+
+
+# A wrapper's state dict has them, and `torch.load` of such a file needs no code of it: `weights_only=True` stays.
+torch.serialization.add_safe_globals([FlatRange])

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..diagnostics import raise_explained
+from ..diagnostics.misplaced_parameters import reject_resizing
 from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..process_groups_config import ProcessGroupCollection
@@ -308,6 +309,7 @@ class _BaseDataParallel(EngineVerbs):
         """Lets optimizers find the wrapper of their parameters, and puts the last hooks around units."""
         if self.plan.transforms:
             offload_activations(self.plan.transforms)
+        reject_resizing(self.module)
         own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -364,6 +366,23 @@ class _BaseDataParallel(EngineVerbs):
             ConfigError: an unknown format.
         """
         return describe(model_facts(self.plan, self.module, num_microbatches), format)
+
+
+def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
+    """Returns the modules of an argument that takes a list of them.
+
+    Raises:
+        ConfigError: it is one module, empty, or holds anything else: parameters, groups of them, modules not wrapped.
+    """
+    is_module = isinstance(model, nn.Module)  # a Sequential would pass for a list of its layers
+    chunks = [] if is_module or not isinstance(model, Iterable) else list(model)
+    strangers = [chunk for chunk in chunks if not isinstance(chunk, kind)] if chunks else [model]
+    if strangers:
+        raise ConfigError(
+            f"{function} takes a list of wrapped models, [model] for a single one, and not parameters; it was given "
+            f"{'' if strangers[0] is model else 'a list with '}a {type(strangers[0]).__name__}"
+        )
+    return chunks
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

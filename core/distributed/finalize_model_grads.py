@@ -16,7 +16,7 @@ from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.moe.moe_layer import finish_step
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel, check_chunks, unwrap_model
 from .groups import managed_parameters
 
 
@@ -51,6 +51,7 @@ def finalize_model_grads(
         ConfigError: a token count is given without ``calculate_per_token_loss``, or the reverse.
         ShardstackError: it was already called in this step, or a backward ran late or did not end.
     """
+    check_chunks(model, "finalize_model_grads", _BaseDataParallel)
     for chunk in model:
         if chunk.sums_gradients != (num_tokens is not None):
             raise ConfigError(

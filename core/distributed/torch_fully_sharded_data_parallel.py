@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
-from ..base.errors import ParallelConfigError
+from ..base.errors import ParallelConfigError, ShardstackError
 from ..base.parameters import local_part
 from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
@@ -364,6 +364,16 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 stacklevel=2,
             )
         return _IncompatibleKeys([], [])
+
+    def share_memory(self) -> NoReturn:
+        """Refuses what would end the process: torch's FSDP2 keeps the old memory of parameters.
+
+        Raises:
+            ShardstackError: always.
+        """
+        raise ShardstackError(
+            "share_memory() of a model that FSDP2 has sharded; share the plain model, and then wrap it"
+        )
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {

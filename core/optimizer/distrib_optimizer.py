@@ -20,7 +20,7 @@ from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
-from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.data_parallel_base import check_chunks, unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
@@ -168,8 +168,7 @@ def get_megatron_optimizer(
         ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
         OptimizerError: parameters that cannot be updated.
     """
-    if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
-        raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
+    model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
     if tp_group is None and pg_collection is not None:
         tp_group = pg_collection.tp
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]

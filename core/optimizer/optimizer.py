@@ -79,7 +79,7 @@ class MegatronOptimizer(OptimizerState):
         # phases if the device skipped the update. Never cleared.
         self._phases: list[Phase] = []
 
-    def step(self) -> tuple[bool, float | None, int | None]:
+    def step(self) -> tuple[bool, float | None, int | None]:  # type: ignore[override]
         """Makes one update, or skips it on all ranks, and waits until the device has decided.
 
         Returns:

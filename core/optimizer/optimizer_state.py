@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,12 @@ class Average(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class OptimizerState(ABC):
-    """The updated tensors, moments, masters and loss scale, under the names that checkpoints use."""
+class OptimizerState(torch.optim.Optimizer, ABC):
+    """The updated tensors, moments, masters and loss scale, under the names that checkpoints use.
+
+    Torch's schedulers take it. The state and the groups are those of the update rule inside, so that torch's own
+    constructor is not called.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,25 @@ class OptimizerState(ABC):
         """Copies updated or loaded values into the model's parameters."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def state(self) -> Any:  # type: ignore[override]
+        """The moments of each updated tensor."""
+        return self.optimizer.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # `torch.amp.GradScaler.step` asks for it, which finds no gradients to unscale and would say so alone.
+        raise OptimizerError(
+            "torch.amp.GradScaler cannot unscale gradients in a wrapper's memory; set OptimizerConfig(fp16=True), and "
+            "call optimizer.scale_loss(loss).backward() and optimizer.step()"
+        )
+
+    _NOT_TORCHS = "its groups, hooks and state are those of the update rule, optimizer.optimizer"
+    add_param_group = absent_method("add_param_group", f"{_NOT_TORCHS}; build it when the model is complete")
+    register_step_pre_hook = absent_method("register_step_pre_hook", _NOT_TORCHS)
+    register_step_post_hook = absent_method("register_step_post_hook", _NOT_TORCHS)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The update's groups, which :func:`~core.optimizer.param_groups.build_param_groups` describes."""
         return self.optimizer.param_groups
 

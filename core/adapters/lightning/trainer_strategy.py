@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
-from ...distributed import _BaseDataParallel, finalize_model_grads
+from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
+from ...distributed.distributed_data_parallel_config import Engine
 from ..bridge.trained import Trained, mix_in
 from .shared import Processes, check_precision, load_folder, save_folder, take_optimizer, wrap
 
@@ -119,7 +120,7 @@ class ShardstackStrategy(Processes, DDPStrategy):
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            _check_is_supported(trainer, module)
+            _check_is_supported(trainer, module, self.settings)
         if self._trained is None or self._trained.wrapper.module is not module:
             if is_fitting and self._layer_sync is not None:
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
@@ -218,7 +219,21 @@ class ShardstackStrategy(Processes, DDPStrategy):
         return self.lightning_module
 
 
-def _check_is_supported(trainer: Trainer, module: LightningModule) -> None:
+def _check_is_supported(trainer: Trainer, module: LightningModule, settings: DistributedDataParallelConfig) -> None:
+    averages_whole, finds_parameters = ("WeightAveraging", "StochasticWeightAveraging"), ("BaseFinetuning",)
+    shards_flat = settings.shards_updates and settings.engine is not Engine.FSDP2
+    for callback in trainer.callbacks:
+        classes = {kind.__name__ for kind in type(callback).__mro__}
+        if settings.shards_parameters and not classes.isdisjoint(averages_whole):
+            raise ConfigError(
+                f"{type(callback).__name__} averages whole parameters, and a rank has a part of each here; "
+                'use sharding="optim_grads", or leave the callback out'
+            )
+        if shards_flat and not classes.isdisjoint(finds_parameters):
+            raise ConfigError(
+                f"{type(callback).__name__} looks the optimizer's parameters up among the module's, and under this "
+                'sharding the optimizer has parts of them; use sharding="fsdp2", or leave the callback out'
+            )
     if not module.automatic_optimization:
         raise ConfigError(
             f"{type(module).__name__} has automatic_optimization=False, whose backward runs inside the wrapper's "

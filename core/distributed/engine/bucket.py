@@ -191,6 +191,7 @@ class Bucket(PlacedParams):
         if self.tree is not None:
             self.tree.enter()
         slot = self.slot_of(param)
+        slot.check_size()
         slot.take_back()
         if self.is_too_late:
             return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base._torch_compat import current_backward
-from ...base.errors import ShardstackError
+from ...base.errors import ShardstackError, WrapError
 
 _ALLOCATION_ALIGNMENT = 64
 """Bytes, of every tensor that torch allocates on the CPU. `PARAM_ALIGNMENT` elements are aligned so too."""
@@ -81,8 +81,21 @@ class GradSlot:
 
     # ---- memory
 
+    def check_size(self) -> None:
+        """Raises if the parameter has another size than when the model was wrapped.
+
+        Raises:
+            WrapError: names it.
+        """
+        if self.param.numel() != self.end - self.start:
+            raise WrapError(
+                f"parameter {self.name} has the shape {list(self.param.shape)}, and had {self.end - self.start} "
+                "elements when the model was wrapped; resize it before"
+            )
+
     def view_of(self, memory: Tensor) -> Tensor:
         """Returns the slot's part of `memory` `[numel]`, in the parameter's shape."""
+        self.check_size()
         return memory[self.start : self.end].view(self.param.shape)
 
     def hold(self, data: Tensor) -> None:

@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import parallel_state
-from core.base.errors import ConfigError, ParallelConfigError
+from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
@@ -145,3 +146,62 @@ def test_settings_of_optimizers():
     assert [param.data_ptr() for param in group["params"]] == [param.data_ptr() for param in model.parameters()]
     with pytest.raises(ImportError, match=r"ChainedOptimizer: one optimizer updates all chunks"):
         from core.optimizer import ChainedOptimizer  # noqa: F401
+
+
+@on_ranks(2)
+def test_lists_of_wrapped_models_are_asked_for() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wrap_model(module, CONFIG, SETTINGS["ddp"], process_group=dist.group.WORLD)
+    config = OptimizerConfig(optimizer="sgd", lr=0.1)
+    asks = r"takes a list of wrapped models, \[model\] for a single one, and not parameters; it was given "
+    for given, found in (
+        (model, "a DistributedDataParallel"),
+        (model.parameters(), "a list with a Parameter"),
+        ([{"params": list(model.parameters())}], "a list with a dict"),
+        ([], "a list"),
+    ):
+        with pytest.raises(ConfigError, match=f"^get_megatron_optimizer {asks}{found}"):
+            get_megatron_optimizer(config, given)
+        if not isinstance(given, list):
+            given = model if given is model else model.parameters()
+        with pytest.raises(ConfigError, match=f"^finalize_model_grads {asks}{found}"):
+            finalize_model_grads(given)
+    with pytest.raises(ConfigError, match=f"^finalize_model_grads {asks}a list with a Sequential"):
+        finalize_model_grads([module])
+
+
+class _Resized(nn.Module):
+    """Has a method by the name of Hugging Face's, which changes the memory of the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens)).sum()
+
+    def resize_token_embeddings(self, size: int) -> None:
+        self.embedding.weight.data = torch.ones(size, 4)
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "zero3"])
+@on_ranks(2)
+def test_a_weight_that_is_resized_after_wrapping_is_named(setting: str) -> None:
+    settings = SETTINGS.get(setting, FullyShardedDataParallelConfig())
+    model = wrap_model(nn.Sequential(_Resized()), CONFIG, settings, process_group=dist.group.WORLD)
+    with pytest.raises(WrapError, match=r"^resize_token_embeddings was called after the model was wrapped"):
+        model.module[0].resize_token_embeddings(12)
+    model(torch.arange(8)).backward()  # unchanged
+    finalize_model_grads([model])
+    model.zero_grad_buffer()
+    if setting in ("ddp", "zero1", "zero2"):  # the others refuse the assignment itself
+        model.module[0].embedding.weight.data = torch.ones(12, 4)
+        with pytest.raises(WrapError, match=r"0.embedding.weight has the shape \[12, 4\], and had 32 elements when"):
+            model(torch.arange(12)).backward()
+
+
+@on_ranks(2)
+def test_sharing_memory_of_a_model_on_fsdp2_is_refused() -> None:
+    model = wrap_model(nn.Linear(4, 4), CONFIG, SETTINGS["fsdp2"], process_group=dist.group.WORLD)
+    with pytest.raises(ShardstackError, match="share the plain model, and then wrap it"):
+        model.share_memory()

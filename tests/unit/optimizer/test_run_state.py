@@ -183,3 +183,43 @@ def test_a_state_is_saved_in_the_background(tmp_path: Path) -> None:
     two.state.load(tmp_path / "now")
     assert two.optimizer.param_groups[0]["lr"] == one.optimizer.param_groups[0]["lr"] == 0.0125
     dist.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_schedulers_of_torch_take_the_optimizer(kind: str) -> None:
+    by_rule, by_optimizer = Training(kind), Training(kind)
+    by_optimizer.scheduler = lr_scheduler.StepLR(by_optimizer.optimizer, 1, gamma=0.5)
+    for one in (by_rule, by_optimizer):
+        one.train(range(3))
+    assert by_optimizer.optimizer.param_groups[0]["lr"] == 0.05 / 8 == by_rule.optimizer.param_groups[0]["lr"]
+    expected = by_rule.whole()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in by_optimizer.whole().items())
+    assert by_optimizer.optimizer.state is by_optimizer.optimizer.optimizer.state
+    for refused in ("add_param_group", "register_step_pre_hook", "register_step_post_hook"):
+        with pytest.raises(AttributeError, match=f"has no {refused}: .* those of the update rule"):
+            getattr(by_rule.optimizer, refused)({})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_grad_scaler_of_torch_is_told_of_ours(kind: str) -> None:
+    one = Training(kind)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(one.model(torch.ones(2, 4)).sum()).backward()
+    finalize_model_grads([one.model])
+    with pytest.raises(
+        OptimizerError, match=r"^torch\.amp\.GradScaler cannot unscale .* OptimizerConfig\(fp16=True\)"
+    ):
+        scaler.step(one.optimizer)
+
+
+@on_ranks(2)
+def test_a_sharded_state_dict_is_loaded_without_code(tmp_path: Path) -> None:
+    one, two = Training("zero3"), Training("zero3")
+    one.train(range(1))
+    file = tmp_path / f"rank{dist.get_rank()}.pt"
+    torch.save(one.model.state_dict(), file)
+    two.model.load_state_dict(torch.load(file, weights_only=True))
+    expected = one.model.state_dict()
+    assert all(torch.equal(t.elements, expected[name].elements) for name, t in two.model.state_dict().items())

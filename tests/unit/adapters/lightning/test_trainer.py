@@ -10,7 +10,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -214,6 +221,12 @@ class _Foreign(Module):
         return torch.optim.AdamW(self.parameters(), 0.1, amsgrad=True)
 
 
+class _WithBackbone(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Linear(2, 2)
+
+
 @on_ranks(2)
 def test_unsupported_uses_are_refused(tmp_path) -> None:
     folder = str(tmp_path)
@@ -228,6 +241,13 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
         refused(ConfigError, "automatic_optimization=False", _Manual(), **one)
         refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
         refused(OptimizerError, r"AdamW\(amsgrad=True\) cannot update the shards of optim", _Foreign(), "optim")
+        thawed = "BackboneFinetuning looks the optimizer's parameters up among the module's"
+        averaged = "averages whole parameters, and a rank has a part of each here"
+        for sharding in ("optim", "optim_grads", "optim_grads_params"):
+            refused(ConfigError, thawed, _WithBackbone(), sharding, callbacks=[BackboneFinetuning()])
+        for sharding in ("optim_grads_params", "fsdp2"):
+            refused(ConfigError, f"EMA.* {averaged}", Module(), sharding, callbacks=[EMAWeightAveraging()])
+            refused(ConfigError, f"Sto.* {averaged}", Module(), sharding, callbacks=[StochasticWeightAveraging(0.1)])
         wrapped = _fitted("optim", folder)
         refused(WrapError, "wrapped already, with another sharding", wrapped, "no_shard")
         Path(folder, f"file{rank}.ckpt").write_bytes(b"")
