@@ -72,23 +72,17 @@ def load_trained(
     """
     index = Ranks().from_first(lambda: read_index(existing_folder(folder)))
     tensors_there, metadata = index.tensors, index.metadata
-    own_tensors = named_for_checkpoint(model, {})
-    differing = own_tensors.keys() ^ {name for name in tensors_there if name.startswith(MODEL)}
-    if strict and differing:
-        text = ", ".join(sorted(differing)[:5])
-        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {text}")
     updates = trained.updates if with_optimizer else None
+    if isinstance(updates, TorchOptimizer):
+        updates.create(dict.fromkeys(name.split(".")[1] for name in tensors_there if name.startswith(OPTIMIZER)))
+    own_tensors = named_for_checkpoint(model, {} if updates is None else updates.state_tensors())
+    compared = (*([MODEL] if strict else ()), *([OPTIMIZER] if updates is not None else ()))
+    if differing := sorted(name for name in own_tensors.keys() ^ tensors_there.keys() if name.startswith(compared)):
+        text = ", ".join(differing[:5])
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model or optimizer; only one side has {text}; build both as they were"
+        )
     if updates is not None:
-        if isinstance(updates, TorchOptimizer):
-            updates.create(dict.fromkeys(name.split(".")[1] for name in tensors_there if name.startswith(OPTIMIZER)))
-        own_tensors = named_for_checkpoint(model, trained.optimizer_tensors())
-        lacking = [name for name in own_tensors if name.startswith(OPTIMIZER) and name not in tensors_there]
-        surplus = [name for name in tensors_there if name.startswith(OPTIMIZER) and name not in own_tensors]
-        if lacking or surplus:
-            raise CheckpointError(
-                f"{folder} is of another optimizer: it lacks {', '.join(lacking[:5]) or 'nothing'} that this one has, "
-                f"and holds {', '.join(surplus[:5]) or 'nothing'} that this one lacks; build it as it was then"
-            )
         updates.check_state_scalars(metadata["optimizer"])
     present = {name: tensor for name, tensor in own_tensors.items() if name in tensors_there}
     load(present | dict(others or {}), folder, strict=False, cast=True)

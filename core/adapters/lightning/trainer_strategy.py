@@ -220,20 +220,17 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule, settings: DistributedDataParallelConfig) -> None:
-    averages_whole, finds_parameters = ("WeightAveraging", "StochasticWeightAveraging"), ("BaseFinetuning",)
-    shards_flat = settings.shards_updates and settings.engine is not Engine.FSDP2
+    reasons = {"averages whole parameters": ("WeightAveraging", "StochasticWeightAveraging")}
+    reasons = reasons if settings.shards_parameters else {}
+    if settings.shards_updates and settings.engine is not Engine.FSDP2:
+        reasons |= {"looks the optimizer's parameters up among the module's": ("BaseFinetuning",)}
     for callback in trainer.callbacks:
-        classes = {kind.__name__ for kind in type(callback).__mro__}
-        if settings.shards_parameters and not classes.isdisjoint(averages_whole):
-            raise ConfigError(
-                f"{type(callback).__name__} averages whole parameters, and a rank has a part of each here; "
-                'use sharding="optim_grads", or leave the callback out'
-            )
-        if shards_flat and not classes.isdisjoint(finds_parameters):
-            raise ConfigError(
-                f"{type(callback).__name__} looks the optimizer's parameters up among the module's, and under this "
-                'sharding the optimizer has parts of them; use sharding="fsdp2", or leave the callback out'
-            )
+        for reason, unfit in reasons.items():
+            if not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(unfit):
+                raise ConfigError(
+                    f"{type(callback).__name__} {reason}, and a rank has parts of them here; docs/lightning.md names a "
+                    "sharding for it"
+                )
     if not module.automatic_optimization:
         raise ConfigError(
             f"{type(module).__name__} has automatic_optimization=False, whose backward runs inside the wrapper's "

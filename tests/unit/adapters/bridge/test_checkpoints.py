@@ -99,7 +99,7 @@ def test_state_that_an_optimizer_would_drop_is_refused(tmp_path) -> None:
     save_trained(Path(folder, "a"), trained, trained.model_tensors())
     without = _trained(momentum=0.0, bf16=False)
     before = {name: tensor.clone() for name, tensor in without.wrapper.module.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"holds optimizer\.momentum_buffer.* that this one lacks"):
+    with pytest.raises(CheckpointError, match=r"only one side has optimizer\.momentum_buffer"):
         load_trained(Path(folder, "a"), without, without.model_tensors())
     with pytest.raises(CheckpointError, match=r"only one side has model\.bias"):
         load_trained(Path(folder, "a"), trained, {"weight": trained.model_tensors()["weight"]})

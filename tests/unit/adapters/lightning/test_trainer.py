@@ -242,7 +242,7 @@ def test_unsupported_uses_are_refused(tmp_path) -> None:
         refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
         refused(OptimizerError, r"AdamW\(amsgrad=True\) cannot update the shards of optim", _Foreign(), "optim")
         thawed = "BackboneFinetuning looks the optimizer's parameters up among the module's"
-        averaged = "averages whole parameters, and a rank has a part of each here"
+        averaged = "averages whole parameters, and a rank has parts of them here"
         for sharding in ("optim", "optim_grads", "optim_grads_params"):
             refused(ConfigError, thawed, _WithBackbone(), sharding, callbacks=[BackboneFinetuning()])
         for sharding in ("optim_grads_params", "fsdp2"):
