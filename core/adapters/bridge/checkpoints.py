@@ -80,7 +80,7 @@ def load_trained(
     if differing := sorted(name for name in own_tensors.keys() ^ tensors_there.keys() if name.startswith(compared)):
         text = ", ".join(differing[:5])
         raise CheckpointError(
-            f"{folder} is a checkpoint of another model or optimizer; only one side has {text}; build both as they were"
+            f"{folder} is a checkpoint of another model or optimizer; only one side has {text}; build what was saved"
         )
     if updates is not None:
         updates.check_state_scalars(metadata["optimizer"])

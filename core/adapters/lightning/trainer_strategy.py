@@ -228,8 +228,8 @@ def _check_is_supported(trainer: Trainer, module: LightningModule, settings: Dis
         for reason, unfit in reasons.items():
             if not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(unfit):
                 raise ConfigError(
-                    f"{type(callback).__name__} {reason}, and a rank has parts of them here; docs/lightning.md names a "
-                    "sharding for it"
+                    f"{type(callback).__name__} {reason}, and a rank has parts of them here; docs/lightning.md names "
+                    "the shardings for it"
                 )
     if not module.automatic_optimization:
         raise ConfigError(
