@@ -220,10 +220,11 @@ class ShardstackStrategy(Processes, DDPStrategy):
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule, settings: DistributedDataParallelConfig) -> None:
-    reasons = {"averages whole parameters": ("WeightAveraging", "StochasticWeightAveraging")}
-    reasons = reasons if settings.shards_parameters else {}
+    reasons: dict[str, tuple[str, ...]] = {}
+    if settings.shards_parameters:
+        reasons["averages whole parameters"] = ("WeightAveraging", "StochasticWeightAveraging")
     if settings.shards_updates and settings.engine is not Engine.FSDP2:
-        reasons |= {"looks the optimizer's parameters up among the module's": ("BaseFinetuning",)}
+        reasons["looks the optimizer's parameters up among the module's"] = ("BaseFinetuning",)
     for callback in trainer.callbacks:
         for reason, unfit in reasons.items():
             if not {kind.__name__ for kind in type(callback).__mro__}.isdisjoint(unfit):
