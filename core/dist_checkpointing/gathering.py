@@ -24,7 +24,7 @@ from ..base.errors import CheckpointError
 from ..base.host_memory import LentMemory
 from ..comm.collectives import exchange
 from .agreement import Ranks, held_parts, is_of_first_rank
-from .global_view import Box, overlap
+from .global_view import Box, can_be_cast, overlap
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class TensorStream:
             other, and are in one bucket.
         process_group: None means all ranks, or this process alone.
         dtype: what floating-point parameters are rounded to; None keeps each one's. Buffers keep theirs: a rounded
-            bias of a router would choose other experts.
+            bias of a router would choose other experts. So do packed codes, which are no numbers.
         receivers: ranks of the group that get the tensors; None means all.
         bucket_bytes: a bucket of whole tensors closes before it exceeds them. A larger tensor is alone.
     """
@@ -191,8 +191,8 @@ class TensorStream:
         self.views = {name: views[name] for tensor in outgoing for name in tensor.sources}
         self.receivers = range(self.ranks.size) if receivers is None else sorted(set(receivers))
         self.receives = self.ranks.rank in self.receivers
-        kept = {name for name, view in views.items() if is_of_first_rank(view) or not view.dtype.is_floating_point}
-        wire = {name: view.dtype if name in kept or dtype is None else dtype for name, view in views.items()}
+        cast = {name for name, v in views.items() if dtype and can_be_cast(dtype, v) and not is_of_first_rank(v)}
+        wire = {name: dtype if dtype and name in cast else view.dtype for name, view in views.items()}
         self._metadata = {tensor: ParamMeta(tensor.name, wire[tensor.sources[0]], tensor.shape) for tensor in outgoing}
         # What each of the views travels in. Those that are merged are rounded at the end.
         merged = {name for tensor in outgoing for name in tensor.sources if len(tensor.sources) > 1}

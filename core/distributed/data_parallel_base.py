@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.parameters import is_packed
 from ..diagnostics import raise_explained
 from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
@@ -19,7 +20,7 @@ from ..transformer.moe.moe_layer import restart_step
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
-from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
+from .groups import LEFT_OUT, Ranks, find_groups, is_summed_later, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unfit_models import (
@@ -31,7 +32,6 @@ from .model.unfit_models import (
 )
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
-from .plan.pieces import is_packed
 from .plan.units import DEFAULT_UNIT_CLASSES, UnitChoice
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
@@ -166,6 +166,16 @@ class _BaseDataParallel(EngineVerbs):
         """Whether a backward may communicate. False inside `no_sync`."""
         return self._syncs_gradients
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, and to True
+        as leaving it."""
+        return self._syncs_gradients
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._set_gradient_sync(bool(enabled))
+
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
         """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``. The default is 1.
 
@@ -208,16 +218,24 @@ class _BaseDataParallel(EngineVerbs):
         Raises:
             ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad`` or
                 ``check_for_large_grads``.
+            ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
         if not self._syncs_gradients:
-            raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
+            raise ShardstackError(
+                "finish_grad_sync was called inside no_sync, or while require_backward_grad_sync is False; leave the "
+                "context, or set it to True, before the last backward"
+            )
         self.recover()
         self.gradient_state.check_may_reduce()
+        if force_all_reduce:
+            self.check_may_gather_gradients()
         if self._tree is not None:
             self._tree.check_complete()
-        self._finish_grad_sync(force_all_reduce)
+        self._finish_grad_sync()
         if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
             self._scale_gradients(self._tree.factor)
+        if force_all_reduce:
+            self.gather_gradients()
         self._share_buffers()
         self.gradient_state.note_reduced()
         self._step += 1
@@ -251,6 +269,19 @@ class _BaseDataParallel(EngineVerbs):
             scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
+        self.gather_gradients(again=True)
+
+    def check_may_gather_gradients(self) -> None:
+        """Raises unless the wrapper keeps whole gradients.
+
+        Raises:
+            ParallelConfigError: it releases them.
+        """
+        if any(piece.releases_grads for unit in self.plan.units for piece in unit.pieces):
+            raise ParallelConfigError(
+                f"force_all_reduce asks for whole gradients, which {type(self).__name__} releases with the strategy "
+                f"{self.plan.strategy!r}; drop it"
+            )
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
@@ -264,11 +295,14 @@ class _BaseDataParallel(EngineVerbs):
         """Calls `zero_grad_buffer`, by torch's name. Gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
 
-    @property
-    def _adds_exactly(self) -> bool:
-        """Whether a second reduction leaves reduced gradients unchanged: a mean of equal values does, a sum not."""
-        marked = (getattr(parameter, "sequence_parallel", False) for _, parameter in managed_parameters(self.module))
-        return not self.sums_gradients and self._tree is None and not any(marked)
+    def _adds_exactly(self, parameter: nn.Parameter) -> bool:
+        """Returns whether a backward may add to the reduced gradient of a parameter, which the next reduction reduces
+        again: a mean over as many ranks as are divided by leaves it unchanged, a sum not. FSDP2 reduces what is added
+        alone.
+        """
+        groups = self.plan.groups.of(parameter)
+        is_mean = self.engine is Engine.FSDP2 or groups.divisor == groups.whole.size()
+        return is_mean and not (self.sums_gradients or self._tree is not None or is_summed_later(parameter))
 
     def check_may_step(self, optimizer: str) -> None:
         """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.

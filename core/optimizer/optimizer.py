@@ -155,6 +155,8 @@ class MegatronOptimizer(OptimizerState):
             factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
             factor = torch.where(is_finite, factor, torch.ones_like(factor))
             multiply_gradients([grad for grad in grads if grad is not None], factor)
+            for wrapper in self._wrappers:
+                wrapper.gather_gradients(again=True)
 
         # Update.
         self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
@@ -228,6 +230,7 @@ class MegatronOptimizer(OptimizerState):
         self.finish_step()
         self._written_params.refresh_masters()
         for wrapper in self._wrappers:
+            wrapper.check_may_write_shards()
             wrapper.settle_parameters()
         for p, other in zip(self._params, others, strict=True):
             before = p.main.clone()

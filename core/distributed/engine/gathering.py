@@ -19,7 +19,7 @@ from ...comm.lane import CommLane
 from ..model.forward_hooks import SavedWeights, WrapperHook, enclose, in_use_message, watch_outputs
 from ..plan import Plan
 from .gathered_units import UnitOrder, WriteCounts
-from .unit import Unit
+from .unit import Unit, UnitPhase
 
 
 class ParameterGathering:
@@ -137,6 +137,31 @@ class ParameterGathering:
         self._writes.find()
         self._order.end_step()
 
+    def find_writes(self) -> bool:
+        """Returns whether shards were written since gathered units last had their values.
+
+        Raises:
+            UnitError: inside of `whole_parameters`, whose copies do not have what was written.
+        """
+        is_written = bool(self._writes.find())
+        if is_written:
+            self.reject_apart()
+        return is_written
+
+    def reject_apart(self) -> None:
+        """Raises inside of `whole_parameters`, where the model shows copies of the shards.
+
+        Raises:
+            UnitError: says what to do.
+        """
+        if self._root.phase is UnitPhase.APART:
+            raise UnitError(
+                "this rank's shards of the weights were to be written (by an average that is swapped in, a load into "
+                "views from before, or an optimizer's state) inside whole_parameters(), where the model shows whole "
+                "copies of them; leave it first, or enter it inside, as in `with average.swapped(), "
+                "model.whole_parameters()`"
+            )
+
     # ---- one unit
 
     def ensure_gathered(self, unit: Unit, *unused: Any) -> None:
@@ -149,7 +174,7 @@ class ParameterGathering:
         if is_backward:
             self._order.reach(unit)
         else:
-            if self._writes.find():
+            if self.find_writes():
                 self.forget()
             if unit is not self._root:
                 self._gather_skipped(unit)

@@ -48,6 +48,9 @@ class TopKRouter(ParameterOwner):
             takes it or `clear_step` drops it; the sum, where a layer ran more than once.
     """
 
+    buffers_keep_dtype = True
+    """What every other code that casts buffers reads; see `_apply`."""
+
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     expert_bias: Tensor | None
