@@ -216,8 +216,8 @@ class TensorStream:
 
     @cached_property
     def held(self) -> dict[str, dict[Box, Tensor]]:
-        """This rank's boxes of each of the views by name, and views of their storage. Fixed from the first pass on,
-        because nothing moves a wrapper's shards."""
+        """This rank's boxes of each of the views by name, and views of their storage. The boxes are fixed from the
+        first pass on, because nothing moves a wrapper's shards."""
         return {name: held_parts(view) for name, view in self.views.items()}
 
     @cached_property
