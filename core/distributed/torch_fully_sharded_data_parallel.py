@@ -224,7 +224,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self._tree.enter()
 
     def _open_reduced_gradients(self) -> bool:
-        return all(self._adds_exactly(p) for _, p in managed_parameters(self.module) if p.grad is not None)
+        # While a unit is gathered, the module does not show its shards, which have the gradients.
+        shown = {parameter: name for name, parameter in managed_parameters(self.module)}
+        params = self.torch_state.names_of_parameters() | shown
+        return all(self._adds_exactly(parameter) for parameter in params if parameter.grad is not None)
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
