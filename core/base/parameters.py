@@ -30,8 +30,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def packing_of(param: Tensor) -> dict[str, Any]:
     """Returns the attributes by which a layer unpacks a parameter whose elements are codes, not numbers.
 
-    They are bitsandbytes' names: ``quant_state`` of codes in 4 bits; in 8 bits ``SCB``, the scales of rows, and ``CB``,
-    the codes as the layer reads them until it has them itself. ``holds_codes`` is ours, of views. None does not count.
+    They are bitsandbytes' names: ``quant_state`` in 4 bits; in 8 bits ``SCB``, the scales of rows, and ``CB``, the
+    codes that the layer reads. ``holds_codes`` is ours, of views. None does not count.
     """
     names = ("quant_state", "SCB", "CB", "holds_codes")
     return {name: state for name in names if (state := getattr(param, name, None)) is not None}

@@ -127,9 +127,8 @@ def move(
             elif name in targets:
                 own.append((targets[name][want][place], held[name][box][cut]))
         exchange(sends, receives, ranks.group, what=what, copies=own)
-        for received, _ in receives:  # torch counts no write of a message, by which a wrapper knows that shards changed
-            if not received.is_inference():
-                torch.autograd.graph.increment_version(received)
+        # Torch counts no message as a write, by which a wrapper knows that its shards have changed.
+        torch.autograd.graph.increment_version([into for into, _ in receives if not into.is_inference()])
         for target, received in arrived:
             target.copy_(received)
 

@@ -117,8 +117,9 @@ def load_model_state_dict(
     * a DTensor in the layout of the module's own, as ``module.state_dict()`` of an FSDP2 module returns it.
 
     Values are rounded to the module's dtype where both are floating point (an fp32 file into a bf16 model) and no
-    packed codes; other differences of dtype are errors. One of several tied names suffices; several must agree. Holds at most one whole
-    tensor in addition to the dict. Local if all values are plain, else collective over `process_group`.
+    packed codes; other differences of dtype are errors. One of several tied names suffices; several must agree. Holds
+    at most one whole tensor in addition to the dict. Local if all values are plain, else collective over
+    `process_group`.
 
     Args:
         strict: names must match exactly. If False, the names in common are loaded; there must be at least one.

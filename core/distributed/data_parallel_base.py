@@ -166,15 +166,9 @@ class _BaseDataParallel(EngineVerbs):
         """Whether a backward may communicate. False inside `no_sync`."""
         return self._syncs_gradients
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, and to True
-        as leaving it."""
-        return self._syncs_gradients
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._set_gradient_sync(bool(enabled))
+    require_backward_grad_sync = property(syncs_gradients.fget, lambda self, on: self._set_gradient_sync(bool(on)))  # type: ignore[attr-defined]
+    """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, to True as
+    leaving it."""
 
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
         """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``. The default is 1.
@@ -222,23 +216,20 @@ class _BaseDataParallel(EngineVerbs):
         """
         if not self._syncs_gradients:
             raise ShardstackError(
-                "finish_grad_sync was called inside no_sync, or while require_backward_grad_sync is False; leave the "
-                "context, or set it to True, before the last backward"
+                "finish_grad_sync was called inside no_sync; leave it (or set require_backward_grad_sync)"
             )
         self.recover()
         self.gradient_state.check_may_reduce()
-        if force_all_reduce:
-            self.check_may_gather_gradients()
         if self._tree is not None:
             self._tree.check_complete()
         self._finish_grad_sync()
         if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
             self._scale_gradients(self._tree.factor)
-        if force_all_reduce:
-            self.gather_gradients()
         self._share_buffers()
         self.gradient_state.note_reduced()
         self._step += 1
+        if force_all_reduce:
+            self.gather_gradients()
 
     def _share_buffers(self) -> None:
         """Makes buffers equal on all ranks. Here and not before a forward, as torch's DDP: an evaluation, on all ranks
@@ -271,15 +262,18 @@ class _BaseDataParallel(EngineVerbs):
             torch._foreach_mul_(gradients, scaling_factor)
         self.gather_gradients(again=True)
 
-    def check_may_gather_gradients(self) -> None:
-        """Raises unless the wrapper keeps whole gradients.
+    def gather_gradients(self, *, again: bool = False) -> None:
+        """Gathers whole gradients from the reduced shards. Every rank calls it.
+
+        Args:
+            again: only those that were gathered in this step, after their shards have changed.
 
         Raises:
-            ParallelConfigError: it releases them.
+            ParallelConfigError: the wrapper releases whole gradients.
         """
-        if any(piece.releases_grads for unit in self.plan.units for piece in unit.pieces):
+        if not again and any(piece.releases_grads for unit in self.plan.units for piece in unit.pieces):
             raise ParallelConfigError(
-                f"force_all_reduce asks for whole gradients, which {type(self).__name__} releases with the strategy "
+                f"force_all_reduce asks for whole gradients, which {self.plan.caller} releases with the strategy "
                 f"{self.plan.strategy!r}; drop it"
             )
 

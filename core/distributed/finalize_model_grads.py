@@ -60,8 +60,6 @@ def finalize_model_grads(
                 "divided either by the number of ranks or by the number of tokens: give both or neither"
             )
         chunk.gradient_state.check_may_finalize()
-        if force_all_reduce:
-            chunk.check_may_gather_gradients()
     for chunk in model:
         chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp

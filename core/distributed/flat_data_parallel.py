@@ -188,6 +188,7 @@ class _FlatDataParallel(_BaseDataParallel):
             raise
 
     def gather_gradients(self, *, again: bool = False) -> None:
+        super().gather_gradients(again=again)
         for bucket in self._buckets:
             if bucket.is_whole or not again:
                 bucket.gather_grads()

@@ -176,7 +176,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             self._gathering.forget()
 
     def check_may_write_shards(self) -> None:
-        self._gathering.reject_apart()
+        self._gathering.find_writes(expected=True)
 
     def _note_ranges(self) -> None:
         for unit in self.units:

@@ -100,13 +100,6 @@ class EngineVerbs(nn.Module, ABC):
     def _finish_grad_sync(self) -> None:
         """Completes the reduction of all gradients (`finish_grad_sync`)."""
 
-    def gather_gradients(self, *, again: bool = False) -> None:
-        """Gathers whole gradients from the reduced shards, where the wrapper keeps whole ones. Every rank calls it.
-
-        Args:
-            again: only those that were gathered in this step, after their shards have changed.
-        """
-
     # ---- shard, grad_shard
 
     def shard(self, parameter: nn.Parameter) -> torch.Tensor:

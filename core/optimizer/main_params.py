@@ -209,14 +209,11 @@ class WrittenParams:
 
     def note_agreement(self) -> None:
         """Records that masters and parameters agree. Call it after one was copied into the other."""
-        self._sums, self._counts = self._sums_of_runs(), self._count_writes()
-
-    def _count_writes(self) -> list[int]:
-        return [p.param._version for p in self._params]
+        self._sums, self._counts = self._sums_of_runs(), [p.param._version for p in self._params]
 
     def were_counted(self) -> bool:
         """Returns whether torch has counted a write since the last agreement. Waits for nothing."""
-        return self._counts != self._count_writes()
+        return self._counts != [p.param._version for p in self._params]
 
     @property
     def names(self) -> list[str]:

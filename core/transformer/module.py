@@ -46,9 +46,9 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
 class Float16Module(MegatronModule):
     """Runs `module` in fp16 or bf16: casts parameters once, floating inputs on entry, and outputs to fp32.
 
-    Parameters marked by :func:`mark_keep_in_fp32`, and packed codes, are not cast. Parameters stay the same objects with their
-    attributes, so that an optimizer or wrapper built before still has them. Buffers keep their dtype. State dicts have
-    the module's own names.
+    Parameters marked by :func:`mark_keep_in_fp32`, and packed codes, are not cast. Parameters stay the same objects
+    with their attributes, so that an optimizer or wrapper built before still has them. Buffers keep their dtype. State
+    dicts have the module's own names.
 
     Raises:
         ConfigError: neither fp16 nor bf16 is set.

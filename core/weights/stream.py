@@ -125,16 +125,13 @@ class WeightStream(TensorStream):
         own = self._own_views()
         views = {name: own.get(name, view) for name, view in self.views.items()}
         held = {name: held_parts(view) for name, view in views.items()}
-        before = vars(self).get("held", held)  # of the first pass, by which ranks know what each of them has
-        changed = [*(own.keys() ^ self._own_names)] + [
-            name
-            for name, view in self.views.items()
-            if (view.dtype, view.shape, *before[name]) != (views[name].dtype, views[name].shape, *held[name])
-        ]
-        if changed:
+        first_held = vars(self).get("held", held)  # by which ranks know what each of them has
+        before = {name: (view.dtype, view.shape, *first_held[name]) for name, view in self.views.items()}
+        changed = [name for name, view in views.items() if before[name] != (view.dtype, view.shape, *held[name])]
+        if changed := changed + sorted(own.keys() ^ self._own_names):
             raise WeightsError(
-                f"{changed[0]} has another shape or dtype, or is elsewhere, than when the stream of weights was built or "
-                "first sent; build it anew after changing the model, and inside of whole_parameters()"
+                f"{changed[0]} has another shape or dtype, or is elsewhere, than when the stream of weights was built "
+                "or first sent; build it anew after changing the model, and inside of whole_parameters()"
             )
         self.views, self.held = views, held
 

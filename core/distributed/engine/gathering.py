@@ -137,30 +137,19 @@ class ParameterGathering:
         self._writes.find()
         self._order.end_step()
 
-    def find_writes(self) -> bool:
-        """Returns whether shards were written since gathered units last had their values.
+    def find_writes(self, *, expected: bool = False) -> bool:
+        """Returns whether shards were written since gathered units last had their values, or are `expected` to be.
 
         Raises:
-            UnitError: inside of `whole_parameters`, whose copies do not have what was written.
+            UnitError: and the model shows copies, inside of `whole_parameters`, which do not have what is written.
         """
-        is_written = bool(self._writes.find())
-        if is_written:
-            self.reject_apart()
-        return is_written
-
-    def reject_apart(self) -> None:
-        """Raises inside of `whole_parameters`, where the model shows copies of the shards.
-
-        Raises:
-            UnitError: says what to do.
-        """
-        if self._root.phase is UnitPhase.APART:
+        is_written = bool(self._writes.find()) or expected
+        if is_written and self._root.phase is UnitPhase.APART:
             raise UnitError(
-                "this rank's shards of the weights were to be written (by an average that is swapped in, a load into "
-                "views from before, or an optimizer's state) inside whole_parameters(), where the model shows whole "
-                "copies of them; leave it first, or enter it inside, as in `with average.swapped(), "
-                "model.whole_parameters()`"
+                "shards of weights are written (by average.swapped(), or a load into tensors from before) inside "
+                "whole_parameters(), where the model shows copies of them; leave it first, or enter it inside swapped"
             )
+        return is_written
 
     # ---- one unit
 

@@ -48,8 +48,8 @@ def reject_unfit(module: nn.Module) -> None:
     for name, tensor in itertools.chain(managed_parameters(module), module.named_buffers()):
         if tensor.layout != torch.strided:
             raise WrapError(
-                f"{name} has the layout {tensor.layout}, whose parts ranks cannot send each other; register a dense "
-                "tensor, or keep a constant in an attribute that is no buffer, equal on all ranks"
+                f"{name} has the layout {tensor.layout}, which ranks cannot send each other; register a dense tensor, "
+                "or keep a constant in an attribute that is no buffer"
             )
     devices = {p.device: name for name, p in managed_parameters(module) if p.requires_grad and not p.is_meta}
     if len(devices) > 1:
@@ -75,7 +75,7 @@ def reject_unfit_for_fsdp2(module: nn.Module) -> None:
             raise WrapError(f"parameter {name} is a scalar, which cannot be sharded; give it the shape (1,)")
         if parameter.grad is not None:
             raise WrapError(
-                f"parameter {name} has a .grad from before the model is wrapped, which FSDP2 would drop; set it to None "
+                f"parameter {name} has a .grad from before the model is wrapped, which FSDP2 drops; set it to None "
                 "(zero_grad) before wrapping, or use DistributedDataParallel, which adds to it"
             )
         if parameter.numel() == 0:

@@ -136,9 +136,8 @@ class Pieces:
             _reject_changes(names[0], kind)
         if self._is_gathered and hasattr(param, "CB"):
             raise WrapError(
-                f"parameter {names[0]} is a {type(param).__name__}, whose layer reads 8-bit codes from its attribute "
-                "CB, whole, in place of the parameter, which would be cut; use DistributedDataParallel with another "
-                "strategy than optim_grads_params, or codes in 4 bits"
+                f"parameter {names[0]} is a {type(param).__name__}, whose layer reads whole 8-bit codes from its "
+                "attribute CB, not those that are gathered; use DistributedDataParallel, or codes in 4 bits"
             )
         has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
         return ParamPlan(

@@ -84,7 +84,9 @@ def test_gradients_that_two_stages_have_summed_do_not_add_up() -> None:
     """Over both stages they would be summed a second time with what is added."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     for wrapper in ("ddp", "zero2", "fsdp2"):
-        with pytest.raises(ShardstackError, match="a backward added gradients after those of the step had been reduced"):
+        with pytest.raises(
+            ShardstackError, match="a backward added gradients after those of the step had been reduced"
+        ):
             _shared_by_stages(wrapper)
 
 

@@ -140,9 +140,7 @@ def _receives_into_a_wrapper(kind: str) -> bool:
         send_shards(WeightStream(model, "module", process_group=groups[0]), dist.group.WORLD)
         expected = model(x).detach()
     else:
-        wrapper = wrap_model(
-            model, None, CONFIGS[kind](), process_group=groups[1], sub_modules_to_wrap=(nn.Linear,)
-        )
+        wrapper = wrap_model(model, None, CONFIGS[kind](), process_group=groups[1], sub_modules_to_wrap=(nn.Linear,))
         with torch.no_grad():
             before = wrapper(x)
         receive_shards(model_state_dict(model), dist.group.WORLD)

@@ -362,11 +362,11 @@ def _keeps_a_stream(kind: str) -> list[str]:
             with pytest.raises(CheckpointError, match="is elsewhere, than when the stream of weights was built"):
                 dict(stream)
     module.mean = torch.zeros(7)
-    with pytest.raises(CheckpointError, match="mean has another shape.*build it anew"):
+    with pytest.raises(CheckpointError, match=r"mean has another shape.*build it anew"):
         dict(stream)
     module.mean = torch.zeros(6)
     module.register_buffer("more", torch.zeros(1))
-    with pytest.raises(CheckpointError, match="more has another shape.*build it anew"):
+    with pytest.raises(CheckpointError, match=r"more has another shape.*build it anew"):
         dict(stream)
     return problems
 

@@ -150,7 +150,9 @@ def test_experts_gradients_add_up_over_steps_or_raise() -> None:
         _adds_up(setting, experts)
         parallel_state.destroy_model_parallel()
     for setting in ("ddp", "ddp, averaged in collectives", "zero1", "zero3"):
-        with pytest.raises(ShardstackError, match="a backward added gradients after those of the step had been reduced"):
+        with pytest.raises(
+            ShardstackError, match="a backward added gradients after those of the step had been reduced"
+        ):
             _adds_up(setting, 2)
         parallel_state.destroy_model_parallel()
 

@@ -232,7 +232,9 @@ def _toy_with_gradients() -> nn.Module:
 
 
 @scenario(
-    make=_toy_with_gradients, raises={"fsdp2": "has a .grad from before the model is wrapped.*set it to None"}, rtol=1e-6
+    make=_toy_with_gradients,
+    raises={"fsdp2": "has a .grad from before the model is wrapped.*set it to None"},
+    rtol=1e-6,
 )  # added before the mean over ranks instead of after it
 def gradients_from_before_wrapping_are_added_to(run: Run) -> None:
     run.backward(0)
