@@ -47,7 +47,7 @@ class AveragedWeights:
             raise ConfigError("the optimizer keeps an average already; build one AveragedWeights for an optimizer")
         self.decay, self._optimizer = decay, optimizer  # fixed
         self.num_averaged = 0
-        """Number of updates of the average. The optimizer counts, once it knows that a step was not skipped;
+        """Number of updates of the average. The optimizer counts each step that was not skipped, once it knows of it.
         `load_count` sets it."""
         # The average of each `MainParam.main`, in its dtype and shape, on its device. `note_update` and loads write
         # them on the current stream; inside of `swapped` they hold the model's weights.

@@ -49,7 +49,7 @@ class TopKRouter(ParameterOwner):
     """
 
     buffers_keep_dtype = True
-    """What every other code that casts buffers reads; see `_apply`."""
+    """Read by all other code that casts buffers (`apply_to_buffers`), as `_apply` does."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None

@@ -199,7 +199,7 @@ def test_codes_in_eight_bits_have_their_scales() -> None:
 
 
 @on_ranks(2)
-def test_codes_that_a_layer_reads_elsewhere_are_refused_where_they_would_be_cut() -> None:
+def test_codes_in_an_attribute_are_refused_if_cut() -> None:
     for kind in KINDS:
         model = _eight_bits()
         for layer in model.layers:
