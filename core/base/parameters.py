@@ -27,6 +27,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def packing_of(param: Tensor) -> dict[str, Any]:
+    """Returns the attributes by which a layer unpacks a parameter whose elements are codes, not numbers.
+
+    They are bitsandbytes' names: ``quant_state`` in 4 bits; in 8 bits ``SCB``, the scales of rows, and ``CB``, the
+    codes that the layer reads. ``holds_codes`` is ours, of views. None does not count.
+    """
+    names = ("quant_state", "SCB", "CB", "holds_codes")
+    return {name: state for name in names if (state := getattr(param, name, None)) is not None}
+
+
+def is_packed(param: Tensor) -> bool:
+    """Returns whether a parameter's elements are codes, which no cast may touch and no gradient can change."""
+    return bool(packing_of(param))
+
+
 _RANGE = "held_range"
 """An attribute of a parameter: its elements on this rank. Set by `keep_range` when the model is wrapped, to None
 inside `whole_parameters`. The elements are a view of the wrapper's memory, valid as long as the wrapper exists."""

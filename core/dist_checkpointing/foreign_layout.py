@@ -24,7 +24,7 @@ from .agreement import Ranks
 from .format.index import CheckpointIndex, Piece
 from .format.reader import PieceReader
 from .gathering import Outgoing
-from .global_view import held_boxes
+from .global_view import can_be_cast, held_boxes
 from .safetensors_io import open_safetensors
 
 _PROBLEMS_SHOWN = 20
@@ -175,7 +175,7 @@ def _check(
             problems.append(f"{recipe.name} has {rows} rows here, and {num_foreign} there")
         for name in sorted({run.source for run in recipe.runs} & index.tensors.keys()):
             dtype = index.tensors[name].dtype
-            if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
+            if dtype != target.dtype and not can_be_cast(dtype, target):
                 problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
     if problems:
         raise CheckpointError(

@@ -25,7 +25,7 @@ from ..base.host_memory import LentMemory
 from ..comm.collectives import exchange
 from ..comm.messages import as_message
 from .agreement import Ranks, held_parts, is_of_first_rank
-from .global_view import Box, overlap
+from .global_view import Box, can_be_cast, overlap
 
 T = TypeVar("T")
 
@@ -124,6 +124,8 @@ def move(
             elif name in targets:
                 own.append((targets[name][want][place], held[name][box][cut]))
         exchange(sends, receives, ranks.group, what=what, copies=own)
+        # Torch counts no message as a write, by which a wrapper knows that its shards have changed.
+        torch.autograd.graph.increment_version([into for into, _ in receives if not into.is_inference()])
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class TensorStream:
             other, and are in one bucket.
         process_group: None means all ranks, or this process alone.
         dtype: what floating-point parameters are rounded to; None keeps each one's. Buffers keep theirs: a rounded
-            bias of a router would choose other experts.
+            bias of a router would choose other experts. So do packed codes, which are no numbers.
         receivers: ranks of the group that get the tensors; None means all.
         bucket_bytes: a bucket of whole tensors closes before it exceeds them. A larger tensor is alone.
     """
@@ -181,8 +183,8 @@ class TensorStream:
         self.views = {name: views[name] for tensor in outgoing for name in tensor.sources}
         self.receivers = range(self.ranks.size) if receivers is None else sorted(set(receivers))
         self.receives = self.ranks.rank in self.receivers
-        kept = {name for name, view in views.items() if is_of_first_rank(view) or not view.dtype.is_floating_point}
-        wire = {name: view.dtype if name in kept or dtype is None else dtype for name, view in views.items()}
+        cast = {name for name, v in views.items() if dtype and can_be_cast(dtype, v) and not is_of_first_rank(v)}
+        wire = {name: dtype if dtype and name in cast else view.dtype for name, view in views.items()}
         self._metadata = {tensor: ParamMeta(tensor.name, wire[tensor.sources[0]], tensor.shape) for tensor in outgoing}
         # What each of the views travels in. Those that are merged are rounded at the end.
         merged = {name for tensor in outgoing for name in tensor.sources if len(tensor.sources) > 1}
@@ -206,8 +208,8 @@ class TensorStream:
 
     @cached_property
     def held(self) -> dict[str, dict[Box, Tensor]]:
-        """This rank's boxes of each of the views by name, and views of their storage. Fixed from the first pass on,
-        because nothing moves a wrapper's shards."""
+        """This rank's boxes of each of the views by name, and views of their storage. The boxes are fixed from the
+        first pass on, because nothing moves a wrapper's shards."""
         return {name: held_parts(view) for name, view in self.views.items()}
 
     @cached_property

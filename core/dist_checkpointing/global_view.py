@@ -32,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from .. import parallel_state
 from ..base.errors import CheckpointError, ParallelConfigError
-from ..base.parameters import kept_range, local_part
+from ..base.parameters import is_packed, kept_range, local_part
 
 _OUTER_AXES = ("tp", "ep", "expert_tp")
 _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
@@ -267,10 +267,17 @@ def whole_view(tensor: Tensor) -> Tensor:
 
 def noting_copy(view: Tensor, param: Tensor) -> Tensor:
     """Returns the view of a tensor of `param`, marked if that is the copy of a weight of another pipeline stage
-    (Megatron-LM's mark `shared`)."""
+    (Megatron-LM's mark `shared`), or holds packed codes."""
     if getattr(param, "shared", False):
         view.shared = True  # type: ignore[attr-defined]
+    if is_packed(param):
+        view.holds_codes = True  # type: ignore[attr-defined]
     return view
+
+
+def can_be_cast(dtype: torch.dtype, tensor: Tensor) -> bool:
+    """Returns whether values of a dtype may be rounded to that of a tensor: both are floating, and no packed codes."""
+    return dtype.is_floating_point and tensor.dtype.is_floating_point and not is_packed(tensor)
 
 
 def is_copy(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ from .format import folders
 from .format.content_hash import MODULUS, box_hash
 from .format.index import Box, CheckpointIndex, Piece, share_elements
 from .format.reader import PieceReader, is_good, read_index
-from .global_view import FlatRange, held_boxes, is_copy
+from .global_view import FlatRange, can_be_cast, held_boxes, is_copy
 from .model_state import ShardedStateDict
 
 BoxHash = tuple[Box, int]
@@ -291,8 +291,7 @@ def _of_stored_dtype(tensor: Tensor, index: CheckpointIndex, name: str) -> Tenso
     entry = index.tensors.get(name)
     if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
         return None
-    both_floating = entry.dtype.is_floating_point and tensor.is_floating_point()
-    return torch.empty_like(tensor.detach(), dtype=entry.dtype) if both_floating else None
+    return torch.empty_like(tensor.detach(), dtype=entry.dtype) if can_be_cast(entry.dtype, tensor) else None
 
 
 def _mismatches(state: Mapping[str, Tensor], index: CheckpointIndex) -> list[str]:

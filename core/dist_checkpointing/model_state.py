@@ -15,9 +15,9 @@ from .. import parallel_state
 from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.parameters import kept_range
+from ..base.parameters import is_packed, kept_range
 from .agreement import Ranks, is_of_first_rank, of_first_rank
-from .global_view import FlatRange, global_shape, global_view, local_slices, local_tensor, whole_view
+from .global_view import FlatRange, can_be_cast, global_shape, global_view, local_slices, local_tensor, whole_view
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -47,10 +47,12 @@ def stages_state_dict(modules: nn.Module | Sequence[nn.Module]) -> dict[str, tor
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return own
     views: dict[str, torch.Tensor] = {}
-    descriptions = [(name, view.dtype, tuple(view.shape), is_of_first_rank(view)) for name, view in own.items()]
+    kinds = {name: (is_of_first_rank(view), is_packed(view) or None) for name, view in own.items()}
+    descriptions = [(name, view.dtype, tuple(view.shape), *kinds[name]) for name, view in own.items()]
     for of_rank in Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(descriptions):
-        for name, dtype, shape, is_buffer in of_rank:
+        for name, dtype, shape, is_buffer, has_codes in of_rank:
             absent = FlatRange(torch.empty(0, dtype=dtype, device=current_device()), shape, [])
+            absent.holds_codes = has_codes  # type: ignore[attr-defined]
             views.setdefault(name, own.get(name, of_first_rank(absent) if is_buffer else absent))
     return views
 
@@ -114,9 +116,10 @@ def load_model_state_dict(
     * a DTensor of the whole model on any mesh, as :func:`model_state_dict` returns it; or
     * a DTensor in the layout of the module's own, as ``module.state_dict()`` of an FSDP2 module returns it.
 
-    Values are rounded to the module's dtype where both are floating point (an fp32 file into a bf16 model); other
-    differences of dtype are errors. One of several tied names suffices; several must agree. Holds at most one whole
-    tensor in addition to the dict. Local if all values are plain, else collective over `process_group`.
+    Values are rounded to the module's dtype where both are floating point (an fp32 file into a bf16 model) and no
+    packed codes; other differences of dtype are errors. One of several tied names suffices; several must agree. Holds
+    at most one whole tensor in addition to the dict. Local if all values are plain, else collective over
+    `process_group`.
 
     Hooks of the module and its submodules run, as in `torch.nn.Module.load_state_dict`: those registered to run before
     get a copy of the dict, and may rename and convert its values; those registered to run after see the filled module.
@@ -222,7 +225,7 @@ def _check(
 def _mismatch(name: str, value: Any, target: torch.Tensor) -> str | None:
     if not isinstance(value, torch.Tensor):
         return f"{name} is a {type(value).__name__} where a tensor is needed"
-    if value.dtype != target.dtype and not (value.dtype.is_floating_point and target.dtype.is_floating_point):
+    if value.dtype != target.dtype and not can_be_cast(value.dtype, target):
         return f"{name} is {dtype_name(value.dtype)} where the module has {dtype_name(target.dtype)}"
     whole = tuple(global_shape(target))
     if tuple(value.shape) == whole or _has_same_layout(value, target):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.parameters import is_packed
 from ..diagnostics import raise_explained
 from ..diagnostics.misplaced_parameters import reject_resizing
 from ..dist_checkpointing.global_view import FlatRange
@@ -20,7 +21,7 @@ from ..transformer.moe.moe_layer import restart_step
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
-from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
+from .groups import LEFT_OUT, Ranks, find_groups, is_summed_later, managed_parameters
 from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unfit_models import (
@@ -32,7 +33,6 @@ from .model.unfit_models import (
 )
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
-from .plan.pieces import is_packed
 from .plan.unit_choice import UnitChoice, default_unit_classes
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
@@ -167,6 +167,10 @@ class _BaseDataParallel(EngineVerbs):
         """Whether a backward may communicate. False inside `no_sync`."""
         return self._syncs_gradients
 
+    require_backward_grad_sync = property(syncs_gradients.fget, lambda self, on: self._set_gradient_sync(bool(on)))  # type: ignore[attr-defined]
+    """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, to True as
+    leaving it."""
+
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
         """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``. The default is 1.
 
@@ -209,19 +213,24 @@ class _BaseDataParallel(EngineVerbs):
         Raises:
             ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad`` or
                 ``check_for_large_grads``.
+            ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
         if not self._syncs_gradients:
-            raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
+            raise ShardstackError(
+                "finish_grad_sync was called inside no_sync; leave it (or set require_backward_grad_sync)"
+            )
         self.recover()
         self.gradient_state.check_may_reduce()
         if self._tree is not None:
             self._tree.check_complete()
-        self._finish_grad_sync(force_all_reduce)
+        self._finish_grad_sync()
         if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
             self._scale_gradients(self._tree.factor)
         self._share_buffers()
         self.gradient_state.note_reduced()
         self._step += 1
+        if force_all_reduce:
+            self.gather_gradients()
 
     def _share_buffers(self) -> None:
         """Makes buffers equal on all ranks. Here and not before a forward, as torch's DDP: an evaluation, on all ranks
@@ -252,6 +261,22 @@ class _BaseDataParallel(EngineVerbs):
             scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
+        self.gather_gradients(again=True)
+
+    def gather_gradients(self, *, again: bool = False) -> None:
+        """Gathers whole gradients from the reduced shards. Every rank calls it.
+
+        Args:
+            again: only those that were gathered in this step, after their shards have changed.
+
+        Raises:
+            ParallelConfigError: the wrapper releases whole gradients.
+        """
+        if not again and any(piece.releases_grads for unit in self.plan.units for piece in unit.pieces):
+            raise ParallelConfigError(
+                f"force_all_reduce asks for whole gradients, which {self.plan.caller} releases with the strategy "
+                f"{self.plan.strategy!r}; drop it"
+            )
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
@@ -265,11 +290,14 @@ class _BaseDataParallel(EngineVerbs):
         """Calls `zero_grad_buffer`, by torch's name. Gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
 
-    @property
-    def _adds_exactly(self) -> bool:
-        """Whether a second reduction leaves reduced gradients unchanged: a mean of equal values does, a sum not."""
-        marked = (getattr(parameter, "sequence_parallel", False) for _, parameter in managed_parameters(self.module))
-        return not self.sums_gradients and self._tree is None and not any(marked)
+    def _adds_exactly(self, parameter: nn.Parameter) -> bool:
+        """Returns whether a backward may add to the reduced gradient of a parameter, which the next reduction reduces
+        again: a mean over as many ranks as are divided by leaves it unchanged, a sum not. FSDP2 reduces what is added
+        alone.
+        """
+        groups = self.plan.groups.of(parameter)
+        is_mean = self.engine is Engine.FSDP2 or groups.divisor == groups.whole.size()
+        return is_mean and not (self.sums_gradients or self._tree is not None or is_summed_later(parameter))
 
     def check_may_step(self, optimizer: str) -> None:
         """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.

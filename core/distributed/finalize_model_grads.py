@@ -33,7 +33,8 @@ def finalize_model_grads(
     In order: every chunk finishes its data-parallel reduction; gradients of parameters that are replicated over
     tensor-parallel ranks but used on different tokens (norms under sequence parallelism) are summed over those ranks;
     the gradients of a weight that the first and the last pipeline stage share are summed over both; with a token
-    count, all gradients are divided by the number of tokens of all ranks. Biases of experts then move.
+    count, all gradients are divided by the number of tokens of all ranks; whole gradients are gathered from what is
+    then final, if they are asked for. Biases of experts then move.
 
     Args:
         model: the wrapped model, in the list that Megatron's interfaces take; several are a rank's virtual pipeline
@@ -48,6 +49,7 @@ def finalize_model_grads(
 
     Raises:
         ParallelConfigError: gradients are partial sums over tensor-parallel ranks, and the group is unknown.
+            Or `force_all_reduce` is given where the wrapper releases whole gradients.
         ConfigError: a token count is given without ``calculate_per_token_loss``, or the reverse.
         ShardstackError: it was already called in this step, or a backward ran late or did not end.
     """
@@ -60,7 +62,7 @@ def finalize_model_grads(
             )
         chunk.gradient_state.check_may_finalize()
     for chunk in model:
-        chunk.finish_grad_sync(force_all_reduce=bool(force_all_reduce))
+        chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
     _sum_over_sequence_parallel_ranks(model, tensor_ranks)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -69,6 +71,8 @@ def finalize_model_grads(
         scaling_factor = _one_over_global_tokens(num_tokens, model)
         for chunk in model:
             chunk.scale_gradients(scaling_factor)
+    for chunk in model if force_all_reduce else ():  # last, of what nothing sums or scales any more
+        chunk.gather_gradients()
     finish_step(model, model[0].process_group)
     for chunk in model:
         chunk.gradient_state.note_finalized()

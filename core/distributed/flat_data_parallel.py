@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from ..base.device import current_device
-from ..base.errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
+from ..base.errors import OptimizerError, ShardstackError, WrapError
 from ..base.host_memory import transient_memory
 from ..base.parameters import kept_range, without_waiting
 from ..comm.collectives import Allocate
@@ -173,30 +173,28 @@ class _FlatDataParallel(_BaseDataParallel):
         """Sends every bucket that has not left yet."""
         self._schedule.send_all()
 
-    def _finish_grad_sync(self, force_all_reduce: bool) -> None:
-        if force_all_reduce and any(bucket.releases_grads for bucket in self._buckets):
-            raise ParallelConfigError(
-                f"force_all_reduce asks for whole gradients, which the strategy {self.plan.strategy!r} has released; "
-                "drop it"
-            )
+    def _finish_grad_sync(self) -> None:
         self.settle_parameters()
         self._placement.check_unless_optimizer_does()
         if not self.gradient_state.is_reduced:
             self._shown_gradients.take_written()
         self.start_grad_sync()
         for bucket in self._buckets:
-            bucket.finish_grad_sync(force_all_reduce)
+            bucket.finish_grad_sync()
         try:
             self._shown_gradients.show()
         except RuntimeError:  # a parameter of another dtype than its gradient
             self._placement.check()
             raise
 
+    def gather_gradients(self, *, again: bool = False) -> None:
+        super().gather_gradients(again=again)
+        for bucket in self._buckets:
+            if bucket.is_whole or not again:
+                bucket.gather_grads()
+
     def _open_reduced_gradients(self) -> bool:
-        if self._is_sharded:
-            return False
-        with_gradient = [param for param in self._bucket_of if shows_main_grad(param)]
-        if with_gradient and not self._adds_exactly:
+        if self._is_sharded or not all(self._adds_exactly(p) for p in self._bucket_of if shows_main_grad(p)):
             return False
         self._schedule.restart()
         for bucket in self._buckets:

@@ -24,7 +24,7 @@ from .engine.gathering import ParameterGathering, install_call_hooks
 from .engine.unit import Unit, UnitPhase
 from .flat_data_parallel import _FlatDataParallel
 from .groups import Ranks, twin_group
-from .model.initial_values import InitialValues, cast_buffers
+from .model.initial_values import InitialValues, apply_to_buffers, cast_buffers
 from .plan import Plan
 from .plan.unit_choice import UnitChoice
 
@@ -168,11 +168,15 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 keep_range(param, None)
         try:
             yield
+            self._gathering.find_writes()
         finally:
             for unit in self.units:
                 unit.return_to_slot()
             self._note_ranges()
             self._gathering.forget()
+
+    def check_may_write_shards(self) -> None:
+        self._gathering.find_writes(expected=True)
 
     def _note_ranges(self) -> None:
         for unit in self.units:
@@ -198,9 +202,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
                     f"{probe.device} to {result.dtype} on {result.device}; move and convert the model before "
                     "it is wrapped"
                 )
-        for module in self.module.modules():
-            for name, tensor in module._buffers.items():
-                module._buffers[name] = None if tensor is None else fn(tensor)
+        apply_to_buffers(self.module, fn)
         return self
 
     def held_tensors(self) -> dict[str, list[Tensor]]:

@@ -155,7 +155,8 @@ class GradientState:
         if not self.is_reduced:
             raise ShardstackError(
                 f"{optimizer}.step() was called before the gradients of the step were reduced over ranks; call "
-                "core.distributed.finalize_model_grads([model]) after the last backward and before the step"
+                "core.distributed.finalize_model_grads([model]) after the last backward and before the step, or build "
+                "DistributedDataParallel with finish_in_backward=True, where each backward reduces them"
             )
 
 

@@ -102,6 +102,14 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
     return kind_of(parameter) == "expert"
 
 
+def is_summed_later(parameter: torch.Tensor) -> bool:
+    """Returns whether `finalize_model_grads` sums a reduced gradient over ranks of another axis: those of sequence
+    parallelism, or the pipeline stages that share the weight."""
+    stages = parallel_state.get_embedding_group(check_initialized=False)
+    is_shared = getattr(parameter, "shared_embedding", False) and stages is not None and stages.size() > 1
+    return is_shared or getattr(parameter, "sequence_parallel", False)
+
+
 def managed_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields each parameter once, under its first name, without those that settings ignore."""
     return ((name, parameter) for name, parameter in module.named_parameters() if kind_of(parameter) != "ignored")

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
-from ..base.errors import ParallelConfigError, ShardstackError
+from ..base.errors import ShardstackError
 from ..base.parameters import local_part
 from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
@@ -227,7 +227,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self._tree.enter()
 
     def _open_reduced_gradients(self) -> bool:
-        return self._adds_exactly or all(p.grad is None for _, p in managed_parameters(self.module))
+        # While a unit is gathered, the module does not show its shards, which have the gradients.
+        shown = {parameter: name for name, parameter in managed_parameters(self.module)}
+        params = self.torch_state.names_of_parameters() | shown
+        return all(self._adds_exactly(parameter) for parameter in params if parameter.grad is not None)
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
@@ -235,8 +238,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def check_may_step_directly(self, optimizer: str) -> None:
         self.recover()
-        is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
-        is_accumulating = is_accumulating and self.plan.groups.replicated is None
+        is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self.plan.groups.replicated is None
+        is_accumulating = is_accumulating and all(self._adds_exactly(p) for _, p in managed_parameters(self.module))
         if is_accumulating and not any(True for _ in self.torch_state.whole_gradients()):
             self._share_buffers()
             self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
@@ -267,9 +270,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 if unit.is_freed and not unit.is_needed_in_backward:
                     module.set_reshard_after_forward(enabled, recurse=False)
 
-    def _finish_grad_sync(self, force_all_reduce: bool) -> None:
-        if force_all_reduce:
-            raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
+    def _finish_grad_sync(self) -> None:
         self.torch_state.reduce_unsharded_gradients()
         self.settle_parameters()
         self._shows_gradients = True

@@ -31,7 +31,7 @@ class EngineVerbs(nn.Module, ABC):
     gather        `whole_parameters`. In forward and backward engines gather units by themselves, ahead
     free          `settle_parameters`, and `note_step` after an update
     add           backward does it. `_set_gradient_sync` and `_open_reduced_gradients` say to what
-    send          `start_grad_sync`, `_finish_grad_sync`. Units leave during backward where planned
+    send          `start_grad_sync`, `_finish_grad_sync`, `gather_gradients`. Units leave during backward where planned
     shard         `shard`, of a parameter
     grad_shard    `local_gradient`, of a parameter
     held          `held_tensors`
@@ -67,6 +67,13 @@ class EngineVerbs(nn.Module, ABC):
     def settle_parameters(self) -> None:
         """Makes `module` hold the parameters that an optimizer updates. Call it outside of a forward."""
 
+    def check_may_write_shards(self) -> None:
+        """Raises where the model shows copies of this rank's shards, which writes to these would not reach.
+
+        Raises:
+            UnitError: inside of `whole_parameters`, where ranks have no whole parameters otherwise.
+        """
+
     @abstractmethod
     def note_step(self) -> None:
         """Drops gathered parameters. Called after an optimizer has written its parameters."""
@@ -90,7 +97,7 @@ class EngineVerbs(nn.Module, ABC):
         """Starts the reduction that `finish_grad_sync` completes. Does nothing in a wrapper that does not overlap."""
 
     @abstractmethod
-    def _finish_grad_sync(self, force_all_reduce: bool) -> None:
+    def _finish_grad_sync(self) -> None:
         """Completes the reduction of all gradients (`finish_grad_sync`)."""
 
     # ---- shard, grad_shard

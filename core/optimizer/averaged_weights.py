@@ -47,7 +47,8 @@ class AveragedWeights:
             raise ConfigError("the optimizer keeps an average already; build one AveragedWeights for an optimizer")
         self.decay, self._optimizer = decay, optimizer  # fixed
         self.num_averaged = 0
-        """Number of updates of the average. `note_update` counts, `load_count` sets it."""
+        """Number of updates of the average. The optimizer counts each step that was not skipped, once it knows of it.
+        `load_count` sets it."""
         # The average of each `MainParam.main`, in its dtype and shape, on its device. `note_update` and loads write
         # them on the current stream; inside of `swapped` they hold the model's weights.
         self._averages = [p.main.detach().clone() for p in optimizer.main_params]
@@ -56,18 +57,17 @@ class AveragedWeights:
         optimizer.average = self
 
     @torch.no_grad()
-    def note_update(self) -> None:
-        """Takes the weights into the average in one pass. The optimizer calls it after each step that was not skipped.
+    def note_update(self, is_made: Tensor) -> None:
+        """Takes the weights into the average. The optimizer calls it right after each update, before other code may
+        write them, and counts it in `num_averaged` once the host learns that there was one.
 
-        With `MegatronOptimizer.start_step` that is when the host learns of the step's outcome, before the next update.
+        Args:
+            is_made: 0-dim, on the device: whether there was an update.
         """
-        mains = [p.main for p in self._optimizer.main_params]
-        if self.num_averaged == 0:
-            torch._foreach_copy_(self._averages, mains)
-        else:
-            weight = 1 / (self.num_averaged + 1) if self.decay is None else 1 - self.decay
-            torch._foreach_lerp_(self._averages, mains, weight)
-        self.num_averaged += 1
+        weight = 1 / (self.num_averaged + 1) if self.decay is None or self.num_averaged == 0 else 1 - self.decay
+        for average, p in zip(self._averages, self._optimizer.main_params, strict=True):
+            # As the average itself a weight leaves it as it is, to the bit.
+            average.lerp_(torch.where(is_made.to(average.device), p.main, average), weight)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -203,11 +203,17 @@ class WrittenParams:
         # Sums of each parameter when masters and parameters last agreed, on its device. `note_agreement` sets them
         # without waiting for the device, `find_written` compares them.
         self._sums: list[Tensor] = []
+        # Torch's counts of writes to each parameter then. `note_agreement` sets them too.
+        self._counts: list[int] = []
         self.note_agreement()
 
     def note_agreement(self) -> None:
         """Records that masters and parameters agree. Call it after one was copied into the other."""
-        self._sums = self._sums_of_runs()
+        self._sums, self._counts = self._sums_of_runs(), [p.param._version for p in self._params]
+
+    def were_counted(self) -> bool:
+        """Returns whether torch has counted a write since the last agreement. Waits for nothing."""
+        return self._counts != [p.param._version for p in self._params]
 
     @property
     def names(self) -> list[str]:

@@ -109,8 +109,8 @@ class MegatronOptimizer(OptimizerState):
 
         Does not wait for it. The host learns the outcome in :meth:`finish_step`, which checkpoints call, or else in
         the next step: before its update, or in :meth:`scale_loss` with a dynamic loss scale. Other code that writes to
-        parameters in low precision between two steps has to call `finish_step` before, or
-        :meth:`reload_model_params` after.
+        parameters in low precision between two steps through ``.data``, which torch does not count, has to call
+        `finish_step` before, or :meth:`reload_model_params` after.
 
         Args:
             report: `[n]`, numbers on the device, for example a loss, that are copied to the host with the outcome.
@@ -130,7 +130,7 @@ class MegatronOptimizer(OptimizerState):
             _check_updated(wrapper)
         for p in self._checked_here:
             p.check_storage()
-        if self._has_unfinished_step:
+        if self._has_unfinished_step and not self._written_params.were_counted():
             written_flags = self._written_params.find_written()  # to wait for it would leave the device without work
         else:
             written_flags = None
@@ -156,10 +156,14 @@ class MegatronOptimizer(OptimizerState):
             factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
             factor = torch.where(is_finite, factor, torch.ones_like(factor))
             multiply_gradients([grad for grad in grads if grad is not None], factor)
+            for wrapper in self._wrappers:
+                wrapper.gather_gradients(again=True)
 
         # Update.
         self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
         self._update(grads, is_finite)
+        if self.average is not None:
+            self.average.note_update(is_finite)
 
         # Publish.
         self._publish_parameters()
@@ -209,7 +213,7 @@ class MegatronOptimizer(OptimizerState):
             for wrapper, phase in zip(self._wrappers, self._phases, strict=False):
                 wrapper.gradient_state.note_skipped(phase)
         elif self.average is not None:
-            self.average.note_update()
+            self.average.num_averaged += 1
         on_outcome, self._on_outcome = self._on_outcome, None
         if on_outcome is not None:
             on_outcome(outcome)
@@ -229,6 +233,7 @@ class MegatronOptimizer(OptimizerState):
         self.finish_step()
         self._written_params.refresh_masters()
         for wrapper in self._wrappers:
+            wrapper.check_may_write_shards()
             wrapper.settle_parameters()
         for p, other in zip(self._params, others, strict=True):
             before = p.main.clone()

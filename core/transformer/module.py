@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from ..base.device import current_device
 from ..base.dtypes import LOW_PRECISION
 from ..base.errors import ConfigError
+from ..base.parameters import is_packed
 from ..dist_checkpointing.model_state import sharded_state_dict
 from ..tensor_parallel.initialization import draw_init_seed, initialize_parameters
 from .transformer_config import TransformerConfig
@@ -45,9 +46,9 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
 class Float16Module(MegatronModule):
     """Runs `module` in fp16 or bf16: casts parameters once, floating inputs on entry, and outputs to fp32.
 
-    Parameters marked by :func:`mark_keep_in_fp32` are not cast. Parameters stay the same objects with their
-    attributes, so that an optimizer or wrapper built before still has them. Buffers keep their dtype. State dicts have
-    the module's own names.
+    Parameters marked by :func:`mark_keep_in_fp32`, and packed codes, are not cast. Parameters stay the same objects
+    with their attributes, so that an optimizer or wrapper built before still has them. Buffers keep their dtype. State
+    dicts have the module's own names.
 
     Raises:
         ConfigError: neither fp16 nor bf16 is set.
@@ -59,7 +60,8 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         self.module = module
         for parameter in module.parameters():
-            if parameter.is_floating_point() and not getattr(parameter, "keep_in_fp32", False):
+            is_kept = getattr(parameter, "keep_in_fp32", False) or is_packed(parameter)
+            if parameter.is_floating_point() and not is_kept:
                 parameter.data = parameter.data.to(config.compute_dtype)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..base.errors import ConfigError
+from ..base.parameters import is_packed
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors
 from ..dist_checkpointing.gathering import Outgoing
@@ -73,6 +74,11 @@ def outgoing(
         adapted = dict(update for of_rank in pipeline.all_gather(adapted) for update in of_rank.items())
     # Of stacked experts PEFT adapts single parameters, by updates of another shape.
     adapted = {name: update for name, update in adapted.items() if name in views and views[name].dim() == 2}
+    packed = [name for name in adapted if is_packed(views[name])]
+    if packed:
+        raise ConfigError(
+            f"{packed[0]} holds packed codes, which the update of an adapter cannot be added to; use adapters='only'"
+        )
     known = {name for _, *factors in adapted.values() for name in factors}
     unknown = [name for name in views if ".lora_" in name and name not in known]
     if unknown:

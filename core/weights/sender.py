@@ -105,6 +105,7 @@ class WeightSender:
         self._patches.acknowledge()
 
     def _send_round(self, header: Mapping[str, Any], buckets: Iterator[_Bucket]) -> None:
+        self.stream.check_between_steps()  # before receivers wait for a round
         self._round += 1
         self._state, self.sent_bytes = "", 0
         key, digest, failure, number = f"round/{self._round}", new_hash(header), "", 0

@@ -23,7 +23,7 @@ from ..base.errors import ConfigError, ShardstackError, WeightsError, check_choi
 from ..base.text import join_parts
 from ..dist_checkpointing.agreement import Ranks, held_parts
 from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream, move, owners_of, plan_transfers
-from ..dist_checkpointing.model_state import stages_state_dict
+from ..dist_checkpointing.model_state import model_state_dict, stages_state_dict
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
@@ -83,6 +83,7 @@ class WeightStream(TensorStream):
         self.wrappers = [wrapper] if isinstance(wrapper, nn.Module) else list(wrapper)
         models = [unwrap_model(stage) for stage in self.wrappers]
         views = stages_state_dict(models)
+        self._own_names = self._own_views().keys()  # fixed: of this rank's stages
         sent = _selected(outgoing(models, views, names, adapters), only)
         super().__init__(views, sent, process_group, dtype=dtype, receivers=receivers, bucket_bytes=bucket_bytes)
         unknown = [rank for rank in self.receivers if not 0 <= rank < self.ranks.size]
@@ -104,6 +105,7 @@ class WeightStream(TensorStream):
 
         Raises:
             ShardstackError: a step has begun.
+            CheckpointError: on all ranks: the model has other tensors than before, or shows others.
         """
         for wrapper in (stage for stage in self.wrappers if isinstance(stage, _BaseDataParallel)):
             if wrapper.gradient_state.phase is Phase.ACCUMULATING:
@@ -112,6 +114,26 @@ class WeightStream(TensorStream):
                     "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
                 )
             wrapper.settle_parameters()
+        self.ranks.on_all(self._look_up)
+
+    def _own_views(self) -> dict[str, Tensor]:
+        stages = (model_state_dict(unwrap_model(stage)) for stage in self.wrappers)
+        return {name: view for views in stages for name, view in views.items()}
+
+    def _look_up(self) -> None:
+        """Takes the tensors that the model has now: a forward may have assigned a buffer since the last pass."""
+        own = self._own_views()
+        views = {name: own.get(name, view) for name, view in self.views.items()}
+        held = {name: held_parts(view) for name, view in views.items()}
+        first_held = vars(self).get("held", held)  # by which ranks know what each of them has
+        before = {name: (view.dtype, view.shape, *first_held[name]) for name, view in self.views.items()}
+        changed = [name for name, view in views.items() if before[name] != (view.dtype, view.shape, *held[name])]
+        if changed := changed + sorted(own.keys() ^ self._own_names):
+            raise WeightsError(
+                f"{changed[0]} has another shape or dtype, or is elsewhere, than when the stream of weights was built "
+                "or first sent; build it anew after changing the model, and inside of whole_parameters()"
+            )
+        self.views, self.held = views, held
 
 
 def _selected(sent: list[Outgoing], only: Iterable[str] | None) -> list[Outgoing]:

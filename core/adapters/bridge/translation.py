@@ -187,8 +187,7 @@ class ShardedInPlace(TorchFullyShardedDataParallel):
         self.module.register_forward_pre_hook(self._forget_failure, prepend=True)
         self.let_module_be_called()
 
-    @property
-    def _adds_exactly(self) -> bool:
+    def _adds_exactly(self, parameter: nn.Parameter) -> bool:
         return True
 
     def _forget_failure(self, module: nn.Module, args: Any) -> None:

@@ -78,6 +78,9 @@ class Bucket(PlacedParams):
         # `start_grad_sync` sets it. `clear_grads` and `open_again` clear it on the main thread between backwards, and
         # where each micro-batch is reduced `begin_backward`, on autograd's thread.
         self.has_left = False
+        # Whether the whole gradient is global, not this rank's shard of it alone. `gather_grads` sets it, until the
+        # bucket is sent again or cleared.
+        self.is_whole = False
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[plan.layout.start : plan.layout.end])
             for slot in self.slots:
@@ -254,7 +257,7 @@ class Bucket(PlacedParams):
         else:
             self._lane.run(run)
             self._give_back()
-        self.has_left = True
+        self.has_left, self.is_whole = True, False
         self._ready_params.clear()
 
     def wait_for_grads(self) -> None:
@@ -293,19 +296,27 @@ class Bucket(PlacedParams):
         self.wait_for_shard()
         if self._reduces_each:
             self._add_sums(self.local_grad_shard)
-        group = self._reduction.shard_group
-        if force_all_reduce and group is not None and self.grad_data is not None:
-            gather = partial(collectives.all_gather, self.grad_data, self.local_grad_shard, group)
-            self._lane.run(partial(gather, what=f"the gradients of {self.name}"))
+        if force_all_reduce:
+            self.gather_grads()
         for slot in self.slots:
             slot.take_reduced()
+
+    def gather_grads(self) -> None:
+        """Makes the whole gradient global, once this rank's shard is final."""
+        group = self._reduction.shard_group
+        if group is not None and self.grad_data is not None:
+            gather = partial(collectives.all_gather, self.grad_data, self.local_grad_shard, group)
+            self._lane.run(partial(gather, what=f"the gradients of {self.name}"))
+            self.is_whole = True
+            for slot in self.slots:
+                slot.take_reduced()
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
         self.abandon_reduction()
         self._ready_params.clear()
         self._sums.clear()
-        self.has_left = False
+        self.has_left = self.is_whole = False
         if self.releases_grads:
             self.release_grads()
         self.separate_shard = None

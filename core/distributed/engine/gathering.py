@@ -19,7 +19,7 @@ from ...comm.lane import CommLane
 from ..model.forward_hooks import SavedWeights, WrapperHook, enclose, in_use_message, watch_outputs
 from ..plan import Plan
 from .gathered_units import UnitOrder, WriteCounts
-from .unit import Unit
+from .unit import Unit, UnitPhase
 
 
 class ParameterGathering:
@@ -137,6 +137,20 @@ class ParameterGathering:
         self._writes.find()
         self._order.end_step()
 
+    def find_writes(self, *, expected: bool = False) -> bool:
+        """Returns whether shards were written since gathered units last had their values, or are `expected` to be.
+
+        Raises:
+            UnitError: and the model shows copies, inside of `whole_parameters`, which do not have what is written.
+        """
+        is_written = bool(self._writes.find()) or expected
+        if is_written and self._root.phase is UnitPhase.APART:
+            raise UnitError(
+                "shards of weights are written (by average.swapped(), or a load into tensors from before) inside "
+                "whole_parameters(), where the model shows copies of them; leave it first, or enter it inside swapped"
+            )
+        return is_written
+
     # ---- one unit
 
     def ensure_gathered(self, unit: Unit, *unused: Any) -> None:
@@ -149,7 +163,7 @@ class ParameterGathering:
         if is_backward:
             self._order.reach(unit)
         else:
-            if self._writes.find():
+            if self.find_writes():
                 self.forget()
             if unit is not self._root:
                 self._gather_skipped(unit)

@@ -145,6 +145,8 @@ class SavedWeights:
         if isinstance(tensor, DTensor):
             with torch.no_grad():
                 local = local_part(tensor)
+        if local.layout != torch.strided:  # sparse, or of another backend: no weight, and without one storage
+            return None
         index = self._index_of.get(local.untyped_storage()._cdata)
         if index is None:
             return None

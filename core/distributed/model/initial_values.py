@@ -14,7 +14,7 @@ device never has the whole model. All draw a tensor that it has on the meta devi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -203,11 +203,22 @@ def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts every floating-point buffer of the model, in place. Does not cast parameters."""
+    """Casts the floating-point buffers of the model. Does not cast parameters."""
+    apply_to_buffers(module, lambda buffer: buffer.to(dtype) if buffer.is_floating_point() else buffer)
+
+
+def apply_to_buffers(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces every buffer of the model by ``fn(buffer)``, as ``Module.to`` does.
+
+    A module whose attribute ``buffers_keep_dtype`` is true, because it adds up small numbers in them, as a router's
+    bias, keeps their dtype and values: they only move.
+    """
     for submodule in module.modules():
-        for name, buffer in submodule.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(submodule, name, buffer.to(dtype))
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                new = fn(buffer)
+                is_kept = getattr(submodule, "buffers_keep_dtype", False) and new.dtype != buffer.dtype
+                submodule._buffers[name] = buffer.to(new.device) if is_kept else new
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

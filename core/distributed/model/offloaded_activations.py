@@ -81,8 +81,8 @@ class _Forward:
         # The forward before it, whose activations backward needs next. Fixed.
         self._before, order.last = order.last, weakref.ref(self)
         # Storages of weights and buffers, which stay where they are; fixed.
-        tensors = (*module.parameters(), *module.buffers())
-        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor.data) is Tensor}
+        plain = (tensor for tensor in (*module.parameters(), *module.buffers()) if _is_plain(tensor.data))
+        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in plain}
         # What was saved, by place in memory and version: a tensor that two operations save is copied once. `pack`
         # adds; an entry is valid while its storage lives, whose address could be another's afterwards.
         self._host_copies: dict[Any, tuple[StorageWeakRef, weakref.ref[_OnHost]]] = {}
@@ -91,7 +91,7 @@ class _Forward:
 
     def pack(self, tensor: Tensor) -> Any:
         """Copies a tensor to the host, unless it is a weight or small."""
-        if type(tensor) is not Tensor or tensor.nbytes < LEAST_BYTES or not _fills_its_memory(tensor):
+        if not _is_plain(tensor) or tensor.nbytes < LEAST_BYTES or not _fills_its_memory(tensor):
             return keep(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata in self._kept_storages:
@@ -210,3 +210,8 @@ def _fills_its_memory(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether a tensor has one storage: sparse ones have several, and those of other backends none."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided

@@ -36,14 +36,20 @@ def reject_unfit(module: nn.Module) -> None:
     """Raises for models that no wrapper can train as the plain module would.
 
     Raises:
-        WrapError: a parameter is complex, parameters are trained on several devices, or two share memory without being
-            one.
+        WrapError: a parameter is complex, a parameter or buffer is sparse, parameters are trained on several devices,
+            or two share memory without being one.
     """
     for name, parameter in managed_parameters(module):
         if parameter.is_complex() and parameter.requires_grad:
             raise WrapError(
                 f"parameter {name} is complex, which gradient norms and updates do not know; hold its real and "
                 "imaginary parts in a real parameter, and view that with torch.view_as_complex"
+            )
+    for name, tensor in itertools.chain(managed_parameters(module), module.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise WrapError(
+                f"{name} has the layout {tensor.layout}, which ranks cannot send each other; register a dense tensor, "
+                "or keep a constant in an attribute that is no buffer"
             )
     devices = {p.device: name for name, p in managed_parameters(module) if p.requires_grad and not p.is_meta}
     if len(devices) > 1:
@@ -59,14 +65,19 @@ def reject_unfit_for_fsdp2(module: nn.Module) -> None:
     """Raises also for models that FSDP2 cannot shard, gather or reduce.
 
     Raises:
-        WrapError: a parameter is a scalar, empty, not contiguous or on a mesh of several axes, or a module has sparse
-            gradients.
+        WrapError: a parameter is a scalar, empty, not contiguous, on a mesh of several axes or has a gradient, or a
+            module has sparse gradients.
     """
     for name, parameter in managed_parameters(module):
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
             raise WrapError(f"parameter {name} is on a mesh of {parameter.device_mesh.ndim} axes already")
         if parameter.dim() == 0:
             raise WrapError(f"parameter {name} is a scalar, which cannot be sharded; give it the shape (1,)")
+        if parameter.grad is not None:
+            raise WrapError(
+                f"parameter {name} has a .grad from before the model is wrapped, which FSDP2 drops; set it to None "
+                "(zero_grad) before wrapping, or use DistributedDataParallel, which adds to it"
+            )
         if parameter.numel() == 0:
             raise WrapError(
                 f"parameter {name} has the shape {list(parameter.shape)}, without elements, which FSDP2 cannot "

@@ -25,12 +25,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ...base._torch_compat import NO_BACKWARD, compiler_cause, current_backward, missing_compiler
 from ...base.errors import ParallelConfigError, ShardstackError
+from ...base.parameters import is_packed, packing_of
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import LEFT_OUT, DataParallelGroups, is_expert_parameter
 from ..plan.parts import UnitTransform
-from ..plan.pieces import ParameterNames, is_packed
+from ..plan.pieces import ParameterNames
 
 SAVED_OPERATIONS: tuple[str, ...] = (
     "mm",
@@ -212,26 +213,26 @@ def _draws(node: torch.fx.Node) -> bool:
 def hold_packed_weights(model: nn.Module) -> None:
     """Makes packed weights plain parameters, which can be cut, and gives each what it is unpacked by at every forward.
 
-    A class of its own cannot be cut and gathered. bitsandbytes' layers read ``weight.quant_state`` of whichever
-    parameter they hold: FSDP2 gathers into a parameter without it. Scales stay whole on every rank. Never undone.
+    A class of its own cannot be cut and gathered. Layers read what `packing_of` returns of whichever parameter they
+    hold: FSDP2 gathers into a parameter without it. Scales stay whole on every rank. Never undone.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and is_packed(parameter) and type(parameter) is not nn.Parameter:
+            if parameter is not None and is_packed(parameter):
                 attributes = {key: value for key, value in vars(parameter).items() if key != "module"}
                 with torch._C.DisableTorchFunctionSubclass():
                     plain = nn.Parameter(parameter.detach().as_subclass(torch.Tensor), requires_grad=False)
                 vars(plain).update(attributes)
                 module._parameters[name] = plain
-                module.register_forward_pre_hook(functools.partial(_restore_state, name, attributes["quant_state"]))
+                module.register_forward_pre_hook(functools.partial(_restore_state, name, packing_of(plain)))
                 if hasattr(module, "support_avx512bf16_for_cpu"):
                     # Else bitsandbytes would put its layout for inference in the place of gathered weights.
                     module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def _restore_state(name: str, state: Any, module: nn.Module, *unused: Any) -> None:
-    """Sets the state that a weight is unpacked by, before each forward of the module that holds it."""
-    module._parameters[name].quant_state = state  # type: ignore[union-attr]
+def _restore_state(name: str, packing: dict[str, Any], module: nn.Module, *unused: Any) -> None:
+    """Sets what a weight is unpacked by, before each forward of the module that holds it."""
+    vars(module._parameters[name]).update(packing)
 
 
 # ---- parameters that settings leave out of sharding

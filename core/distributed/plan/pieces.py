@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
-from ...base.parameters import can_be_pending, local_part
+from ...base.parameters import can_be_pending, is_packed, local_part
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..groups import DataParallelGroups, ParameterKind, kind_of
@@ -134,6 +134,11 @@ class Pieces:
         names, places = self.names.of[param], self.names.places
         if is_packed(param):
             _reject_changes(names[0], kind)
+        if self._is_gathered and hasattr(param, "CB"):
+            raise WrapError(
+                f"parameter {names[0]} is a {type(param).__name__}, whose layer reads whole 8-bit codes from its "
+                "attribute CB, not those that are gathered; use DistributedDataParallel, or codes in 4 bits"
+            )
         has_own_dtype = kind.is_trained and torch.promote_types(kind.grad_dtype, torch.float32) != kind.grad_dtype
         return ParamPlan(
             names=names,
@@ -154,11 +159,6 @@ class Pieces:
                 "parameter wait by its class, nn.Parameter; make it an nn.Parameter, or use "
                 "TorchFullyShardedDataParallel"
             )
-
-
-def is_packed(param: torch.Tensor) -> bool:
-    """Returns whether a parameter's elements are codes, not numbers, as of bitsandbytes' ``Params4bit``."""
-    return getattr(param, "quant_state", None) is not None
 
 
 def _reject_changes(name: str, kind: PieceKind) -> None:

@@ -48,6 +48,9 @@ class TopKRouter(ParameterOwner):
             takes it or `clear_step` drops it; the sum, where a layer ran more than once.
     """
 
+    buffers_keep_dtype = True
+    """Read by all other code that casts buffers (`apply_to_buffers`), as `_apply` does."""
+
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     expert_bias: Tensor | None

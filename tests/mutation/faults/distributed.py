@@ -350,7 +350,7 @@ MUTATIONS = (
     Mutation(
         "gathered codes have nothing to be unpacked by",
         "core.distributed.model.unit_transforms._restore_state",
-        r"module\._parameters\[name\]\.quant_state = state",
+        r"vars\(module\._parameters\[name\]\)\.update\(packing\)",
         "pass",
         (f"{_PACKED}::test_codes_keep_their_bytes_and_adapters_train",),
     ),

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from core import parallel_state
+from core.base.errors import ShardstackError
 from core.distributed import finalize_model_grads, wrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.functional._runs import build_gpt, ddp_config, gradients, loss_of, micro_batches
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import on_ranks, run_distributed
 
 SIZES = {"hidden_size": 16, "ffn_hidden_size": 36, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
 WRAPPERS = ("ddp", "zero1, overlapped", "zero2", "fsdp2")
@@ -64,3 +68,60 @@ def test_without_the_sum_over_tp_norms_and_biases_are_wrong(wrapper):
     partial = run_distributed(_gradients, 2, wrapper, 2, True, True)[0]
     replicated = {n for n in _serial() if "norm" in n or n.endswith(("linear_proj.bias", "linear_fc2.bias"))}
     assert _wrong(partial, _serial(), 1e-2) == replicated
+
+
+def _shared_by_stages(wrapper: str) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.weight.shared_embedding = True
+    model = wrap_model(module, SimpleNamespace(), ddp_config(wrapper))
+    for _ in range(2):
+        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        finalize_model_grads([model])
+
+
+@on_ranks(2)
+def test_gradients_that_two_stages_have_summed_do_not_add_up() -> None:
+    """Over both stages they would be summed a second time with what is added."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    for wrapper in ("ddp", "zero2", "fsdp2"):
+        with pytest.raises(
+            ShardstackError, match="a backward added gradients after those of the step had been reduced"
+        ):
+            _shared_by_stages(wrapper)
+
+
+def _whole_gradients(wrapper: str, per_token: bool) -> dict[str, list[torch.Tensor]]:
+    """Returns what ``main_grad`` has after each change of the gradients, on two replicas of two tensor-parallel
+    ranks."""
+    torch.manual_seed(1)
+    module = nn.Linear(5, 3)
+    module.bias.sequence_parallel = True
+    model = wrap_model(module, SimpleNamespace(calculate_per_token_loss=per_token), ddp_config(wrapper))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.5), [model])
+    found: dict[str, list[torch.Tensor]] = {"weight": [], "bias": []}
+
+    def note() -> None:
+        for name, parameter in module.named_parameters():
+            found[name].append(parameter.main_grad.clone())
+
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(torch.arange(10.0).view(2, 5) * (dist.get_rank() + 1)).square().sum().backward()
+        finalize_model_grads([model], 16.0 if per_token else None, force_all_reduce=True)
+        note()
+        model.scale_gradients(0.25)
+        note()
+        optimizer.step()  # which clips
+        note()
+    return found
+
+
+@on_ranks(4)
+def test_whole_gradients_are_gathered_last() -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    for per_token in (False, True):
+        expected = _whole_gradients("ddp", per_token)
+        assert not torch.equal(expected["bias"][1], expected["bias"][2])
+        for name, gradients_ in _whole_gradients("zero1, overlapped", per_token).items():
+            for found, whole in zip(gradients_, expected[name], strict=True):
+                torch.testing.assert_close(found, whole)  # clipped by a norm that was summed in another order

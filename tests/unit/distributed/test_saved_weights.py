@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from core.base.errors import WrapError, warn_once
 from core.distributed import finalize_model_grads
 from core.distributed.engine.unit import POISONS
+from core.distributed.model.forward_hooks import SavedWeights
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks, run_distributed
@@ -366,3 +367,51 @@ def test_hooks_of_the_user_get_all_other_tensors() -> None:
         packed, found = _inside_hooks(kind)
         assert in_all / 2 < packed < in_all  # each layer saves a few weights too
         assert_same(found, expected)
+
+
+class _Graph(nn.Module):
+    """Multiplies by a weight and by a constant, which autograd saves in its layout."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        graph = torch.rand(16, 16)
+        self.graph = graph if layout == torch.strided else (graph * (graph > 0.5)).to_sparse(layout=layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.graph @ (x @ self.weight))
+
+
+def _graphs(layout: torch.layout) -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(*[_Graph(layout) for _ in range(3)])
+
+
+@on_ranks(2)
+def test_tensors_of_other_layouts_are_saved_as_they_are() -> None:
+    cases: dict[str, list[dict[str, Any]]] = {
+        "ddp": [{"offload_activations": True}],
+        "zero3": [{}, {"offload_activations": True}, {"activation_checkpointing": "full"}],
+        "fsdp2": [{}, {"offload_activations": True}],
+    }
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(5))
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        plain = _graphs(layout)
+        plain(x).square().mean().backward()
+        for kind, of_kind in cases.items():
+            for settings in of_kind:
+                model = build(kind, _graphs(layout), unit_classes=(_Graph,), **settings)
+                model(x).square().mean().backward()
+                finalize_model_grads([model])
+                found = gradients(model)
+                for name, parameter in plain.named_parameters():  # the mean of two equal gradients is exact
+                    assert torch.equal(found[name], parameter.grad), (layout, kind, settings, name)
+
+
+def test_a_tensor_of_another_backend_is_kept() -> None:
+    saved = SavedWeights(lambda: [torch.zeros(2)], lambda: None)
+    saved.begin()
+    saved.end()
+    dense = torch.randn(4, 4)
+    tensor, _ = saved._pack(dense.to_mkldnn())
+    assert tensor.layout == torch._mkldnn and torch.equal(tensor.to_dense(), dense)

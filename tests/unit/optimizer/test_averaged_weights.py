@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from core.base.errors import CheckpointError, ConfigError, OptimizerError
+from core.base.errors import CheckpointError, ConfigError, OptimizerError, UnitError
 from core.base.parameters import local_part
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
@@ -245,3 +246,75 @@ def test_misuse_is_named():
             optimizer.state_tensors()
     optimizer.zero_grad()
     _step(model, optimizer, 1)
+
+
+def _writes_between(wrapper: str, bf16: bool, waits: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns averages and weights of a training in which weights are written after each step."""
+    model, optimizer, _ = _run(wrapper, 0.5, bf16=bf16)
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+        if waits:
+            optimizer.finish_step()
+        with model.whole_parameters() if hasattr(model, "whole_parameters") else nullcontext(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+    return _averages(optimizer), whole_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "bf16"),
+    quick(product(["ddp", "zero1", "zero3", "fsdp2"], [False, True]), lambda c: c[1] == (c[0] in ("zero1", "zero3"))),
+)
+def test_what_is_written_after_a_step_is_not_in_its_average(wrapper, bf16):
+    expected_averages, expected_weights = _writes_between("serial", bf16, True)
+    for averages, weights in run_distributed(_writes_between, 2, wrapper, bf16, False):
+        _assert_equal(averages, expected_averages)
+        _assert_equal(weights, expected_weights)
+
+
+def test_no_write_is_counted_in_a_step():
+    """Else each step would wait for the device."""
+    for wrapper in ("ddp", "zero3", "fsdp2"):
+        run_distributed(_counts_nothing, 1, wrapper)
+
+
+def _counts_nothing(wrapper: str) -> None:
+    model, optimizer, _ = _run(wrapper, 0.5, bf16=True)
+    for index in range(3):
+        _step(model, optimizer, index)
+        assert not optimizer._written_params.were_counted()
+
+
+def _swaps_inside(wrapper: str) -> None:
+    model, optimizer, average = _run(wrapper, 0.5)
+    for index in range(STEPS):
+        _step(model, optimizer, index)
+    optimizer.finish_step()
+    before = whole_weights(model)
+    with torch.no_grad(), average.swapped():
+        expected = model(batch(9))
+    assert not torch.equal(expected, model(batch(9)))
+    with torch.no_grad(), average.swapped(), model.whole_parameters():
+        assert torch.equal(model(batch(9)), expected)
+    refusal = pytest.raises(UnitError, match=r"inside whole_parameters\(\).*leave it first")
+    refusal = refusal if wrapper == "zero3" else nullcontext()
+    with refusal, torch.no_grad(), model.whole_parameters(), average.swapped():
+        assert wrapper != "zero3", "the refusal comes before anything is written"
+        assert torch.equal(model(batch(9)), expected)
+    _assert_equal(whole_weights(model), before)
+    if wrapper == "zero3":
+        for tells in ("the end", "a forward"):
+            views = model_state_dict(unwrap_model(model))  # of the shards
+            refusal = pytest.raises(UnitError, match=r"inside whole_parameters\(\).*leave it first")
+            with refusal, model.whole_parameters(), torch.no_grad():
+                for view in views.values():
+                    view.elements.mul_(2)
+                if tells == "a forward":
+                    model(batch(9))
+                    raise AssertionError("a forward read copies of what was written")
+            _assert_equal(whole_weights(model), before)
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "zero3", "fsdp2"])
+def test_an_average_inside_whole_parameters_is_shown_or_refused(wrapper):
+    run_distributed(_swaps_inside, 2, wrapper)

@@ -36,8 +36,8 @@ def _one_gradient_doubled_in_the_third_step() -> Iterator[None]:
     """Doubles one gradient of FSDP2, on every rank."""
     finish, calls = TorchFullyShardedDataParallel._finish_grad_sync, itertools.count()
 
-    def planted(self: TorchFullyShardedDataParallel, force: bool) -> None:
-        finish(self, force)
+    def planted(self: TorchFullyShardedDataParallel) -> None:
+        finish(self)
         if next(calls) == 2:
             dict(unwrap_model(self).named_parameters())["layers.0.0.bias"].grad *= 2  # type: ignore[operator]
 
@@ -79,8 +79,8 @@ def _a_sum_in_place_of_a_mean() -> Iterator[None]:
 def _a_gradient_that_is_not_finite() -> Iterator[None]:
     finish = DistributedDataParallel._finish_grad_sync
 
-    def planted(self: _BaseDataParallel, force: bool) -> None:
-        finish(self, force)  # type: ignore[arg-type]
+    def planted(self: _BaseDataParallel) -> None:
+        finish(self)  # type: ignore[arg-type]
         if self.ddp_config.sharding_strategy == "optim":
             self._scale_gradients(math.nan)
 

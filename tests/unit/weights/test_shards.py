@@ -8,11 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from core.base.errors import ConfigError, WeightsError
+from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.gathering import move
+from core.distributed import wrap_model
 from core.weights import WeightStream, receive_shards, send_shards
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -125,3 +128,29 @@ def _live(placement: Any) -> tuple[int, int]:
 def test_a_rank_holds_a_bucket_of_copies():
     for peak, bound in run_distributed(_live, 4, [Shard(0)]):
         assert peak <= bound
+
+
+def _receives_into_a_wrapper(kind: str) -> bool:
+    """Returns whether a wrapped model computes with what it has received since its last forward."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    torch.manual_seed(dist.get_rank() > 0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.ones(2, 6)
+    expected = torch.empty(2, 6)
+    if dist.get_rank() == 0:
+        send_shards(WeightStream(model, "module", process_group=groups[0]), dist.group.WORLD)
+        expected = model(x).detach()
+    else:
+        wrapper = wrap_model(model, None, CONFIGS[kind](), process_group=groups[1], sub_modules_to_wrap=(nn.Linear,))
+        with torch.no_grad():
+            before = wrapper(x)
+        receive_shards(model_state_dict(model), dist.group.WORLD)
+    dist.broadcast(expected, 0)
+    if dist.get_rank() == 0:
+        return True
+    with torch.no_grad():
+        return torch.equal(wrapper(x), expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
+def test_a_forward_reads_what_was_received_since_the_last_one(kind: str):
+    assert run_distributed(_receives_into_a_wrapper, 3, kind) == [True] * 3

@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.base.errors import ConfigError, ShardstackError
+from core.base.errors import CheckpointError, ConfigError, ShardstackError
 from core.comm import record
 from core.dist_checkpointing.gathering import Outgoing, TensorStream
-from core.distributed import wrap_model
+from core.distributed import finalize_model_grads, wrap_model
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.lora import merge_lora
 from core.weights import PatchStream, WeightStream
 from core.weights.stream import flattened
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
+from tests.unit._whole import whole_weights
 from tests.unit.distributed._hugging_face import hugging_face_model
 from tests.unit.weights._live_bytes import LiveBytes
 from tests.unit.weights._models import BUCKET, CONFIGS, exported, fill, gpt, optimizer_of, start, train, wrapped
@@ -308,3 +310,74 @@ def test_a_bucket_closes_before_it_exceeds_its_bytes():
 def test_one_process_gathers_nothing():
     weight = torch.arange(6.0).view(2, 3)
     assert dict(TensorStream({"weight": weight}))["weight"].data_ptr() == weight.data_ptr()
+
+
+class _Averages(nn.Module):
+    """Assigns its buffer in each forward, as a module that averages its outputs may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return x.square().mean()
+
+
+def _keeps_a_stream(kind: str) -> list[str]:
+    """Returns what a stream and patches that are kept over steps do not have of the model."""
+    module, problems = _Averages(), []
+    model = wrap_model(module, None, CONFIGS[kind](), process_group=dist.group.WORLD, sub_modules_to_wrap=(nn.Linear,))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    stream = WeightStream(model, "module")
+    patches = PatchStream(stream)
+    patches.restart()
+    patched = {name: tensor.clone() for name, tensor in stream}
+    for step in range(3):
+        model.zero_grad_buffer()
+        model(torch.ones(2, 6) * (step + 1)).backward()
+        finalize_model_grads([model])
+        optimizer.step()
+        expected = whole_weights(model)
+        sent = {name: tensor.clone() for name, tensor in stream}
+        for bucket in patches.changes():
+            for patch in bucket:
+                patch.apply(patched[patch.name])
+        patches.acknowledge()
+        assert expected["mean"].any()
+        for name, tensor in expected.items():
+            problems += [] if torch.equal(sent[name], tensor) else [f"{step}: {name} of the stream"]
+            if dist.get_rank() == 0 and not torch.equal(patched[name], tensor):
+                problems.append(f"{step}: {name} of the patches")
+    with model.whole_parameters():
+        with torch.no_grad():
+            module.linear.weight.mul_(2)
+        found = dict(WeightStream(model, "module"))["linear.weight"]
+        if kind != "fsdp2" and not torch.equal(found, 2 * sent["linear.weight"]):
+            problems.append("what was written inside whole_parameters()")
+        if kind == "zero3":
+            with pytest.raises(CheckpointError, match="is elsewhere, than when the stream of weights was built"):
+                dict(stream)
+    module.mean = torch.zeros(7)
+    with pytest.raises(CheckpointError, match=r"mean has another shape.*build it anew"):
+        dict(stream)
+    module.mean = torch.zeros(6)
+    module.register_buffer("more", torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"more has another shape.*build it anew"):
+        dict(stream)
+    return problems
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_kept_stream_sends_the_tensors_of_the_moment(kind: str):
+    assert run_distributed(_keeps_a_stream, 2, kind) == [[], []]
+
+
+def test_codes_are_not_merged_with_adapters():
+    model = gpt(lora=True)
+    model.decoder.layers[0].mlp.linear_fc1.weight.quant_state = SimpleNamespace()
+    with pytest.raises(ConfigError, match=r"linear_fc1.weight holds packed codes.*adapters='only'"):
+        WeightStream(model)

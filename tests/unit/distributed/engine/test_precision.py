@@ -70,6 +70,19 @@ def test_cast_parameters_give_the_bits_of_fsdp2(num_ranks):
     run_distributed(_agrees_with_fsdp2, num_ranks, CASES if num_ranks == 2 else CASES[::2])
 
 
+@on_ranks(1)
+def test_a_module_that_keeps_its_buffers_keeps_their_dtype() -> None:
+    for kind in ("zero3", "fsdp2"):
+        module = toy(tied=False).bfloat16()
+        module.blocks[0].register_buffer("total", torch.full((2,), 1.0 + 2**-20))
+        module.blocks[0].buffers_keep_dtype = True
+        model = build(kind, module, buffer_dtype="bf16")
+        if kind == "zero3":
+            model.bfloat16()  # parameters are in it already
+        assert module.offset.dtype == torch.bfloat16
+        assert torch.equal(module.blocks[0].total, torch.full((2,), 1.0 + 2**-20))
+
+
 @pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
 @on_ranks(2)
 def test_the_model_computes_in_its_dtype_and_shards_stay_fp32(kind: str) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.base.errors import ParallelConfigError
+from core.base.errors import ParallelConfigError, ShardstackError
 from core.base.parameters import local_part
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -128,6 +128,33 @@ def test_an_expert_on_one_rank_has_the_mean_over_all(setting, per_token):
 @pytest.mark.parametrize("setting", ["ddp, averaged in collectives", "zero2, every micro-batch", "zero3", "fsdp2"])
 def test_an_expert_on_two_ranks_of_four_has_the_mean_over_all(setting):
     run_distributed(_trains, 4, setting, {"expert_model_parallel_size": 2}, False, setting != "fsdp2")
+
+
+def _adds_up(setting: str, experts: int) -> None:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=experts)
+    model = _model()
+    wrapped = wrap_model(model, SimpleNamespace(), SETTINGS[setting])
+    found = []
+    for _ in range(2):
+        wrapped(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        finalize_model_grads([wrapped])
+        found.append([wrapped.local_gradient(p).clone() for p in model.parameters()])
+    for first, second in zip(*found, strict=True):  # small numbers, halved: exact
+        assert torch.equal(second, 2 * first), setting
+
+
+@on_ranks(2)
+def test_experts_gradients_add_up_over_steps_or_raise() -> None:
+    """An expert's reduced gradient was divided by more ranks than are summed over: to reduce it again is no mean."""
+    for setting, experts in (("ddp", 1), ("ddp, averaged in collectives", 1), ("fsdp2", 1), ("fsdp2", 2)):
+        _adds_up(setting, experts)
+        parallel_state.destroy_model_parallel()
+    for setting in ("ddp", "ddp, averaged in collectives", "zero1", "zero3"):
+        with pytest.raises(
+            ShardstackError, match="a backward added gradients after those of the step had been reduced"
+        ):
+            _adds_up(setting, 2)
+        parallel_state.destroy_model_parallel()
 
 
 @on_ranks(2)

@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.base.errors import ParallelConfigError, WrapError
-from core.dist_checkpointing import load, model_state_dict, save
+from core.base.errors import CheckpointError, ParallelConfigError, WrapError
+from core.dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from core.distributed import finalize_model_grads
 from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer.module import Float16Module
+from core.transformer.transformer_config import TransformerConfig
+from core.weights import WeightStream
 from tests.unit._quick import needs, quick
 from tests.unit._spawn import on_ranks
 from tests.unit._whole import whole_weights
@@ -158,3 +161,80 @@ def _quantised(storage: torch.dtype) -> Stack:
 def test_weights_of_bitsandbytes_train_adapters(kind: str, storage: torch.dtype) -> None:
     wrapped = build(kind, _quantised(storage), unit_classes=(Adapted,))
     assert _train(wrapped, 64) == _train(_quantised(storage), 64)
+
+
+class EightBits(nn.Parameter):
+    """Codes with the scales of their rows: the shape of bitsandbytes' ``Int8Params``, which has `CB` too."""
+
+    SCB: Tensor | None
+    CB: Tensor | None
+
+    def __new__(cls, data: Tensor, scales: Tensor) -> EightBits:
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.SCB = scales
+        return made
+
+
+class EightBitLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = EightBits(torch.randint(-128, 128, (INNER, WIDTH), dtype=torch.int8), torch.rand(INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.detach().to(x.dtype) / 64 * self.weight.SCB[:, None]).t()
+
+
+def _eight_bits() -> Stack:
+    return Stack(lambda: Adapted(EightBitLinear()))
+
+
+@on_ranks(2)
+def test_codes_in_eight_bits_have_their_scales() -> None:
+    alone = _eight_bits()
+    losses, expected = _train(alone), whole_weights(alone)
+    for kind in KINDS:
+        model = build(kind, _eight_bits(), unit_classes=(Adapted,))
+        assert _train(model) == losses, kind
+        _assert_equal(whole_weights(model), expected)
+
+
+@on_ranks(2)
+def test_codes_in_an_attribute_are_refused_if_cut() -> None:
+    for kind in KINDS:
+        model = _eight_bits()
+        for layer in model.layers:
+            layer.base.weight.CB = layer.base.weight.data
+        if kind in ("zero3", "fsdp2"):
+            with pytest.raises(WrapError, match=r"layers.*base.weight is a EightBits.*attribute CB.*4 bits"):
+                build(kind, model, unit_classes=(Adapted,))
+        else:
+            _train(build(kind, model, unit_classes=(Adapted,)))
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "fsdp2"])
+@on_ranks(2)
+def test_streams_and_loads_round_no_codes(kind: str, tmp_path: Path) -> None:
+    expected = whole_weights(_coded(torch.float32))
+    model = build(kind, _coded(torch.float32), unit_classes=(Adapted,))
+    for name, tensor in WeightStream(model, "module", dtype=torch.bfloat16):
+        is_packed = "base" in name
+        assert tensor.dtype == (torch.float32 if is_packed else torch.bfloat16)
+        if is_packed:
+            _assert_equal({name: tensor}, {name: expected[name]})
+    rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    save(rounded, tmp_path)
+    for load_rounded in (
+        lambda: load(model_state_dict(unwrap_model(model)), tmp_path, cast=True),
+        lambda: load_model_state_dict(unwrap_model(model), rounded),
+    ):
+        with pytest.raises(CheckpointError, match=r"layers.0.base.weight is .*bfloat16.*float32"):
+            load_rounded()
+    _assert_equal(whole_weights(model), expected)
+
+
+def test_the_half_precision_module_rounds_no_codes() -> None:
+    module = _coded(torch.float32)
+    before = _bytes(module.layers[0].base.weight.data).clone()
+    Float16Module(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True), module)
+    assert module.layers[0].a.dtype == torch.bfloat16
+    assert torch.equal(_bytes(module.layers[0].base.weight.data), before)

@@ -39,3 +39,15 @@ def test_frozen_parameters_and_meta_ones_may_be_elsewhere():
     reject_unfit(_on_two_devices(requires_grad=False))
     model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
     reject_unfit(model)
+
+
+@pytest.mark.parametrize("kind", ["a buffer", "a parameter"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_of_a_model_are_refused(kind, layout):
+    module, eye = nn.Linear(3, 3), torch.eye(3).to_sparse(layout=layout)
+    if kind == "a buffer":
+        module.register_buffer("graph", eye, persistent=False)
+    else:
+        module.graph = nn.Parameter(eye)
+    with pytest.raises(WrapError, match=f"graph has the layout {layout}.*dense tensor.*no buffer"):
+        reject_unfit(module)

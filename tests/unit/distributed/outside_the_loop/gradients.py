@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from tests.unit.distributed._toys import full, loss_of
+from tests.unit.distributed._toys import full, loss_of, toy
 from tests.unit.distributed.outside_the_loop.scenario import (
     KINDS,
     SHARDED,
@@ -210,3 +211,33 @@ def a_penalty_on_gradients(run: Run) -> None:
     loss = loss_of(run.model, batch(0, 0))
     (gradient,) = torch.autograd.grad(loss, [run.inner.head.weight], create_graph=True)
     assert gradient.square().sum() > 0
+
+
+@scenario()
+def the_last_micro_batch_is_named_by_require_backward_grad_sync(run: Run) -> None:
+    for step in range(2):
+        run.zero()
+        for index in range(3):
+            run.model.require_backward_grad_sync = index == 2  # torch's DDP has it; of a plain module nothing reads it
+            run.backward(step + index)
+        run.finish()
+        run.step()
+
+
+def _toy_with_gradients() -> nn.Module:
+    module = toy(tied=False)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25) if parameter.requires_grad else None
+    return module
+
+
+@scenario(
+    make=_toy_with_gradients,
+    raises={"fsdp2": "has a .grad from before the model is wrapped.*set it to None"},
+    rtol=1e-6,
+)  # added before the mean over ranks instead of after it
+def gradients_from_before_wrapping_are_added_to(run: Run) -> None:
+    run.backward(0)
+    run.finish()
+    run.step()
+    run.train(1, first=1)

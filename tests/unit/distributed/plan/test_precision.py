@@ -9,8 +9,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig
-from core.distributed.model.initial_values import cast_buffers
+from core.distributed.model.initial_values import apply_to_buffers, cast_buffers
 from core.distributed.plan.settings import mixed_precision_policy
+from core.transformer.moe.router import TopKRouter
+from core.transformer.transformer_config import TransformerConfig
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -52,6 +54,26 @@ def test_buffers_are_cast_and_integers_stay():
     cast_buffers(module, BF16)
     assert module.running_mean.dtype == BF16 and module.num_batches_tracked.dtype == torch.int64
     assert module.weight.dtype == FP32
+
+
+def test_buffers_of_a_module_that_keeps_them_stay():
+    """A router's bias moves by steps that bf16 would round away."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        num_moe_experts=3,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
+    router = TopKRouter(config)
+    before = {name: buffer.clone() for name, buffer in router.named_buffers()}
+    for cast in (lambda: cast_buffers(router, BF16), router.bfloat16, router.double):
+        cast()
+        for name, buffer in router.named_buffers():
+            assert buffer.dtype == before[name].dtype and torch.equal(buffer, before[name]), name
+    apply_to_buffers(router, lambda buffer: buffer.to("meta", BF16))
+    assert router.expert_bias.is_meta and router.expert_bias.dtype == FP32
 
 
 @pytest.mark.parametrize(
