@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import parallel_state
@@ -37,6 +38,7 @@ from ..base.device import device_type
 from ..base.errors import ConfigError, ParallelStateError
 from ..base.megatron_names import checks_arguments, ignore
 from ..dist_checkpointing.format.content_hash import splitmix64
+from .replay import RecordedForward, Reenterable
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"
@@ -105,8 +107,8 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and `_TrackedStates` swaps its
-streams while backward recomputes."""
+"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and `recompute` swaps its streams
+while backward recomputes."""
 
 
 def get_rng_tracker() -> RNGStatesTracker:
@@ -199,44 +201,57 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 
 def recompute(
-    function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    modules: Iterable[nn.Module] | None = None,
+    context_fn: Callable[[], Contexts] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Calls `function(*args, **kwargs)` as :func:`checkpoint` does.
 
     Args:
+        modules: those whose buffers the function may write; by default the module that `function` is, or is a method
+            of. A recomputation reads what the buffers were, and leaves what they are.
         context_fn: torch's argument, to save some activations (`create_selective_checkpoint_contexts`).
+
+    Raises:
+        ParallelConfigError: the function has written a large buffer in place.
     """
-    # torch.compile does not support our contexts; a model without tracked streams does not need them.
-    if _tracker.get_states():
-        context_fn = functools.partial(_with_tracked_states, context_fn)
+    # torch.compile does not support our contexts; a model without tracked streams does not need them: compiled code
+    # writes buffers in its forward alone.
+    if _tracker.get_states() or not torch.compiler.is_compiling():
+        context_fn = functools.partial(_contexts, _modules_of(function) if modules is None else modules, context_fn)
     contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **contexts)
 
 
-def _with_tracked_states(inner: Callable[[], Contexts] | None) -> Contexts:
+def _modules_of(function: Any) -> list[nn.Module]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _contexts(modules: Iterable[nn.Module], inner: Callable[[], Contexts] | None) -> Contexts:
     forward, recomputation = (nullcontext(), nullcontext()) if inner is None else inner()
-    return forward, _TrackedStates(_tracker.get_states(), recomputation)
+    record, streams = RecordedForward(modules), _tracker.get_states()
 
+    @contextmanager
+    def recording() -> Iterator[None]:
+        with record.recording(), forward:
+            yield
 
-class _TrackedStates:
-    """Sets the tracked streams of a forward while backward recomputes it. Each backward through the graph enters."""
-
-    def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
-        self._states = states  # states when the forward began; fixed
-        self._inner = inner
-        # Streams to restore, for each nested entry. `__enter__` pushes, `__exit__` pops.
-        self._outer: list[dict[str, torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._outer.append(_tracker.get_states())
-        _tracker.set_states(self._states)
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
+    @contextmanager
+    def replaying() -> Iterator[None]:
+        outer = _tracker.get_states()
+        _tracker.set_states(streams)
         try:
-            self._inner.__exit__(*error)
+            with record.replaying(), recomputation:
+                yield
         finally:
-            _tracker.set_states(self._outer.pop())
+            _tracker.set_states(outer)
+
+    return recording(), Reenterable(replaying)
 
 
 def _get_rng_state() -> torch.Tensor:

@@ -84,7 +84,7 @@ def _recompute_forward(module: nn.Module, forward: Callable[..., Any], selective
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(functools.partial(gather_and_run, **kwargs), *args, context_fn=contexts)
+        return recompute(functools.partial(gather_and_run, **kwargs), *args, modules=(module,), context_fn=contexts)
 
     return run
 
