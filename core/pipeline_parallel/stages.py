@@ -31,7 +31,7 @@ from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfig
 from ..diagnostics.out_of_step import is_failure_of_backend
 from ..distributed import _BaseDataParallel
 from ..tensor_parallel.weight_gradients import Product, compute_deferred, deferring
-from ..transformer.moe.load_balancing import take_pending
+from ..transformer.moe.load_balancing import current_forward, take_all_pending
 from ..transformer.pipeline_stages import PipelineStage, check_rounds, stage_index, stages_of
 from ..utils import get_attr_wrapped_model, get_model_config
 
@@ -263,10 +263,9 @@ class _Chunk(nn.Module):
         output = output.to(self._dtype)  # wrappers cast what a model returns to fp32
         if not self._has_experts:
             return output
-        pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
         total = torch.zeros((), dtype=_loss_dtype(self._dtype), device=output.device)
-        for loss in pending:
-            total = total + loss
+        for loss in take_all_pending(model, current_forward()):
+            total = total + loss.to(total.dtype)  # the next stage waits for this dtype
         return output, total
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from ..base.device import device_type
 from ..base.errors import ConfigError, ParallelStateError
 from ..base.megatron_names import checks_arguments, ignore
 from ..dist_checkpointing.format.content_hash import splitmix64
-from .replay import RecordedForward, Reenterable
+from .replay import RecordedForward
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"
@@ -213,9 +213,6 @@ def recompute(
         modules: those whose buffers the function may write; by default the module that `function` is, or is a method
             of. A recomputation reads what the buffers were, and leaves what they are.
         context_fn: torch's argument, to save some activations (`create_selective_checkpoint_contexts`).
-
-    Raises:
-        ParallelConfigError: the function has written a large buffer in place.
     """
     # torch.compile does not support our contexts; a model without tracked streams does not need them: compiled code
     # writes buffers in its forward alone.
@@ -234,24 +231,29 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 def _contexts(modules: Iterable[nn.Module], inner: Callable[[], Contexts] | None) -> Contexts:
     forward, recomputation = (nullcontext(), nullcontext()) if inner is None else inner()
-    record, streams = RecordedForward(modules), _tracker.get_states()
+    record = RecordedForward(modules)
+    return record.recording(forward), _Recomputation(record, _tracker.get_states(), recomputation)
 
-    @contextmanager
-    def recording() -> Iterator[None]:
-        with record.recording(), forward:
-            yield
 
-    @contextmanager
-    def replaying() -> Iterator[None]:
-        outer = _tracker.get_states()
-        _tracker.set_states(streams)
-        try:
-            with record.replaying(), recomputation:
-                yield
-        finally:
-            _tracker.set_states(outer)
+class _Recomputation:
+    """Begins a recomputation as its forward began. Each backward through the graph enters."""
 
-    return recording(), Reenterable(replaying)
+    def __init__(
+        self, record: RecordedForward, streams: dict[str, torch.Tensor], inner: AbstractContextManager[Any]
+    ) -> None:
+        self._record, self._streams, self._inner = record, streams, inner  # fixed
+        self._entered: list[ExitStack] = []  # `__enter__` pushes, `__exit__` pops
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.callback(_tracker.set_states, _tracker.get_states())
+        _tracker.set_states(self._streams)
+        stack.enter_context(self._record.replaying())
+        stack.enter_context(self._inner)
+        self._entered.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _get_rng_state() -> torch.Tensor:

@@ -23,7 +23,7 @@ from ...tensor_parallel.initialization import (
 )
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from ...transformer.moe.load_balancing import add_auxiliary_losses, forget_losses
+from ...transformer.moe.load_balancing import ForwardNote, add_pending, begin_forward, keep, take_all_pending
 from ...transformer.pipeline_stages import pipeline_stage
 from ...transformer.sequences import PackedDocuments, own_positions
 from ...transformer.spec_utils import Builder, ModuleSpec
@@ -237,10 +237,9 @@ class GPTModel(LanguageModule):
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
         check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
-        if self.config.num_moe_experts is not None:
-            forget_losses(self.decoder)
-        if self._earlier_losses is not None:
-            self.decoder.pending_loss, self._earlier_losses = self._earlier_losses, None
+        has_losses = self.config.num_moe_experts is not None and torch.is_grad_enabled()
+        forward = begin_forward() if has_losses else None
+        earlier, self._earlier_losses = self._earlier_losses, None
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
             documents = PackedDocuments(document_starts, rank, size)
@@ -260,23 +259,25 @@ class GPTModel(LanguageModule):
         if self.rotary_pos_emb is not None:
             rotation = self.rotary_pos_emb(input_ids.shape[1], device=input_ids.device, position_ids=position_ids)
         output: Tensor = self.decoder(hidden_states, attention_mask, rotary_pos_emb=rotation, documents=documents)
+        if earlier is not None and output.requires_grad:
+            keep(self.decoder, output, ForwardNote(earlier), lambda: None)
         if self.output_layer is None:
             return output
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and self.fuse_linear_cross_entropy:
             losses: Tensor = self.output_layer(output, weight=weight, output_cross_entropy_loss=True, labels=labels)
-            return self._with_expert_losses(losses, labels)
+            return self._with_expert_losses(losses, labels, forward)
         logits: Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
-            return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels)
+            return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels, forward)
         if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
         return batch_first(logits)
 
-    def _with_expert_losses(self, losses: Tensor, labels: Tensor) -> Tensor:
-        if self.config.num_moe_experts is None:
+    def _with_expert_losses(self, losses: Tensor, labels: Tensor, forward: int | None) -> Tensor:
+        if forward is None:
             return losses
-        return add_auxiliary_losses(losses, self.decoder, labels != IGNORE_INDEX)
+        return add_pending(losses, take_all_pending(self.decoder, forward), labels != IGNORE_INDEX)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.
