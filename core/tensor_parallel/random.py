@@ -14,6 +14,9 @@ ranks share a mask. Activations replicated over tensor-parallel ranks, but split
 ``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of several in ``fork()``, the seeds
 are Megatron-LM's.
 
+Pipeline stages differ too, as in Megatron-LM, whose default streams do so everywhere. Here they differ in forwards of
+models alone (:func:`stage_streams`), so that all stages of a loop draw the same data.
+
 `packed_rng_state` joins all random streams of a rank in one row of bytes. Streams belong to ranks: they continue
 only on the same number of ranks. Those of a micro-batch depend on its index in the run, and not on the rank that runs
 it.
@@ -265,6 +268,27 @@ def _set_rng_state(state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
     else:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def stage_streams(stage: int) -> Iterator[None]:
+    """Lets a pipeline stage draw in a micro-batch's forward what no other stage and no other forward draws.
+
+    All streams inside are seeded by the stage and the state of torch's default CPU stream, which moves on by one number
+    if anything was drawn, and is as it was if not: what a loop draws for itself is the same on all stages.
+    """
+    outer, of_device, tracked = torch.get_rng_state(), _get_rng_state(), _tracker.get_states()
+    number = int(torch.randint(1 << 48, (), device="cpu"))
+    moved_on = torch.get_rng_state()
+    model_parallel_manual_seed(splitmix64(stage + 1, number) >> 16)
+    begun = [torch.get_rng_state(), _get_rng_state(), *_tracker.get_states().values()]
+    try:
+        yield
+    finally:
+        ended = [torch.get_rng_state(), _get_rng_state(), *_tracker.get_states().values()]
+        _tracker.set_states(tracked)
+        _set_rng_state(of_device)
+        torch.set_rng_state(outer if all(map(torch.equal, begun, ended)) else moved_on)
 
 
 def rng_state() -> dict[str, torch.Tensor]:
