@@ -270,6 +270,10 @@ def _set_rng_state(state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def _states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), _get_rng_state(), *_tracker.get_states().values()]
+
+
 @contextmanager
 def stage_streams(stage: int) -> Iterator[None]:
     """Lets a pipeline stage draw in a micro-batch's forward what no other stage and no other forward draws.
@@ -281,11 +285,11 @@ def stage_streams(stage: int) -> Iterator[None]:
     number = int(torch.randint(1 << 48, (), device="cpu"))
     moved_on = torch.get_rng_state()
     model_parallel_manual_seed(splitmix64(stage + 1, number) >> 16)
-    begun = [torch.get_rng_state(), _get_rng_state(), *_tracker.get_states().values()]
+    begun = _states()
     try:
         yield
     finally:
-        ended = [torch.get_rng_state(), _get_rng_state(), *_tracker.get_states().values()]
+        ended = _states()
         _tracker.set_states(tracked)
         _set_rng_state(of_device)
         torch.set_rng_state(outer if all(map(torch.equal, begun, ended)) else moved_on)

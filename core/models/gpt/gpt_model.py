@@ -237,8 +237,8 @@ class GPTModel(LanguageModule):
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
         check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
-        has_losses = self.config.num_moe_experts is not None and torch.is_grad_enabled()
-        forward = begin_forward() if has_losses else None
+        if self.config.num_moe_experts is not None and torch.is_grad_enabled():
+            begin_forward()
         earlier, self._earlier_losses = self._earlier_losses, None
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
@@ -266,18 +266,18 @@ class GPTModel(LanguageModule):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if labels is not None and self.fuse_linear_cross_entropy:
             losses: Tensor = self.output_layer(output, weight=weight, output_cross_entropy_loss=True, labels=labels)
-            return self._with_expert_losses(losses, labels, forward)
+            return self._with_expert_losses(losses, labels)
         logits: Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
-            return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels, forward)
+            return self._with_expert_losses(self.compute_language_model_loss(labels, logits), labels)
         if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
         return batch_first(logits)
 
-    def _with_expert_losses(self, losses: Tensor, labels: Tensor, forward: int | None) -> Tensor:
-        if forward is None:
+    def _with_expert_losses(self, losses: Tensor, labels: Tensor) -> Tensor:
+        if self.config.num_moe_experts is None or not torch.is_grad_enabled():
             return losses
-        return add_pending(losses, take_all_pending(self.decoder, forward), labels != IGNORE_INDEX)
+        return add_pending(losses, take_all_pending(self.decoder), labels != IGNORE_INDEX)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.

@@ -87,7 +87,7 @@ class ForwardNote:
     """Tokens of each expert on all replicas, `[experts]`, with "global_aux_loss", until its backward has come."""
     counts_in_step: bool = True
     """Whether the step under way is the forward's: other forwards of the step add the counts to theirs."""
-    forward: int = field(default_factory=lambda: current_forward())
+    forward: int = field(default_factory=lambda: _forward)
     """Number of the model's forward, which `begin_forward` began."""
 
 
@@ -98,16 +98,10 @@ _notes: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ForwardNote]]] = w
 """The notes of each module. `keep` adds, and drops the dead. No state of the module: a copy has none."""
 
 
-def begin_forward() -> int:
-    """Begins a forward of a model, whose losses are not those of other forwards. Returns its number."""
+def begin_forward() -> None:
+    """Begins a forward of a model, whose losses are not those of other forwards."""
     global _forward
     _forward += 1
-    return _forward
-
-
-def current_forward() -> int:
-    """Returns the number of the forward that runs, or that ran last. 0 before the first."""
-    return _forward
 
 
 def notes_of(module: nn.Module) -> list[ForwardNote]:
@@ -163,7 +157,7 @@ def add_auxiliary_losses(losses: Tensor, model: nn.Module, has_loss: Tensor | No
             "own; call it after each forward, on the losses of its tokens, or give the model labels; run forwards "
             "that are not trained under torch.no_grad()"
         )
-    return add_pending(losses, take_all_pending(model), has_loss)
+    return add_pending(losses, take_all_pending(model, *waiting), has_loss)
 
 
 def add_pending(losses: Tensor, pending: list[Tensor], has_loss: Tensor | None = None) -> Tensor:
@@ -175,16 +169,18 @@ def add_pending(losses: Tensor, pending: list[Tensor], has_loss: Tensor | None =
 
 
 def take_all_pending(model: nn.Module, forward: int | None = None) -> list[Tensor]:
-    """Returns the losses that forwards left in a model's modules, and forgets them.
+    """Returns the losses that a forward left in a model's modules, and forgets them.
 
     Args:
-        forward: number of the forward; None takes those of all.
+        forward: number of the forward; None means the last.
     """
-    return [loss for module in model.modules() if (loss := take_pending(module, forward)) is not None]
+    number = _forward if forward is None else forward
+    return [loss for module in model.modules() if (loss := take_pending(module, number)) is not None]
 
 
 def take_pending(module: nn.Module, forward: int | None = None) -> Tensor | None:
-    """Does the same for one module. Returns the sum if it ran more than once, None if there is no loss."""
+    """Does the same for one module, where None means all forwards. Returns the sum if it ran more than once, None if
+    there is no loss."""
     total: Tensor | None = None
     for note in notes_of(module):
         if note.loss is not None and forward in (None, note.forward):
