@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from core.base.errors import ConfigError, ParallelConfigError
 from core.models.gpt import GPTModel
-from core.transformer.moe import add_auxiliary_losses, finish_step, load_balancing
+from core.transformer.moe import add_auxiliary_losses, finish_step, load_balancing, restart_step
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 
@@ -225,3 +227,133 @@ def test_losses_that_nothing_adds_are_warned_about():
     with pytest.warns(UserWarning, match="were computed and not trained: the model was called without labels"):
         output.backward()
     assert load_balancing.take_pending(model.decoder.layers[0].mlp.router) is None
+
+
+_GLOBAL = {"moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "global_aux_loss"}
+_RECOMPUTED = [
+    {},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("fields", _RECOMPUTED, ids=str)
+def test_counts_are_of_micro_batches_up_to_a_forward_whenever_backwards_come(fields):
+    def one_after_the_other(model):
+        for shift in range(3):
+            model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean().backward()
+
+    def forwards_first(model):
+        losses = [model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean() for shift in range(3)]
+        for loss in losses:
+            loss.backward()
+
+    def overlapping(model):  # as in a pipeline
+        first, second = (model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean() for shift in range(2))
+        first.backward()
+        third = model(TOKENS.roll(2, 0) % 7, labels=TOKENS).mean()
+        second.backward()
+        third.backward()
+
+    found = []
+    for use, own in ((one_after_the_other, {}), *((use, fields) for use in (forwards_first, overlapping))):
+        model = _gpt(**_GLOBAL, **own)
+        use(model)
+        counts = [layer.mlp.router.global_counts.clone() for layer in model.decoder.layers]
+        assert all(count.sum() == 3 * TOKENS.numel() * 2 for count in counts)
+        found.append([*counts, _router_gradients(model)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_counts_that_belong_to_no_graph_are_not_counted():
+    """Neither those of forwards whose output is gone, nor those of a step that was cleared."""
+    found = []
+    for is_disturbed in (False, True):
+        model, errors = _gpt(**_GLOBAL), []
+        if is_disturbed:
+            try:
+                with _failing(model.decoder.layers[1]):
+                    model(TOKENS.roll(1, 0), labels=TOKENS)
+            except ZeroDivisionError as error:
+                errors.append(error)  # which keeps the graph
+            restart_step([model])
+            model(TOKENS.roll(1, 0), labels=TOKENS)
+            with torch.no_grad():
+                model(TOKENS.roll(1, 0), labels=TOKENS)
+        for _ in range(2):
+            model(TOKENS, labels=TOKENS).mean().backward()
+        found.append(_router_gradients(model))
+    assert torch.equal(*found)
+
+
+def test_a_backward_through_a_kept_graph_counts_nothing():
+    model = _gpt(**_GLOBAL)
+    loss = model(TOKENS, labels=TOKENS).mean()
+    loss.backward(retain_graph=True)
+    before = [model.decoder.layers[0].mlp.router.step_sums.clone(), _router_gradients(model)]
+    loss.backward()
+    assert torch.equal(before[0], model.decoder.layers[0].mlp.router.step_sums)
+    assert torch.equal(before[1], _router_gradients(model))
+
+
+def test_torchs_checkpoint_does_not_keep_the_counts():
+    layer = layer_of(**_GLOBAL)
+    output = torch_checkpoint(layer, torch.randn(4, 2, 8, requires_grad=True), use_reentrant=False)
+    with pytest.raises(ParallelConfigError, match="recomputed by torch's checkpoint, which does not keep the counts"):
+        output.sum().backward()
+
+
+def _token_losses(logits):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="none")
+
+
+def test_forwards_in_between_take_no_losses():
+    def at_once(model):
+        add_auxiliary_losses(_token_losses(model(TOKENS)), model).mean().backward()
+
+    def after_a_sample(model):
+        logits = model(TOKENS)
+        with torch.no_grad():
+            model(TOKENS.roll(1, 0))
+            model(TOKENS.roll(1, 0), labels=TOKENS)
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+
+    def after_an_evaluation(model):
+        logits = model(TOKENS)
+        sample = model.eval()(TOKENS.roll(1, 0))
+        model.train()
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+        assert sample.requires_grad
+
+    def after_gradients_were_cleared(model):
+        logits = model(TOKENS)
+        restart_step([model])
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+
+    def after_a_forward_that_nothing_keeps(model):
+        model(TOKENS.roll(1, 0))
+        at_once(model)
+
+    def after_one_with_labels(model):
+        logits = model(TOKENS)
+        other = model(TOKENS.roll(1, 0), labels=TOKENS)
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+        assert other.requires_grad
+
+    expected = _effect(at_once)
+    assert expected.abs().max() > 1e-4
+    for use in (
+        *(after_a_sample, after_an_evaluation, after_gradients_were_cleared),
+        *(after_a_forward_that_nothing_keeps, after_one_with_labels),
+    ):
+        assert torch.equal(_effect(use), expected), use.__name__
+
+
+def test_losses_of_two_forwards_have_to_be_told_apart():
+    model = _gpt(moe_aux_loss_coeff=1.0)
+    kept, logits = model(TOKENS.roll(1, 0)), model(TOKENS)
+    with pytest.raises(ConfigError, match="called once for 2 forwards.*call it after each forward"):
+        add_auxiliary_losses(_token_losses(logits), model)
+    assert kept.requires_grad
