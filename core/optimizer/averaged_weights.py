@@ -62,9 +62,9 @@ class AveragedWeights:
         With `MegatronOptimizer.start_step` that is when the host learns of the step's outcome, before the next update.
         """
         mains = [p.main for p in self._optimizer.main_params]
-        if self.num_averaged == 0:
+        if mains and self.num_averaged == 0:  # a pipeline stage may be frozen
             torch._foreach_copy_(self._averages, mains)
-        else:
+        elif mains:
             weight = 1 / (self.num_averaged + 1) if self.decay is None else 1 - self.decay
             torch._foreach_lerp_(self._averages, mains, weight)
         self.num_averaged += 1
@@ -128,4 +128,5 @@ class AveragedWeights:
             CheckpointError: the state has no average.
         """
         self.load_count(state_dict.get("num_averaged"))
-        torch._foreach_copy_(self._averages, state_dict["averages"])
+        if self._averages:
+            torch._foreach_copy_(self._averages, state_dict["averages"])
