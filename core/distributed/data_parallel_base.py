@@ -132,8 +132,8 @@ class _BaseDataParallel(EngineVerbs):
         reject_expert_parameters(module, config, groups)
         if ddp_config.reproducible_across_ranks and depends_on_ranks(module):
             raise ParallelConfigError(
-                "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type counts "
-                "depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
+                "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type "
+                "counts depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
             )
         reject_unfit(module)
         if cls.engine is Engine.FSDP2:

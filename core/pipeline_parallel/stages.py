@@ -185,7 +185,8 @@ class _Chunk(nn.Module):
         # Weights' gradients that the backward under way leaves for later; `take_deferred` takes them. None: it leaves
         # none.
         self._products: list[Product] | None = None
-        # Holds the wrapper's `no_sync`, and hooks of its forward, until the last backward of a step begins, or the step fails.
+        # Holds the wrapper's `no_sync`, and hooks of its forward, until the last backward of a step begins, or it
+        # fails.
         self._no_sync = ExitStack()
         # Holds random streams of the forward under way.
         self._streams = ExitStack()

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +110,8 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and `recompute` swaps its streams
-while backward recomputes."""
+"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and recomputations and
+`stage_streams` swap its streams for their time."""
 
 
 def get_rng_tracker() -> RNGStatesTracker:
@@ -278,7 +278,7 @@ def _states() -> list[torch.Tensor]:
 def stage_streams(stage: int) -> Iterator[None]:
     """Lets a pipeline stage draw in a micro-batch's forward what no other stage and no other forward draws.
 
-    All streams inside are seeded by the stage and the state of torch's default CPU stream, which moves on by one number
+    All streams inside are seeded by the stage and the state of torch's default CPU stream. That moves on by one number
     if anything was drawn, and is as it was if not: what a loop draws for itself is the same on all stages.
     """
     outer, of_device, tracked = torch.get_rng_state(), _get_rng_state(), _tracker.get_states()

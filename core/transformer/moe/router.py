@@ -41,8 +41,8 @@ class TopKRouter(ParameterOwner):
         step_sums: sums since the last step, over this rank's tokens, `[experts + 6]` in double: the tokens of each
             expert, before any is dropped, then `SUMS`. The backward of a training forward adds, so that a forward
             that raised leaves nothing; `finish_step` and `restart_step` clear it.
-        global_counts: counts of the step's micro-batches on all replicas whose backward has come, `[experts]` in
-            double, with "global_aux_loss". Added to and cleared as `step_sums`. Those of the others are in their notes.
+        global_counts: counts, on all replicas, of the step's micro-batches whose backward has come, `[experts]` in
+            double, with "global_aux_loss". Added to and cleared as `step_sums`. Those of others are in their notes.
     """
 
     weight: torch.nn.Parameter
@@ -193,8 +193,10 @@ class TopKRouter(ParameterOwner):
         def count() -> tuple[Tensor, Tensor]:
             shared = own / group_size(load_balancing.context_group())  # each part of a sequence adds its share
             load_balancing.sum_counts(shared, load_balancing.replica_group())
-            before = [note.counts for note in load_balancing.notes_of(self) if note.counts_in_step]
-            return shared, sum(before, self.global_counts + shared)
+            total = self.global_counts + shared
+            for note in load_balancing.notes_of(self):
+                total = total + note.counts if note.counts_in_step else total
+            return shared, total
 
         counts = noted(count)
         if counts is None:

@@ -1,4 +1,4 @@
-"""No two masks of a step are equal, over all axes of ranks and all micro-batches, but those of replicated activations."""
+"""No two masks of a step are equal, over all axes of ranks and micro-batches, but those of replicated activations."""
 
 from __future__ import annotations
 
@@ -125,12 +125,7 @@ def _assert_independent(masks: list[Tensor]) -> None:
 @pytest.mark.parametrize("seeding", SEEDINGS)
 @pytest.mark.parametrize(
     ("sizes", "fields"),
-    [
-        ({}, {}),
-        ({}, RECOMPUTED),
-        ({"vpp": 2}, {}),
-        ({"vpp": 2}, {"pipeline_parallel_schedule": "ZBVZeroBubble"}),
-    ],
+    [({}, {}), ({}, RECOMPUTED), ({"vpp": 2}, {}), ({"vpp": 2}, {"pipeline_parallel_schedule": "ZBVZeroBubble"})],
     ids=str,
 )
 def test_stages_and_micro_batches_have_masks_of_their_own(seeding, sizes, fields):
@@ -159,13 +154,18 @@ def test_axes_of_ranks_have_masks_of_their_own(sizes, fields):
 
 def test_a_model_that_draws_nothing_moves_no_stream():
     torch.manual_seed(1234)
-    GPTModel(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2), vocab_size=32, max_sequence_length=LENGTH)
+    GPTModel(
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2),
+        vocab_size=32,
+        max_sequence_length=LENGTH,
+    )
     expected = [torch.rand(()).item() for _ in range(MICRO_BATCHES)]
     assert run_distributed(_without_dropout, 2) == [expected, expected]
 
 
 def _without_dropout() -> list[float]:
-    with mock.patch("core.transformer.transformer_layer.hidden_dropout", lambda x, *_, **__: x), mock.patch(
-        "core.models.common.embeddings.language_model_embedding.hidden_dropout", lambda x, *_, **__: x
+    with (
+        mock.patch("core.transformer.transformer_layer.hidden_dropout", lambda x, *_, **__: x),
+        mock.patch("core.models.common.embeddings.language_model_embedding.hidden_dropout", lambda x, *_, **__: x),
     ):
         return _masks("torch's stream alone", {}, {})[1]

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core.base.errors import ConfigError, ParallelConfigError
 from core.models.gpt import GPTModel
-from core.transformer.moe import add_auxiliary_losses, finish_step, load_balancing, restart_step
+from core.transformer.moe import add_auxiliary_losses, load_balancing, restart_step
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 
@@ -354,6 +354,6 @@ def test_forwards_in_between_take_no_losses():
 def test_losses_of_two_forwards_have_to_be_told_apart():
     model = _gpt(moe_aux_loss_coeff=1.0)
     kept, logits = model(TOKENS.roll(1, 0)), model(TOKENS)
-    with pytest.raises(ConfigError, match="called once for 2 forwards.*call it after each forward"):
+    with pytest.raises(ConfigError, match=r"called once for 2 forwards.*call it after each forward"):
         add_auxiliary_losses(_token_losses(logits), model)
     assert kept.requires_grad
