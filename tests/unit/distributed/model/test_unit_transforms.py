@@ -184,8 +184,12 @@ class _Averaging(nn.Module):
         return torch.sin(x + self.written.clone() + self.assigned)
 
 
-def _state_after_steps(kind: str | None, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns buffers, and gradients of the third step's two micro-batches, which all ranks have."""
+def _state_after_steps(kind: str | None, options: dict[str, Any], waits: bool = True) -> dict[str, torch.Tensor]:
+    """Returns buffers, and gradients of the third step's two micro-batches, which all ranks have.
+
+    Args:
+        waits: one backward follows both forwards.
+    """
     torch.manual_seed(3)
     model = nn.Sequential(_Averaging(), _Averaging())
     call = model if kind is None else build(kind, model, unit_classes=(_Averaging,), **options)
@@ -193,7 +197,10 @@ def _state_after_steps(kind: str | None, options: dict[str, Any]) -> dict[str, t
     for _ in range(3):
         model.zero_grad() if kind is None else call.zero_grad_buffer()
         inputs = torch.randn(2, 4, 6, generator=generator)
-        sum(call(x).square().sum() for x in inputs).backward()
+        if waits:
+            sum(call(x).square().sum() for x in inputs).backward()
+        for x in () if waits else inputs:
+            call(x).square().sum().backward()
         if kind is not None:
             call.finish_grad_sync()
     found = {name: p.grad for name, p in model.named_parameters()} if kind is None else gradients(call)
@@ -208,6 +215,16 @@ def test_buffers_that_a_unit_writes_are_those_of_one_process(kind: str) -> None:
         for offloads in (False, True):
             options = {"activation_checkpointing": recomputes, "offload_activations": offloads}
             assert_same(_state_after_steps(kind, options), plain)
+
+
+@pytest.mark.long
+@on_ranks(1)
+def test_compiled_units_write_them_once() -> None:
+    torch._dynamo.reset()
+    plain = _state_after_steps("ddp", {"compile_units": True}, waits=False)
+    for recomputes in ("full", "selective"):
+        options = {"compile_units": True, "activation_checkpointing": recomputes}
+        assert_same(_state_after_steps("ddp", options, waits=False), plain)
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from core.base.errors import ConfigError, ParallelConfigError
+from core.base.errors import ConfigError, ParallelConfigError, warn_once
 from core.models.gpt import GPTModel
 from core.transformer.moe import add_auxiliary_losses, load_balancing, restart_step
 from tests.unit.transformer.moe._layers import config_of, layer_of
@@ -224,6 +224,7 @@ def test_independent_of_accumulation_by_sequence():
 def test_losses_that_nothing_adds_are_warned_about():
     model = _gpt(moe_aux_loss_coeff=1.0)
     output = model(TOKENS).sum()
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match="were computed and not trained: the model was called without labels"):
         output.backward()
     assert load_balancing.take_pending(model.decoder.layers[0].mlp.router) is None
