@@ -119,7 +119,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_recomputed_module_has_the_buffers_and_gradients_of_a_plain_one(unit: str, place: str) -> None:
+def test_recomputed_modules_equal_plain_ones(unit: str, place: str) -> None:
     keeps_graph = "selective" not in place  # which torch refuses there
     expected = _trained(UNITS[unit], lambda model: model, keeps_graph)
     found = _trained(UNITS[unit], PLACES[place], keeps_graph)

@@ -240,7 +240,7 @@ _RECOMPUTED = [
 
 
 @pytest.mark.parametrize("fields", _RECOMPUTED, ids=str)
-def test_counts_are_of_micro_batches_up_to_a_forward_whenever_backwards_come(fields):
+def test_counts_are_those_up_to_a_forward(fields):
     def one_after_the_other(model):
         for shift in range(3):
             model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean().backward()
