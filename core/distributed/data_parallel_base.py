@@ -17,7 +17,7 @@ from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
-from ..transformer.moe.moe_layer import restart_step
+from ..transformer.moe.moe_layer import depends_on_ranks, restart_step
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
@@ -131,6 +131,11 @@ class _BaseDataParallel(EngineVerbs):
             shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
             groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         reject_expert_parameters(module, config, groups)
+        if ddp_config.reproducible_across_ranks and depends_on_ranks(module):
+            raise ParallelConfigError(
+                "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type "
+                "counts depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
+            )
         reject_unfit(module)
         if cls.engine is Engine.FSDP2:
             reject_unfit_for_fsdp2(module)

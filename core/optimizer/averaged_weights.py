@@ -128,4 +128,5 @@ class AveragedWeights:
             CheckpointError: the state has no average.
         """
         self.load_count(state_dict.get("num_averaged"))
-        torch._foreach_copy_(self._averages, state_dict["averages"])
+        if self._averages:
+            torch._foreach_copy_(self._averages, state_dict["averages"])

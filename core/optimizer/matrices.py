@@ -17,7 +17,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from .. import parallel_state
 from ..base.errors import ConfigError
+from ..dist_checkpointing.agreement import Ranks, joined_by_rank
 from ..tensor_parallel.initialization import FusedRows
 from .main_params import MainParam
 from .optimizer_config import CoefficientType, MuonRecipe, OptimizerConfig
@@ -53,38 +55,53 @@ def choose_optimizers(
     matrices `[n, rows, columns]`, but for embeddings, outputs, and what the model marks by Megatron-LM's attribute
     ``use_muon`` as False, as routers.
 
-    Raises:
+    Every pipeline stage calls it: a pattern may be of another stage's parameters, and a stage may have no matrix.
+
+    Raises (on all stages):
         ConfigError: a pattern matches no parameter, an override names an unknown optimizer, Muon is requested for a
             parameter that is no matrix, or gets none.
     """
+    reasons, problem = dict[MainParam, str](), ""
+    try:
+        reasons = {p: _reason(p, config, overrides) for p in params}
+    except ConfigError as error:
+        problem = str(error)
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    stages = Ranks(parallel_state.get_pipeline_model_parallel_group() if has_stages else None, alone=not has_stages)
+    of_stages = stages.all_gather((problem, {p.name: reason for p, reason in reasons.items()}))
+    if problem := joined_by_rank([text for text, _ in of_stages]):
+        raise ConfigError(problem)
+    whole_model = {name: reason for _, of_stage in of_stages for name, reason in of_stage.items()}
+    if all(whole_model.values()):
+        raise ConfigError(
+            f"optimizer is muon, and none of the {len(whole_model)} trained parameters is a matrix of a hidden layer; "
+            "set optimizer to adam, or name parameters in muon_include"
+        )
     for pattern in (*config.muon_include, *config.muon_exclude):
-        if not any(fnmatchcase(p.name, pattern) for p in params):
+        if not any(fnmatchcase(name, pattern) for name in whole_model):
+            first, *_, last = [*whole_model] * 2
             raise ConfigError(
                 f"muon_include or muon_exclude {pattern!r} matches no parameter that is trained; names are as "
-                f"{params[0].name} and {params[-1].name}"
+                f"{first} and {last}"
             )
-    patterns = {"muon": config.muon_include, config.muon_scalar_optimizer: config.muon_exclude}
-    reasons = {}
-    for p in params:
-        matching = [name for name, of in patterns.items() if any(fnmatchcase(p.name, pattern) for pattern in of)]
-        rule = override_of(overrides or {}, p.name, p.param).get("optimizer", next(iter(matching), None))
-        if rule not in (None, *patterns):
-            raise ConfigError(
-                f"config_overrides gives parameter {p.name} the optimizer {rule!r}; it takes "
-                f"{' or '.join(map(repr, patterns))}"
-            )
-        if rule == "muon" and not _is_matrix(p):
-            raise ConfigError(
-                f"muon is requested for parameter {p.name} of shape {list(p.param.shape)}; it takes matrices, or "
-                "batches of them in three dimensions"
-            )
-        reasons[p] = _reason_against(p) if rule is None else "" if rule == "muon" else "requested"
-    if all(reasons.values()):
-        raise ConfigError(
-            f"optimizer is muon, and none of the {len(params)} trained parameters is a matrix of a hidden layer; set "
-            "optimizer to adam, or name parameters in muon_include"
-        )
     return reasons
+
+
+def _reason(p: MainParam, config: OptimizerConfig, overrides: ConfigOverrides | None) -> str:
+    patterns = {"muon": config.muon_include, config.muon_scalar_optimizer: config.muon_exclude}
+    matching = [name for name, of in patterns.items() if any(fnmatchcase(p.name, pattern) for pattern in of)]
+    rule = override_of(overrides or {}, p.name, p.param).get("optimizer", next(iter(matching), None))
+    if rule not in (None, *patterns):
+        raise ConfigError(
+            f"config_overrides gives parameter {p.name} the optimizer {rule!r}; it takes "
+            f"{' or '.join(map(repr, patterns))}"
+        )
+    if rule == "muon" and not _is_matrix(p):
+        raise ConfigError(
+            f"muon is requested for parameter {p.name} of shape {list(p.param.shape)}; it takes matrices, or "
+            "batches of them in three dimensions"
+        )
+    return _reason_against(p) if rule is None else "" if rule == "muon" else "requested"
 
 
 def _is_matrix(p: MainParam) -> bool:

@@ -77,12 +77,12 @@ class Muon(rules.SkippableRule):
         # `orthogonalize` returns.
         self._mains = [p.main for p in ours]
         self._matrices = [matrix for index, p in enumerate(ours) for matrix in matrices_of(index, p, config, recipe)]
-        self._dtype = reduce(torch.promote_types, (main.dtype for main in self._mains))
+        self._dtype = reduce(torch.promote_types, (main.dtype for main in self._mains), torch.float32)
         self._result_dtype = torch.bfloat16 if recipe.fp32_matmul_prec == "medium" else self._dtype
-        device = self._mains[0].device if group is None else current_device()
+        device = self._mains[0].device if group is None and ours else current_device()
         self._owners = MatrixOwners(self._matrices, {p.name: p.whole(p.main) for p in ours}, group, device)
         num_ranks, num_matrices = self._owners.num_ranks, len(self._matrices)
-        if num_ranks > num_matrices:
+        if num_ranks > num_matrices > 0:
             warn_once(f"{num_ranks} ranks share Muon's update of {num_matrices} matrices, so that some own none")
         self.state_names = rules.LION_STATE if is_lion else rules.ADAM_STATE
         self.table = describe_matrices(reasons, config.muon_scalar_optimizer, self._matrices, self._owners.owners)
@@ -114,7 +114,7 @@ class Muon(rules.SkippableRule):
                 params = [p for batch in by_count.values() for p in batch]
                 rows = [[p, p.grad, rules.ensure_state(self, p, rules.LION_STATE)["exp_avg"]] for p in params]
                 self._run(partial(rules.lion, group), rows, columns=(0, 2))
-        if skips == 1.0:
+        if skips == 1.0 or not self._mains:  # a pipeline stage may have no matrix
             return
         self._take_momenta()
         num_buckets, bringing = len(self._owners.buckets), self._start_bringing(0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from ..base import device
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
 from ..diagnostics.out_of_step import is_failure_of_backend
 from ..distributed import _BaseDataParallel
+from ..tensor_parallel.random import stage_streams
 from ..tensor_parallel.weight_gradients import Product, compute_deferred, deferring
-from ..transformer.moe.load_balancing import take_pending
+from ..transformer.moe.load_balancing import take_all_pending
 from ..transformer.pipeline_stages import PipelineStage, check_rounds, stage_index, stages_of
 from ..utils import get_attr_wrapped_model, get_model_config
 
@@ -183,8 +185,11 @@ class _Chunk(nn.Module):
         # Weights' gradients that the backward under way leaves for later; `take_deferred` takes them. None: it leaves
         # none.
         self._products: list[Product] | None = None
-        # Holds the wrapper's `no_sync` until the last backward of a step begins, or the step fails.
+        # Holds the wrapper's `no_sync`, and hooks of its forward, until the last backward of a step begins, or it
+        # fails.
         self._no_sync = ExitStack()
+        # Holds random streams of the forward under way.
+        self._streams = ExitStack()
 
     def tensors_between(self, config: Any) -> tuple[Tensor, ...]:
         """Returns what stages exchange: hidden states, and with experts the sum of their auxiliary losses."""
@@ -200,6 +205,12 @@ class _Chunk(nn.Module):
         """
         self._model, self._run, self._backwards_left = weakref.ref(model), run, num_backwards
         self._products = [] if splits_backward else None
+        if num_backwards:  # all forwards come before the last backward, which closes the stack
+            draws = partial(stage_streams, self.stage.index)
+            begin = model.register_forward_pre_hook(lambda *_: self._streams.enter_context(draws()))
+            self._no_sync.callback(begin.remove)
+            end = model.register_forward_hook(lambda *_: self._streams.close(), always_call=True)
+            self._no_sync.callback(end.remove)
         if num_backwards > 1 or splits_backward:
             context = getattr(get_model_config(model), "no_sync_func", None)
             context = context[self.index] if isinstance(context, (list, tuple)) else context
@@ -263,10 +274,9 @@ class _Chunk(nn.Module):
         output = output.to(self._dtype)  # wrappers cast what a model returns to fp32
         if not self._has_experts:
             return output
-        pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
         total = torch.zeros((), dtype=_loss_dtype(self._dtype), device=output.device)
-        for loss in pending:
-            total = total + loss
+        for loss in take_all_pending(model):
+            total = total + loss.to(total.dtype)  # the next stage waits for this dtype
         return output, total
 
 

@@ -14,6 +14,9 @@ ranks share a mask. Activations replicated over tensor-parallel ranks, but split
 ``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of several in ``fork()``, the seeds
 are Megatron-LM's.
 
+Pipeline stages differ too, as in Megatron-LM, whose default streams do so everywhere. Here they differ in forwards of
+models alone (:func:`stage_streams`), so that all stages of a loop draw the same data.
+
 `packed_rng_state` joins all random streams of a rank in one row of bytes. Streams belong to ranks: they continue
 only on the same number of ranks. Those of a micro-batch depend on its index in the run, and not on the rank that runs
 it.
@@ -23,13 +26,14 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import parallel_state
@@ -37,6 +41,7 @@ from ..base.device import device_type
 from ..base.errors import ConfigError, ParallelStateError
 from ..base.megatron_names import checks_arguments, ignore
 from ..dist_checkpointing.format.content_hash import splitmix64
+from .replay import RecordedForward
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"
@@ -105,8 +110,8 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and `_TrackedStates` swaps its
-streams while backward recomputes."""
+"""The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and recomputations and
+`stage_streams` swap its streams for their time."""
 
 
 def get_rng_tracker() -> RNGStatesTracker:
@@ -199,44 +204,59 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 
 def recompute(
-    function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
+    function: Callable[..., Any],
+    *args: Any,
+    modules: Iterable[nn.Module] | None = None,
+    context_fn: Callable[[], Contexts] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Calls `function(*args, **kwargs)` as :func:`checkpoint` does.
 
     Args:
+        modules: those whose buffers the function may write; by default the module that `function` is, or is a method
+            of. A recomputation reads what the buffers were, and leaves what they are.
         context_fn: torch's argument, to save some activations (`create_selective_checkpoint_contexts`).
     """
-    # torch.compile does not support our contexts; a model without tracked streams does not need them.
-    if _tracker.get_states():
-        context_fn = functools.partial(_with_tracked_states, context_fn)
+    # torch.compile does not support our contexts; a model without tracked streams does not need them: compiled code
+    # writes buffers in its forward alone.
+    if _tracker.get_states() or not torch.compiler.is_compiling():
+        context_fn = functools.partial(_contexts, _modules_of(function) if modules is None else modules, context_fn)
     contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **contexts)
 
 
-def _with_tracked_states(inner: Callable[[], Contexts] | None) -> Contexts:
+def _modules_of(function: Any) -> list[nn.Module]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return [owner] if isinstance(owner, nn.Module) else []
+
+
+def _contexts(modules: Iterable[nn.Module], inner: Callable[[], Contexts] | None) -> Contexts:
     forward, recomputation = (nullcontext(), nullcontext()) if inner is None else inner()
-    return forward, _TrackedStates(_tracker.get_states(), recomputation)
+    record = RecordedForward(modules)
+    return record.recording(forward), _Recomputation(record, _tracker.get_states(), recomputation)
 
 
-class _TrackedStates:
-    """Sets the tracked streams of a forward while backward recomputes it. Each backward through the graph enters."""
+class _Recomputation:
+    """Begins a recomputation as its forward began. Each backward through the graph enters."""
 
-    def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
-        self._states = states  # states when the forward began; fixed
-        self._inner = inner
-        # Streams to restore, for each nested entry. `__enter__` pushes, `__exit__` pops.
-        self._outer: list[dict[str, torch.Tensor]] = []
+    def __init__(
+        self, record: RecordedForward, streams: dict[str, torch.Tensor], inner: AbstractContextManager[Any]
+    ) -> None:
+        self._record, self._streams, self._inner = record, streams, inner  # fixed
+        self._entered: list[ExitStack] = []  # `__enter__` pushes, `__exit__` pops
 
     def __enter__(self) -> None:
-        self._outer.append(_tracker.get_states())
-        _tracker.set_states(self._states)
-        self._inner.__enter__()
+        stack = ExitStack()
+        stack.callback(_tracker.set_states, _tracker.get_states())
+        _tracker.set_states(self._streams)
+        stack.enter_context(self._record.replaying())
+        stack.enter_context(self._inner)
+        self._entered.append(stack)
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            self._inner.__exit__(*error)
-        finally:
-            _tracker.set_states(self._outer.pop())
+        self._entered.pop().__exit__(*error)
 
 
 def _get_rng_state() -> torch.Tensor:
@@ -248,6 +268,31 @@ def _set_rng_state(state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
     else:
         torch.set_rng_state(state)
+
+
+def _states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), _get_rng_state(), *_tracker.get_states().values()]
+
+
+@contextmanager
+def stage_streams(stage: int) -> Iterator[None]:
+    """Lets a pipeline stage draw in a micro-batch's forward what no other stage and no other forward draws.
+
+    All streams inside are seeded by the stage and the state of torch's default CPU stream. That moves on by one number
+    if anything was drawn, and is as it was if not: what a loop draws for itself is the same on all stages.
+    """
+    outer, of_device, tracked = torch.get_rng_state(), _get_rng_state(), _tracker.get_states()
+    number = int(torch.randint(1 << 48, (), device="cpu"))
+    moved_on = torch.get_rng_state()
+    model_parallel_manual_seed(splitmix64(stage + 1, number) >> 16)
+    begun = _states()
+    try:
+        yield
+    finally:
+        ended = _states()
+        _tracker.set_states(tracked)
+        _set_rng_state(of_device)
+        torch.set_rng_state(outer if all(map(torch.equal, begun, ended)) else moved_on)
 
 
 def rng_state() -> dict[str, torch.Tensor]:

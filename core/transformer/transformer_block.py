@@ -101,7 +101,9 @@ class TransformerBlock(MegatronModule):
         if hidden_states is None:
             raise ConfigError("a TransformerBlock without pre_process has no input; call set_input_tensor first")
         for first, last, recomputes in self._chunks():
-            run = functools.partial(recompute, self._run_layers) if recomputes else self._run_layers
+            run = self._run_layers
+            if recomputes:
+                run = functools.partial(recompute, run, modules=self.layers[first:last])
             hidden_states = run(first, last, hidden_states, attention_mask, rotary_pos_emb, documents)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 

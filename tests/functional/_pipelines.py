@@ -31,6 +31,7 @@ from core.models.gpt.hugging_face import load_hugging_face, save_hugging_face
 from core.optimizer import AveragedWeights, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func, stages
 from core.transformer.lora import add_lora, freeze_parameters
+from core.transformer.moe import restart_step
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
@@ -380,6 +381,7 @@ def train_in_one_process(case: Case) -> Curve:
     curve = Curve([], [], {})
     for step in range(STEPS):
         optimizer.zero_grad()
+        restart_step([model])
         reports = []
         for replica in range(case.dp):
             data = micro_batches(step, replica, case.micro_batches)

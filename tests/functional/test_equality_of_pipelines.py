@@ -23,6 +23,12 @@ EXPERTS = (
 )
 """Losses that balance experts are computed on both stages, and weigh what the last one alone knows."""
 
+COUNTED = (
+    *(("num_moe_experts", 4), ("moe_router_load_balancing_type", "global_aux_loss")),
+    *(("moe_aux_loss_coeff", 0.5), ("moe_z_loss_coeff", 0.01)),
+)
+"""A loss that reads the counts of the step's micro-batches: all stages count them in the order of one process."""
+
 RECOMPUTED = (("recompute_granularity", "full"), ("recompute_method", "block"), ("recompute_num_layers", 2))
 
 # The sample of compositions has two stages under every wrapper, by 1F1B and ZBV, over data, tensor and context ranks.
@@ -37,6 +43,12 @@ SHORT = [
     Case("ddp, overlapped", dp=2, fields=EXPERTS, per_token=True),
     Case("fsdp2", first=1, lora=2, packed=True, fields=RECOMPUTED),
     Case("zero1, overlapped", muon=True),
+    Case("zero2", muon=True, freeze=("embedding.*", "decoder.layers.[01].*")),
+    Case("ddp, overlapped", muon=True, freeze=("decoder.layers.[01].*",)),  # the first stage has no matrix
+    Case("zero2", fields=COUNTED),
+    Case("zero3", vpp=2, fields=COUNTED + RECOMPUTED),
+    Case("fsdp2", vpp=2, schedule="ZBVZeroBubble", fields=(*COUNTED, ("recompute_granularity", "selective"))),
+    Case("zero2", schedule="GPipe", tied=True, fields=(*COUNTED, ("moe_router_dtype", "fp64"))),
 ]
 LAYOUTS = ({}, {"vpp": 2}, {"pp": 4}, {"tp": 2}, {"dp": 2})
 LONG = [

@@ -63,13 +63,17 @@ def transform_units(transforms: Iterable[UnitTransform]) -> None:
 
     ``"full"`` recomputation saves only a module's inputs and computes the rest again in backward (Chen et al., 2016);
     ``"selective"`` also saves the results of `SAVED_OPERATIONS`. Each module is compiled by itself, recomputation
-    included; equal modules share their code.
+    included but for modules with buffers; equal modules share their code.
     """
     for transform in transforms:
         for module in transform.modules:
+            # What is compiled with its recomputation writes buffers in both.
+            is_compiled_alone = transform.is_compiled and next(module.buffers(), None) is not None
+            if is_compiled_alone:
+                module.forward = compile_forward(module.forward, transform.memory_budget)
             if transform.recomputes != "none":
                 module.forward = _recompute_forward(module, module.forward, transform.recomputes == "selective")
-            if transform.is_compiled:
+            if transform.is_compiled and not is_compiled_alone:
                 module.forward = compile_forward(module.forward, transform.memory_budget)
 
 
@@ -85,7 +89,7 @@ def _recompute_forward(module: nn.Module, forward: Callable[..., Any], selective
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(functools.partial(gather_and_run, **kwargs), *args, context_fn=contexts)
+        return recompute(functools.partial(gather_and_run, **kwargs), *args, modules=(module,), context_fn=contexts)
 
     return run
 

@@ -23,7 +23,7 @@ from ...tensor_parallel.initialization import (
 )
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from ...transformer.moe.load_balancing import add_auxiliary_losses, forget_losses
+from ...transformer.moe.load_balancing import ForwardNote, add_pending, begin_forward, keep, take_all_pending
 from ...transformer.pipeline_stages import pipeline_stage
 from ...transformer.sequences import PackedDocuments, own_positions
 from ...transformer.spec_utils import Builder, ModuleSpec
@@ -237,10 +237,9 @@ class GPTModel(LanguageModule):
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
         check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
-        if self.config.num_moe_experts is not None:
-            forget_losses(self.decoder)
-        if self._earlier_losses is not None:
-            self.decoder.pending_loss, self._earlier_losses = self._earlier_losses, None
+        if self.config.num_moe_experts is not None and torch.is_grad_enabled():
+            begin_forward()
+        earlier, self._earlier_losses = self._earlier_losses, None
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
             documents = PackedDocuments(document_starts, rank, size)
@@ -260,6 +259,8 @@ class GPTModel(LanguageModule):
         if self.rotary_pos_emb is not None:
             rotation = self.rotary_pos_emb(input_ids.shape[1], device=input_ids.device, position_ids=position_ids)
         output: Tensor = self.decoder(hidden_states, attention_mask, rotary_pos_emb=rotation, documents=documents)
+        if earlier is not None and output.requires_grad:
+            keep(self.decoder, output, ForwardNote(earlier), lambda: None)
         if self.output_layer is None:
             return output
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -274,9 +275,9 @@ class GPTModel(LanguageModule):
         return batch_first(logits)
 
     def _with_expert_losses(self, losses: Tensor, labels: Tensor) -> Tensor:
-        if self.config.num_moe_experts is None:
+        if self.config.num_moe_experts is None or not torch.is_grad_enabled():
             return losses
-        return add_auxiliary_losses(losses, self.decoder, labels != IGNORE_INDEX)
+        return add_pending(losses, take_all_pending(self.decoder), labels != IGNORE_INDEX)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import parallel_state
+from ...base.dtypes import LOW_PRECISION
 from ...base.errors import ParallelConfigError, WrapError
 from ...tensor_parallel.groups import expert_tensor_group, group_rank, group_size, per_rank, resolve_group
 from ...tensor_parallel.initialization import (
@@ -102,7 +103,7 @@ class GroupedLinear(ParameterOwner):
             bias = bias / ranks
             if bias.requires_grad:
                 bias.register_hook(lambda grad: grad * ranks)
-        return output + bias.index_select(0, permutation.row_experts).to(output.dtype)
+        return output + rows_of_experts(bias, permutation.row_experts, output.dtype)
 
 
 class GroupedMLP(MegatronModule):
@@ -189,6 +190,32 @@ def cut_experts(model: nn.Module) -> nn.Module:
     for module in modules.values() if ranks > 1 else ():
         _cut(module, ranks, rank)
     return model
+
+
+def rows_of_experts(vectors: Tensor, row_experts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns each row's vector, `[experts, n]` to `[rows, n]` in `dtype`. The gradient of a vector is the sum of its
+    rows', rounded once, with the same bits each time: `index_select` adds on a GPU in the dtype of the vectors, in any
+    order.
+    """
+    rows: Tensor = _RowsOfExperts.apply(vectors, row_experts, dtype)
+    return rows
+
+
+class _RowsOfExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, row_experts: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(row_experts)
+        ctx.num_experts, ctx.dtype = len(vectors), vectors.dtype
+        return vectors.index_select(0, row_experts).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (row_experts,) = ctx.saved_tensors
+        # Products with ones are exact in fp32, in TF32 too, of numbers in low precision; others need fp64.
+        wide = torch.float32 if grad.dtype in LOW_PRECISION else torch.float64
+        with torch.autocast(grad.device.type, enabled=False):
+            is_row_of = torch.stack([row_experts == expert for expert in range(ctx.num_experts)]).to(wide)
+            return (is_row_of @ grad.to(wide)).to(ctx.dtype), None, None
 
 
 def looped_matmul(rows: Tensor, weight: Tensor, permutation: Permutation) -> Tensor:

@@ -11,6 +11,9 @@ the ranks that share sequences add up to the loss.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ... import parallel_state
-from ...base.errors import ParallelStateError
+from ...base.errors import ConfigError, ParallelStateError, warn_once
 from ...comm.collectives import all_reduce_by_backend
 from ...tensor_parallel.groups import Group, group_size
 
@@ -35,7 +38,7 @@ def switch_loss(shares: Tensor, counts: Tensor, num_tokens: int, topk: int) -> T
         This rank's addend, 0-dim: the mean over the leading dims.
     """
     experts = shares.shape[-1]
-    per_batch = (shares.sum(-2) * counts).sum(-1) * (experts / (topk * num_tokens**2))
+    per_batch = (shares.sum(-2) * counts.to(shares.dtype)).sum(-1) * (experts / (topk * num_tokens**2))
     return per_batch.mean()
 
 
@@ -73,36 +76,116 @@ def replica_group() -> Group:
     return None
 
 
+@dataclass(eq=False)
+class ForwardNote:
+    """What a forward has noted of its routing. Its graph alone holds it: of a forward that raised, or whose output is
+    gone, nothing is left."""
+
+    loss: Tensor | None
+    """Auxiliary losses, times their coefficients, until they are taken."""
+    counts: Tensor | float = 0.0
+    """Tokens of each expert on all replicas, `[experts]`, with "global_aux_loss", until its backward has come."""
+    counts_in_step: bool = True
+    """Whether the step under way is the forward's: other forwards of the step add the counts to theirs."""
+    forward: int = field(default_factory=lambda: _forward)
+    """Number of the model's forward, which `begin_forward` began."""
+
+
+_forward = 0
+"""Number of the last forward of a model that has begun in this process. Only `begin_forward` sets it."""
+
+_notes: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[ForwardNote]]] = weakref.WeakKeyDictionary()
+"""The notes of each module. `keep` adds, and drops the dead. No state of the module: a copy has none."""
+
+
+def begin_forward() -> None:
+    """Begins a forward of a model, whose losses are not those of other forwards."""
+    global _forward
+    _forward += 1
+
+
+def notes_of(module: nn.Module) -> list[ForwardNote]:
+    """Returns what the forwards of a module have noted whose graphs exist, the first one first."""
+    return [note for reference in _notes.get(module, ()) if (note := reference()) is not None]
+
+
+def keep(module: nn.Module, output: Tensor, note: ForwardNote, settle: Callable[[], object]) -> None:
+    """Keeps a note of a module's forward while the graph of `output` exists.
+
+    Args:
+        settle: called once, when the gradient of `output` is there. At once if it has none, as in frozen layers.
+    """
+    waiting = [settle]
+
+    def come(_: Tensor | None = None) -> None:
+        while waiting:  # another backward through a kept graph counts nothing
+            waiting.pop()()
+        if note.loss is not None:
+            note.loss = None
+            warn_once(
+                "losses that balance experts were computed and not trained: the model was called without labels; give "
+                "it labels, or call core.transformer.moe.add_auxiliary_losses(losses, model) on the losses of tokens"
+            )
+
+    _notes[module] = [weakref.ref(alive) for alive in [*notes_of(module), note]]
+    if output.requires_grad:
+        output.register_hook(come)
+    else:
+        come()
+
+
 def add_auxiliary_losses(losses: Tensor, model: nn.Module, has_loss: Tensor | None = None) -> Tensor:
-    """Adds the losses of the model's routers, of its last forward, to the gradient of every token's loss.
+    """Adds the losses of the model's routers, of its last forward with gradients, to the gradient of every token's
+    loss.
 
     `GPTModel` calls it where it is given labels. Call it yourself on losses that you compute from logits, before they
-    are summed. The values of `losses` do not change: what is reported stays the loss of the model's predictions.
+    are summed, after each forward with gradients. The values of `losses` do not change: what is reported stays the
+    loss of the model's predictions.
 
     Args:
         losses: losses of tokens, of any shape; with context parallelism of this rank's tokens.
         has_loss: False for tokens without a loss, such as those of label -100, in the shape of `losses`: a loop that
             sums their zeros gives them no weight. None: every token has one.
+
+    Raises:
+        ConfigError: the losses of several forwards wait, and nothing says which of them belong to `losses`.
     """
-    pending = [loss for module in model.modules() if (loss := take_pending(module)) is not None]
+    waiting = {note.forward for module in model.modules() for note in notes_of(module) if note.loss is not None}
+    if len(waiting) > 1:
+        raise ConfigError(
+            f"add_auxiliary_losses was called once for {len(waiting)} forwards, whose losses have weights of their "
+            "own; call it after each forward, on the losses of its tokens, or give the model labels; run forwards "
+            "that are not trained under torch.no_grad()"
+        )
+    return add_pending(losses, take_all_pending(model, *waiting), has_loss)
+
+
+def add_pending(losses: Tensor, pending: list[Tensor], has_loss: Tensor | None = None) -> Tensor:
+    """Adds `pending` to the gradient of every element of `losses`."""
     if not pending or not torch.is_grad_enabled():
         return losses
     result: Tensor = _WithLosses.apply(losses, has_loss, context_group(), *pending)
     return result
 
 
-def take_pending(module: nn.Module) -> Tensor | None:
-    """Returns the loss that a router's last forwards left, and forgets it. None if there is none."""
-    loss: Tensor | None = getattr(module, "pending_loss", None)
-    if loss is not None:
-        module.pending_loss = None  # type: ignore[assignment]
-    return loss
+def take_all_pending(model: nn.Module, forward: int | None = None) -> list[Tensor]:
+    """Returns the losses that a forward left in a model's modules, and forgets them.
+
+    Args:
+        forward: number of the forward; None means the last.
+    """
+    number = _forward if forward is None else forward
+    return [loss for module in model.modules() if (loss := take_pending(module, number)) is not None]
 
 
-def forget_losses(model: nn.Module) -> None:
-    """Drops the losses of forwards that raised, or whose losses nothing added. `GPTModel` calls it first."""
-    for module in model.modules():
-        take_pending(module)
+def take_pending(module: nn.Module, forward: int | None = None) -> Tensor | None:
+    """Does the same for one module, where None means all forwards. Returns the sum if it ran more than once, None if
+    there is no loss."""
+    total: Tensor | None = None
+    for note in notes_of(module):
+        if note.loss is not None and forward in (None, note.forward):
+            total, note.loss = note.loss if total is None else total + note.loss, None
+    return total
 
 
 class _WithLosses(torch.autograd.Function):

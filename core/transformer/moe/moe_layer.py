@@ -13,7 +13,6 @@ from torch import nn
 
 from ... import parallel_state
 from ...base.device import current_device
-from ...base.errors import warn_once
 from ...base.megatron_names import checks_arguments
 from ...comm.collectives import all_reduce_by_backend
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
@@ -29,7 +28,6 @@ from ..module import MegatronModule
 from ..transformer_config import TransformerConfig
 from .dispatch import dispatch, drop_over_capacity, gather_tokens
 from .experts import GroupedMLP, SharedExpertMLP
-from .load_balancing import take_pending
 from .router import SUMS, TopKRouter
 
 STATISTICS = ("load_max", "load_min", "dropped_share", "entropy", "balance_loss", "z_loss")
@@ -142,11 +140,6 @@ def finish_step(models: Sequence[nn.Module], group: Group) -> None:
     layers = _layers_of(models)
     if not layers:
         return
-    if [layer for layer in layers if take_pending(layer.router) is not None]:
-        warn_once(
-            "losses that balance experts were computed and not trained: the model was called without labels; give it "
-            "labels, or call core.transformer.moe.add_auxiliary_losses(losses, model) on the losses of tokens"
-        )
     totals = torch.cat([layer.router.step_sums for layer in layers])
     tensor_ranks = layers[0].tp_group if layers[0].splits_tokens else None
     for ranks in (group, tensor_ranks):
@@ -166,6 +159,11 @@ def restart_step(models: Iterable[nn.Module]) -> None:
     """Forgets the tokens of a step that did not end."""
     for layer in _layers_of(models):
         layer.router.clear_step()
+
+
+def depends_on_ranks(model: nn.Module) -> bool:
+    """Returns whether a layer's loss reads counts of all replicas: those of micro-batches that run at one time."""
+    return any("global_aux_loss" in layer.config.auxiliary_losses for layer in _layers_of([model]))
 
 
 def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Tensor] | None:

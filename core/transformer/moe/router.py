@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import parallel_state
-from ...base._torch_compat import NO_BACKWARD, current_backward
+from ...base.errors import ParallelConfigError
 from ...tensor_parallel.groups import Group, group_size
 from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
-from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, get_rng_tracker
+from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
+from ...tensor_parallel.replay import noted
 from ..moe_config import MoEConfig
 from ..transformer_config import TransformerConfig
 from . import load_balancing
@@ -40,12 +41,8 @@ class TopKRouter(ParameterOwner):
         step_sums: sums since the last step, over this rank's tokens, `[experts + 6]` in double: the tokens of each
             expert, before any is dropped, then `SUMS`. The backward of a training forward adds, so that a forward
             that raised leaves nothing; `finish_step` and `restart_step` clear it.
-        global_counts: counts of the step's micro-batches on all replicas, `[experts]` in double, with
-            "global_aux_loss". Added to and cleared as `step_sums`.
-        latest_counts: `global_counts` and the counts of the last training forward, which a recomputation reads. The
-            forward sets it; None before the first.
-        pending_loss: the auxiliary loss of training forwards, times its coefficients, until `add_auxiliary_losses`
-            takes it or `clear_step` drops it; the sum, where a layer ran more than once.
+        global_counts: counts, on all replicas, of the step's micro-batches whose backward has come, `[experts]` in
+            double, with "global_aux_loss". Added to and cleared as `step_sums`. Those of others are in their notes.
     """
 
     buffers_keep_dtype = True
@@ -56,8 +53,6 @@ class TopKRouter(ParameterOwner):
     expert_bias: Tensor | None
     step_sums: Tensor
     global_counts: Tensor
-    latest_counts: Tensor | None
-    pending_loss: Tensor | None
 
     def __init__(self, config: TransformerConfig, tp_group: Group = None, *, splits_tokens: bool = False) -> None:
         super().__init__(tp_group)
@@ -75,7 +70,6 @@ class TopKRouter(ParameterOwner):
         self.register_buffer("step_sums", sums, persistent=False)
         self.register_buffer("global_counts", torch.zeros(experts, dtype=torch.float64), persistent=False)
         self.initializers.update({name: nn.init.zeros_ for name, state in self._buffers.items() if state is not None})
-        self.pending_loss = self.latest_counts = None
         initialize_unless_deferred(self, config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,73 +97,68 @@ class TopKRouter(ParameterOwner):
         Args:
             probs: as `forward` returned them.
         """
-        if self.config.moe_expert_capacity_factor is not None and self._counts():
+        if self.config.moe_expert_capacity_factor is not None and self.training and torch.is_grad_enabled():
             sums = torch.zeros_like(self.step_sums)
             sums[len(sums) - len(SUMS) + SUMS.index("dropped")] = experts.eq(len(self.weight)).sum()
-            self._add_in_backward(probs, "step_sums", sums)
+            note = load_balancing.ForwardNote(None)
+            noted(lambda: load_balancing.keep(self, probs, note, lambda: self.step_sums.add_(sums)))
 
     def clear_step(self) -> None:
-        """Forgets the sums of a step, and losses that nothing took."""
+        """Forgets the counts of a step. Losses that are to be trained stay, and so does what a backward will add."""
         self.step_sums.zero_()
         self.global_counts.zero_()
-        self.pending_loss = None
-
-    def _add_in_backward(self, probs: Tensor, name: str, sums: Tensor) -> None:
-        """Adds to a buffer when the gradient of `probs` is there. At once if it has none, as in frozen layers."""
-
-        def add(_: Tensor | None) -> None:
-            self._buffers[name] += sums  # type: ignore[operator]
-
-        if probs.requires_grad:
-            probs.register_hook(add)
-        else:
-            add(None)
-
-    def _counts(self) -> bool:
-        """Returns whether this is a training forward. Its recomputation in backward, which torch runs with gradients
-        too, would count tokens twice."""
-        return self.training and torch.is_grad_enabled() and current_backward() == NO_BACKWARD
+        for note in load_balancing.notes_of(self):
+            note.counts_in_step = False
 
     def _add_jitter(self, hidden: Tensor) -> Tensor:
         eps = self.config.moe_input_jitter_eps
         if eps is None or not self.training:
             return hidden
-        has_parts = self.config.context_parallel_size > 1
-        with get_rng_tracker().fork(CONTEXT_PARALLEL_RNG) if has_parts else nullcontext():
+        stream = CONTEXT_PARALLEL_RNG if self.config.context_parallel_size > 1 else None
+        if self.splits_tokens and group_size(self.tp_group) > 1:
+            stream = MODEL_PARALLEL_RNG
+        with nullcontext() if stream is None else get_rng_tracker().fork(stream):
             return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
 
     def _note(self, logits: Tensor, probs: Tensor, experts: Tensor) -> None:
         """Computes the auxiliary losses, in a recomputation too. Keeps them and the load of the experts if it is
         none."""
-        counts_tokens, (length, batch, num_experts) = self._counts(), logits.shape
+        length, batch, num_experts = logits.shape
         shares = shares_of_experts(logits if self.config.auxiliary_losses else logits.detach(), self.config)
-        loss, balance, of_logits = self._auxiliary_losses(logits, shares, probs, experts, counts_tokens)
-        if not counts_tokens:
-            return
-        if loss.requires_grad:
-            # The gradients of tensor-parallel ranks are added. Each computes all of it, or its addend.
-            addend = loss if self.splits_tokens else loss / group_size(self.tp_group)
-            self.pending_loss = addend if self.pending_loss is None else self.pending_loss + addend
-        with torch.no_grad():
+        loss, balance, of_logits, counts_on_replicas = self._auxiliary_losses(logits, shares, experts)
+
+        @torch.no_grad()
+        def keep() -> None:
             entropy = torch.special.entr(shares).sum()
             share = entropy.new_full((), 1 / group_size(self.token_group))
             others = [entropy.new_full((), length * batch), torch.zeros_like(entropy), entropy, share]
             counts = count_tokens(experts.flatten(), num_experts)
             sums = torch.cat([counts.double(), torch.stack([*others, balance, of_logits]).double()])
-        self._add_in_backward(probs, "step_sums", sums)
+            note = load_balancing.ForwardNote(addend if loss.requires_grad else None, counts_on_replicas)
+
+            def settle() -> None:
+                self.step_sums += sums
+                self.global_counts += note.counts
+                note.counts = 0.0
+
+            load_balancing.keep(self, probs, note, settle)
+
+        # The gradients of tensor-parallel ranks are added. Each computes all of it, or its addend.
+        addend = loss if self.splits_tokens else loss / group_size(self.tp_group)
+        noted(keep)
 
     def _auxiliary_losses(
-        self, logits: Tensor, shares: Tensor, probs: Tensor, experts: Tensor, counts_tokens: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, logits: Tensor, shares: Tensor, experts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
         """Returns the sum of all losses times their coefficients, and without those the balancing losses and that of
-        the logits: this rank's addends.
+        the logits: this rank's addends. With "global_aux_loss" the tokens of each expert on all replicas, else 0.
 
         Args:
             logits, shares: `[s, b, experts]`.
-            counts_tokens: whether this is a training forward, and no recomputation.
         """
         config, (length, batch, num_experts) = self.config, logits.shape
         total = balance = of_logits = shares.new_zeros(())
+        on_replicas: Tensor | float = 0.0
         group = self.token_group
         ranks = group_size(group)
         if config.auxiliary_losses:
@@ -182,31 +171,45 @@ class TopKRouter(ParameterOwner):
             if kind == "seq_aux_loss":
                 arguments = shares.transpose(0, 1), per_sequence, length * ranks
             else:
-                is_local = kind == "aux_loss"
-                counts = per_sequence.sum(0) if is_local else self._global_mean(per_sequence, probs, counts_tokens)
+                counts = per_sequence.sum(0)
+                if kind == "global_aux_loss":
+                    on_replicas, counts = self._count_on_replicas(counts.double())
                 arguments = shares.flatten(0, 1), counts, length * batch * ranks
             loss = load_balancing.switch_loss(*arguments, config.moe_router_topk)
             total, balance = total + coefficient * loss, balance + loss.detach()
         if config.moe_z_loss_coeff:
             loss = load_balancing.z_loss(logits, length * batch * ranks)
             total, of_logits = total + config.moe_z_loss_coeff * loss, loss.detach()
-        return total, balance, of_logits
+        return total, balance, of_logits, on_replicas
 
-    @torch.no_grad()
-    def _global_mean(self, per_sequence: Tensor, probs: Tensor, counts_tokens: bool) -> Tensor:
-        """Returns counts for a micro-batch: the mean over data-parallel ranks and the step's micro-batches until now.
+    def _count_on_replicas(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a micro-batch's counts on all replicas, and their mean over replicas and the step's micro-batches up
+        to this one.
 
         Args:
-            per_sequence: `[b, experts]`, of all parts of the sequences.
-            counts_tokens: whether this is a training forward; a recomputation reads what its forward has counted.
+            own: `[experts]` in double, of all parts of the sequences.
+
+        Raises:
+            ParallelConfigError: torch's checkpoint recomputes the forward, whose counts are not known then.
         """
-        own = per_sequence.sum(0).double()
-        if counts_tokens or self.latest_counts is None:
+
+        def count() -> tuple[Tensor, Tensor]:
             shared = own / group_size(load_balancing.context_group())  # each part of a sequence adds its share
             load_balancing.sum_counts(shared, load_balancing.replica_group())
-            self.latest_counts = self.global_counts + shared
-            self._add_in_backward(probs, "global_counts", shared)
-        return self.latest_counts * (own.sum() / self.latest_counts.sum().clamp(min=1))
+            total = self.global_counts + shared
+            for note in load_balancing.notes_of(self):
+                total = total + note.counts if note.counts_in_step else total
+            return shared, total
+
+        counts = noted(count)
+        if counts is None:
+            raise ParallelConfigError(
+                "a forward with moe_router_load_balancing_type 'global_aux_loss' is recomputed by torch's checkpoint, "
+                "which does not keep the counts that it read; take recompute_granularity, activation_checkpointing or "
+                "core.tensor_parallel.checkpoint"
+            )
+        shared, total = counts
+        return shared, total * (own.sum() / total.sum().clamp(min=1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """Moves the module. Its buffers keep their dtypes, because a cast would round the bias and the counts."""

@@ -7,6 +7,9 @@ from tests.mutation.suites import STREAMS_OF_LAYERS
 
 _LOSS_IN_PARTS = "tests/unit/tensor_parallel/test_linear_cross_entropy.py"
 
+_REPLAY = "tests/unit/tensor_parallel/test_replay.py"
+_STAGES = "tests/unit/transformer/test_dropout_of_stages.py"
+
 MUTATIONS = (
     Mutation(
         "a column-parallel layer's input keeps this rank's gradient",
@@ -85,5 +88,54 @@ MUTATIONS = (
         r"adding\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),
+    ),
+    Mutation(
+        "a recomputation writes the buffers again",
+        "core.tensor_parallel.replay.RecordedForward.replaying",
+        r"held\.update\(buffers\)",
+        "pass",
+        (_REPLAY,),
+    ),
+    Mutation(
+        "a recomputation reads the buffers of now",
+        "core.tensor_parallel.replay.RecordedForward.replaying",
+        r"held\.update\(_copies\(copies\)\)",
+        "pass",
+        (_REPLAY,),
+    ),
+    Mutation(
+        "a recomputation does not know of statistics that a kernel writes",
+        "core.tensor_parallel.replay.RecordedForward.recording",
+        r"copy\.ndim == 1",
+        "False",
+        (_REPLAY,),
+    ),
+    Mutation(
+        "a recomputation notes anew",
+        "core.tensor_parallel.replay.noted",
+        r"make\(\) if _replayed is None else next\(_replayed, None\)",
+        "make()",
+        (_REPLAY,),
+    ),
+    Mutation(
+        "all pipeline stages drop the same units",
+        "core.tensor_parallel.random.stage_streams",
+        r"stage \+ 1",
+        "1",
+        (_STAGES,),
+    ),
+    Mutation(
+        "all micro-batches of a stage drop the same units",
+        "core.tensor_parallel.random.stage_streams",
+        r"else moved_on",
+        "else outer",
+        (_STAGES,),
+    ),
+    Mutation(
+        "a pipeline stage moves the stream that a loop draws from",
+        "core.tensor_parallel.random.stage_streams",
+        r"outer if .* else moved_on",
+        "moved_on",
+        (_STAGES,),
     ),
 )

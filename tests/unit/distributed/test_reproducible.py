@@ -24,6 +24,8 @@ from core.distributed import (
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
 from core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from core.transformer import TransformerConfig
+from core.transformer.moe import MoELayer
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import Twice, build, gradients, loss_of, synced_last, toy
@@ -293,3 +295,16 @@ def test_an_all_reduce_hook_of_the_caller_raises() -> None:
     model.module.set_all_reduce_hook(lambda shard: None)
     with pytest.raises(UnitError, match="set_all_reduce_hook was called on"):
         loss_of(model, _tokens(0)).backward()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_loss_of_all_replicas_counts_is_refused(name: str) -> None:
+    fields = {"num_moe_experts": 2, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "global_aux_loss"}
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    run_distributed(_refuses_counts, 1, name, sizes | fields)
+
+
+def _refuses_counts(name: str, fields: dict[str, Any]) -> None:
+    module = MoELayer(TransformerConfig(**fields))
+    with pytest.raises(ParallelConfigError, match="reproducible_across_ranks is set, and what 'global_aux_loss'"):
+        build(name, module, config=module.config, reproducible_across_ranks=True)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.base.errors import warn_once
+from core.base.errors import ConfigError, warn_once
 from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrices, matrix_owners, muon
+from core.optimizer.param_groups import ParamKey
 from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
@@ -252,3 +253,51 @@ def test_owners_share_the_cost_and_keep_what_they_hold():
     assert matrix_owners.assign_owners([4, 4], [[1], []], 2) == [1, 0]
     assert matrix_owners.assign_owners([9, 1], [[1], [1]], 2) == [1, 1]  # every matrix is whole on some rank
     assert matrix_owners.assign_owners([9], [[0, 1, 2]], 3) == [0]
+
+
+_STAGES = {"layers.0.weight": (4, 4), "layers.1.weight": (4, 6), "layers.1.bias": (4,)}
+
+
+def _builds_on_stages(settings: dict[str, Any], optimizers: dict[str, str], frozen: tuple[str, ...]) -> str:
+    """Returns the error of this rank's stage, which has one of two layers; and else steps."""
+    parallel_state.initialize_model_parallel(1, 2)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(stage): nn.Module()})
+    for name, shape in _STAGES.items():
+        if f".{stage}." in name:
+            parameter = nn.Parameter(torch.ones(shape), requires_grad=name not in frozen)
+            model.layers[str(stage)].register_parameter(name.rpartition(".")[2], parameter)
+    overrides = {ParamKey(name=name): {"optimizer": kind} for name, kind in optimizers.items()}
+    config = OptimizerConfig(optimizer="muon", lr=0.1, **settings)
+    try:
+        optimizer = get_megatron_optimizer(config, [model], overrides or None)
+    except ConfigError as error:
+        return str(error)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.share_state() if hasattr(optimizer, "share_state") else optimizer.state_tensors()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizers", "frozen", "message"),
+    [
+        ({"muon_exclude": ("layers.0.*",)}, {}, (), ""),
+        ({"muon_exclude": ("layers.1.*",), "muon_momentum_holder": "owners"}, {}, (), ""),
+        ({"muon_include": ("layers.1.weight",)}, {}, (), ""),
+        ({}, {}, ("layers.0.weight",), ""),
+        ({"muon_momentum_holder": "owners"}, {}, ("layers.1.weight", "layers.1.bias"), ""),
+        ({}, {}, ("layers.1.weight",), ""),  # its bias alone is trained
+        ({"muon_exclude": ("layers.2.*",)}, {}, (), "'layers.2.*' matches no parameter that is trained"),
+        ({}, {}, ("layers.0.weight", "layers.1.weight"), "none of the 1 trained parameters is a matrix"),
+        ({}, {}, (*_STAGES,), "none of the 0 trained parameters is a matrix"),
+        ({"muon_include": ("layers.1.*",)}, {}, (), "requested for parameter layers.1.bias"),
+        ({}, {"layers.0.*": "sgd"}, (), "gives parameter layers.0.weight the optimizer 'sgd'"),
+    ],
+    ids=str,
+)
+def test_checks_are_of_all_stages(settings, optimizers, frozen, message):
+    first, second = run_distributed(_builds_on_stages, 2, settings, optimizers, frozen)
+    assert first == second and (message in first if message else first == "")

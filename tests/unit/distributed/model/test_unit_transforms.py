@@ -168,6 +168,65 @@ def test_units_are_checkpointed_bit_for_bit_under_every_wrapper(kind: str) -> No
         assert_same(_gradients(kind, options), plain)
 
 
+class _Averaging(nn.Module):
+    """Has running statistics, and averages that it reads, written in place and assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("written", torch.zeros(6))
+        self.register_buffer("assigned", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.linear(x)))
+        self.written.lerp_(x.detach().mean(0), 0.1)
+        self.assigned = 0.9 * self.assigned + 0.1 * x.detach().mean(0)
+        return torch.sin(x + self.written.clone() + self.assigned)
+
+
+def _state_after_steps(kind: str | None, options: dict[str, Any], waits: bool = True) -> dict[str, torch.Tensor]:
+    """Returns buffers, and gradients of the third step's two micro-batches, which all ranks have.
+
+    Args:
+        waits: one backward follows both forwards.
+    """
+    torch.manual_seed(3)
+    model = nn.Sequential(_Averaging(), _Averaging())
+    call = model if kind is None else build(kind, model, unit_classes=(_Averaging,), **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        model.zero_grad() if kind is None else call.zero_grad_buffer()
+        inputs = torch.randn(2, 4, 6, generator=generator)
+        if waits:
+            sum(call(x).square().sum() for x in inputs).backward()
+        for x in () if waits else inputs:
+            call(x).square().sum().backward()
+        if kind is not None:
+            call.finish_grad_sync()
+    found = {name: p.grad for name, p in model.named_parameters()} if kind is None else gradients(call)
+    return found | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap", "zero3", "fsdp2"])
+@on_ranks(2)
+def test_buffers_that_a_unit_writes_are_those_of_one_process(kind: str) -> None:
+    plain = _state_after_steps(None, {})
+    for recomputes in ("full", "selective"):
+        for offloads in (False, True):
+            options = {"activation_checkpointing": recomputes, "offload_activations": offloads}
+            assert_same(_state_after_steps(kind, options), plain)
+
+
+@pytest.mark.long
+@on_ranks(1)
+def test_compiled_units_write_them_once() -> None:
+    torch._dynamo.reset()
+    plain = _state_after_steps("ddp", {"compile_units": True}, waits=False)
+    for recomputes in ("full", "selective"):
+        options = {"compile_units": True, "activation_checkpointing": recomputes}
+        assert_same(_state_after_steps("ddp", options, waits=False), plain)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3", "fsdp2"])
 @on_ranks(2)

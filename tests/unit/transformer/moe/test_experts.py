@@ -21,6 +21,30 @@ def test_initial_values_of_an_expert_do_not_depend_on_the_others():
         assert not torch.equal(theirs[0], theirs[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_gradient_of_a_bias_is_rounded_once(dtype):
+    """A sum of 8,192 ones in bf16 would stay at 256, and one of random numbers be off by some percent."""
+    rows, experts = torch.arange(8192), 3
+    row_experts = (rows >= 8000).long() * 2  # the second expert has none
+    numbers = torch.randn(8192, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    for grad in (torch.ones(8192, 5, dtype=dtype), numbers):
+        bias = torch.zeros(experts, 5, dtype=dtype, requires_grad=True)
+        module.rows_of_experts(bias, row_experts, dtype).backward(grad)
+        expected = torch.stack([grad.double()[row_experts == e].sum(0) for e in range(experts)])
+        # Sums of at most 8,192 numbers in fp32 or wider, then one rounding.
+        wide = torch.finfo(torch.float32 if dtype in (torch.bfloat16, torch.float16) else torch.float64).eps
+        bound = 8192 * wide * grad.double().abs().sum(0) / 2 + torch.finfo(dtype).eps / 2 * expected.abs()
+        assert ((bias.grad.double() - expected).abs() <= bound).all()
+    assert module.rows_of_experts(bias, row_experts, torch.float32).dtype == torch.float32
+
+
+def test_rows_of_experts_have_their_vectors_and_derivatives():
+    vectors = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    row_experts = torch.tensor([0, 0, 2, 2, 2])
+    assert torch.equal(module.rows_of_experts(vectors, row_experts, torch.float64), vectors[row_experts])
+    assert torch.autograd.gradcheck(lambda v: module.rows_of_experts(v, row_experts, torch.float64), (vectors,))
+
+
 def test_an_initializer_sees_one_matrix_at_a_time():
     shapes = []
 

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from core.base.errors import ConfigError, ParallelConfigError, warn_once
 from core.models.gpt import GPTModel
-from core.transformer.moe import add_auxiliary_losses, finish_step, load_balancing
+from core.transformer.moe import add_auxiliary_losses, load_balancing, restart_step
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 
@@ -38,7 +40,9 @@ def test_a_router_computes_its_losses(kind):
     seen, expected = torch.zeros(4, dtype=torch.float64), None
     for _ in range(2):  # the second micro-batch of a step has the counts of both, with "global_aux_loss"
         x = torch.randn(6, 3, 8, dtype=torch.float64)
-        layer(x).sum().backward()
+        output = layer(x).sum()
+        pending = load_balancing.take_pending(layer.router)
+        output.backward()
         logits = x @ layer.router.weight.t()  # [s, b, experts]
         shares, chosen = logits.softmax(-1), torch.nn.functional.one_hot(logits.topk(2).indices, 4).sum(-2)
         seen += chosen.sum((0, 1))
@@ -48,7 +52,6 @@ def test_a_router_computes_its_losses(kind):
         else:
             balance = (4 * shares.mean((0, 1)) * counts[kind] / (18 * 2)).sum()
         expected = 0.5 * balance + 0.25 * logits.exp().sum(-1).log().square().mean()
-        pending = load_balancing.take_pending(layer.router)
         torch.testing.assert_close(pending, expected, rtol=1e-6, atol=1e-6)
     assert load_balancing.take_pending(layer.router) is None
 
@@ -61,7 +64,7 @@ def test_several_losses_add_up_with_their_own_coefficients():
         (["aux_loss", "seq_aux_loss"], [0.5, 0.25]),
     ]:
         layer = layer_of(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients)
-        layer(x)
+        _output = layer(x)
         found[str(kinds)] = load_balancing.take_pending(layer.router)
     one, other, both = found.values()
     torch.testing.assert_close(one + other, both)
@@ -73,7 +76,7 @@ def test_counts_of_the_loss_are_those_without_bias():
     x, losses = torch.randn(6, 3, 8), []
     for bias in (0.0, 9.0):  # chosen for all tokens, and yet not overloaded in the eyes of the loss
         layer.router.expert_bias[3] = bias
-        layer(x)
+        _output = layer(x)
         losses.append(load_balancing.take_pending(layer.router))
     assert torch.equal(*losses)
 
@@ -82,10 +85,9 @@ def test_a_layer_that_runs_twice_has_both_losses():
     layer = layer_of(moe_aux_loss_coeff=1.0)
     inputs, each = torch.randn(2, 6, 3, 8), []
     for x in inputs:
-        layer(x)
+        _output = layer(x)
         each.append(load_balancing.take_pending(layer.router))
-    for x in inputs:
-        layer(x)
+    _outputs = [layer(x) for x in inputs]
     torch.testing.assert_close(load_balancing.take_pending(layer.router), sum(each))
 
 
@@ -122,11 +124,11 @@ def _failing(module):
 
 
 def test_evaluation_leaves_nothing_behind():
-    layer = layer_of(moe_aux_loss_coeff=1.0).eval()
-    layer(torch.randn(3, 2, 8))
+    layer = layer_of(moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="global_aux_loss").eval()
+    _outputs = [layer(torch.randn(3, 2, 8))]
     with torch.no_grad():
-        layer.train()(torch.randn(3, 2, 8))
-    assert layer.router.pending_loss is None and not layer.router.step_sums.any()
+        _outputs.append(layer.train()(torch.randn(3, 2, 8)))
+    assert not load_balancing.notes_of(layer.router) and not layer.router.step_sums.any()
 
 
 def _gpt(**fields):
@@ -221,7 +223,138 @@ def test_independent_of_accumulation_by_sequence():
 
 def test_losses_that_nothing_adds_are_warned_about():
     model = _gpt(moe_aux_loss_coeff=1.0)
-    model(TOKENS)
+    output = model(TOKENS).sum()
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match="were computed and not trained: the model was called without labels"):
-        finish_step([model], None)
-    assert model.decoder.layers[0].mlp.router.pending_loss is None
+        output.backward()
+    assert load_balancing.take_pending(model.decoder.layers[0].mlp.router) is None
+
+
+_GLOBAL = {"moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "global_aux_loss"}
+_RECOMPUTED = [
+    {},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+]
+
+
+@pytest.mark.parametrize("fields", _RECOMPUTED, ids=str)
+def test_counts_are_those_up_to_a_forward(fields):
+    def one_after_the_other(model):
+        for shift in range(3):
+            model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean().backward()
+
+    def forwards_first(model):
+        losses = [model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean() for shift in range(3)]
+        for loss in losses:
+            loss.backward()
+
+    def overlapping(model):  # as in a pipeline
+        first, second = (model(TOKENS.roll(shift, 0) % (5 + shift), labels=TOKENS).mean() for shift in range(2))
+        first.backward()
+        third = model(TOKENS.roll(2, 0) % 7, labels=TOKENS).mean()
+        second.backward()
+        third.backward()
+
+    found = []
+    for use, own in ((one_after_the_other, {}), *((use, fields) for use in (forwards_first, overlapping))):
+        model = _gpt(**_GLOBAL, **own)
+        use(model)
+        counts = [layer.mlp.router.global_counts.clone() for layer in model.decoder.layers]
+        assert all(count.sum() == 3 * TOKENS.numel() * 2 for count in counts)
+        found.append([*counts, _router_gradients(model)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_counts_that_belong_to_no_graph_are_not_counted():
+    """Neither those of forwards whose output is gone, nor those of a step that was cleared."""
+    found = []
+    for is_disturbed in (False, True):
+        model, errors = _gpt(**_GLOBAL), []
+        if is_disturbed:
+            try:
+                with _failing(model.decoder.layers[1]):
+                    model(TOKENS.roll(1, 0), labels=TOKENS)
+            except ZeroDivisionError as error:
+                errors.append(error)  # which keeps the graph
+            restart_step([model])
+            model(TOKENS.roll(1, 0), labels=TOKENS)
+            with torch.no_grad():
+                model(TOKENS.roll(1, 0), labels=TOKENS)
+        for _ in range(2):
+            model(TOKENS, labels=TOKENS).mean().backward()
+        found.append(_router_gradients(model))
+    assert torch.equal(*found)
+
+
+def test_a_backward_through_a_kept_graph_counts_nothing():
+    model = _gpt(**_GLOBAL)
+    loss = model(TOKENS, labels=TOKENS).mean()
+    loss.backward(retain_graph=True)
+    before = [model.decoder.layers[0].mlp.router.step_sums.clone(), _router_gradients(model)]
+    loss.backward()
+    assert torch.equal(before[0], model.decoder.layers[0].mlp.router.step_sums)
+    assert torch.equal(before[1], _router_gradients(model))
+
+
+def test_torchs_checkpoint_does_not_keep_the_counts():
+    layer = layer_of(**_GLOBAL)
+    output = torch_checkpoint(layer, torch.randn(4, 2, 8, requires_grad=True), use_reentrant=False)
+    with pytest.raises(ParallelConfigError, match="recomputed by torch's checkpoint, which does not keep the counts"):
+        output.sum().backward()
+
+
+def _token_losses(logits):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="none")
+
+
+def test_forwards_in_between_take_no_losses():
+    def at_once(model):
+        add_auxiliary_losses(_token_losses(model(TOKENS)), model).mean().backward()
+
+    def after_a_sample(model):
+        logits = model(TOKENS)
+        with torch.no_grad():
+            model(TOKENS.roll(1, 0))
+            model(TOKENS.roll(1, 0), labels=TOKENS)
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+
+    def after_an_evaluation(model):
+        logits = model(TOKENS)
+        sample = model.eval()(TOKENS.roll(1, 0))
+        model.train()
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+        assert sample.requires_grad
+
+    def after_gradients_were_cleared(model):
+        logits = model(TOKENS)
+        restart_step([model])
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+
+    def after_a_forward_that_nothing_keeps(model):
+        model(TOKENS.roll(1, 0))
+        at_once(model)
+
+    def after_one_with_labels(model):
+        logits = model(TOKENS)
+        other = model(TOKENS.roll(1, 0), labels=TOKENS)
+        add_auxiliary_losses(_token_losses(logits), model).mean().backward()
+        assert other.requires_grad
+
+    expected = _effect(at_once)
+    assert expected.abs().max() > 1e-4
+    for use in (
+        *(after_a_sample, after_an_evaluation, after_gradients_were_cleared),
+        *(after_a_forward_that_nothing_keeps, after_one_with_labels),
+    ):
+        assert torch.equal(_effect(use), expected), use.__name__
+
+
+def test_losses_of_two_forwards_have_to_be_told_apart():
+    model = _gpt(moe_aux_loss_coeff=1.0)
+    kept, logits = model(TOKENS.roll(1, 0)), model(TOKENS)
+    with pytest.raises(ConfigError, match=r"called once for 2 forwards.*call it after each forward"):
+        add_auxiliary_losses(_token_losses(logits), model)
+    assert kept.requires_grad

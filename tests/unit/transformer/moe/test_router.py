@@ -3,16 +3,20 @@
 import copy
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from core import parallel_state
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import load, model_state_dict, save
+from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.transformer import materialize
 from core.transformer.moe import MoELayer
 from core.transformer.moe.router import choose_experts, count_tokens, shares_of_experts
+from tests.unit._spawn import run_distributed
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 _BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -57,6 +61,35 @@ def test_jitter_changes_what_the_router_reads_in_training_alone():
     noise = torch.empty_like(x).uniform_(0.7, 1.3)
     assert torch.equal(jittered, layer.eval().router(x * noise)[0])
     assert not torch.equal(jittered, layer.router(x)[0])
+
+
+def _jitters(sizes: dict[str, int], fields: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what jitter makes of ones, before and after a change of the stream that ranks share."""
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_manual_seed(5)
+    try:
+        layer = MoELayer(config_of(moe_input_jitter_eps=0.5, **sizes, **fields))
+        return tuple(layer.router._add_jitter(layer._enter(torch.ones(4, 2, 8))) for _ in range(2))
+    finally:
+        get_rng_tracker().reset()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "is_shared"),
+    [
+        ({"tensor_model_parallel_size": 2}, True),  # all of them route all tokens
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, False),
+        ({"context_parallel_size": 2}, False),
+    ],
+    ids=str,
+)
+def test_ranks_that_route_other_tokens_have_jitter_of_their_own(sizes, is_shared, sequence_parallel):
+    if sequence_parallel and "context_parallel_size" in sizes:
+        pytest.skip("sequence parallelism needs tensor parallelism")
+    first, second = run_distributed(_jitters, 2, sizes, {"sequence_parallel": sequence_parallel})
+    assert [torch.equal(*pair) for pair in zip(first, second, strict=True)] == [is_shared] * 2
+    assert not torch.equal(*first)
 
 
 def test_initial_values_on_meta_equal_those_of_construction():
