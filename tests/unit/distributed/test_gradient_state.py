@@ -57,3 +57,10 @@ def test_all_gradients_of_a_call_are_read_at_once():
             pytest.raises(ShardstackError, match=r"gradient of 3 is not finite"),
         ):
             checks.check(iter(named), 1)
+
+
+def test_a_step_before_the_reduction_names_both_ways_to_reduce():
+    state = gradient_state.GradientState()
+    state.note_backward(lambda: True)
+    with pytest.raises(ShardstackError, match=r"call core.distributed.finalize_model_grads.*finish_in_backward"):
+        state.check_may_step("SGD")
