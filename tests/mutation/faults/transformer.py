@@ -55,13 +55,6 @@ MUTATIONS = (
     ),
     # ---- experts
     Mutation(
-        "experts: a recomputation leaves its losses",
-        "core.transformer.moe.router.TopKRouter._note",
-        r"noted\(keep\)",
-        "keep()",
-        (_MOE_LAYER,),
-    ),
-    Mutation(
         "experts: a forward that raised leaves its counts",
         "core.transformer.moe.load_balancing.keep",
         r"output\.register_hook\(come\)",
