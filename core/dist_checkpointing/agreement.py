@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import parallel_state
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.text import join_parts, rank_list
@@ -32,12 +33,15 @@ class Ranks:
     Args:
         group: None means the default group, if there is one.
         alone: no communication even if there is a group.
+        error: what `from_first`, `decided_by_first` and `on_all` raise.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
+    def __init__(
+        self, group: ProcessGroup | None = None, *, alone: bool = False, error: type[ShardstackError] = CheckpointError
+    ) -> None:
         has_ranks = dist.is_available() and dist.is_initialized() and not alone
         # Fixed: make a new instance after the process group is destroyed or replaced.
-        self.group = group
+        self.group, self._error = group, error
         self.size = dist.get_world_size(group) if has_ranks else 1
         self.rank = dist.get_rank(group) if has_ranks else 0
         if self.rank < 0:
@@ -115,11 +119,19 @@ class Ranks:
             raise error  # an interrupt stays an interrupt
         result, message = outcome
         if message:
-            raise CheckpointError(f"{doing}{message}") from error
+            raise self._error(f"{doing}{message}") from error
         return result
 
     def _first_global_rank(self) -> int:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
+
+def pipeline_ranks(error: type[ShardstackError] = CheckpointError) -> Ranks:
+    """Returns the ranks that hold the stages of one model: this process alone if there is one, or if others are
+    simulated."""
+    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    group = parallel_state.get_pipeline_model_parallel_group() if has_stages else None
+    return Ranks(group, alone=group is None or dist.get_backend(group) == "fake", error=error)
 
 
 def joined_by_rank(messages: Sequence[str]) -> str:

@@ -11,12 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .. import parallel_state
 from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.parameters import is_packed, kept_range
-from .agreement import Ranks, is_of_first_rank, of_first_rank
+from .agreement import Ranks, is_of_first_rank, of_first_rank, pipeline_ranks
 from .global_view import FlatRange, can_be_cast, global_shape, global_view, local_slices, local_tensor, whole_view
 
 
@@ -44,12 +43,13 @@ def stages_state_dict(modules: nn.Module | Sequence[nn.Module]) -> dict[str, tor
     """
     stages = [modules] if isinstance(modules, nn.Module) else modules
     own = {name: view for stage in stages for name, view in model_state_dict(stage).items()}
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    pipeline = pipeline_ranks()
+    if pipeline.size == 1:
         return own
     views: dict[str, torch.Tensor] = {}
     kinds = {name: (is_of_first_rank(view), is_packed(view) or None) for name, view in own.items()}
     descriptions = [(name, view.dtype, tuple(view.shape), *kinds[name]) for name, view in own.items()]
-    for of_rank in Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(descriptions):
+    for of_rank in pipeline.all_gather(descriptions):
         for name, dtype, shape, is_buffer, has_codes in of_rank:
             absent = FlatRange(torch.empty(0, dtype=dtype, device=current_device()), shape, [])
             absent.holds_codes = has_codes  # type: ignore[attr-defined]

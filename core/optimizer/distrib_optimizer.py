@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
+from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks, unwrap_model
@@ -30,7 +32,7 @@ from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
-from .matrices import choose_optimizers
+from .matrices import check_choice, choose_optimizers
 from .muon import Muon
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
@@ -174,24 +176,34 @@ def get_megatron_optimizer(
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     for wrapper in wrappers:
         wrapper.settle_parameters()
-    sharding = _wrappers_that_shard_state(config, model_chunks)
-    if sharding:
-        params = collect_main_ranges(model_chunks, sharding)
-    else:
-        params = collect_main_params(model_chunks)
-        _check_whole(params)
-    _check_precision(config, model_chunks, params)
-    settings = (config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
+    is_muon, settings = config.optimizer == "muon", (no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
+
+    def choose() -> tuple[list[_FlatDataParallel], list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
+        sharding = _wrappers_that_shard_state(config, model_chunks)
+        if sharding:
+            params = collect_main_ranges(model_chunks, sharding)
+        else:
+            params = collect_main_params(model_chunks)
+            _check_whole(params)
+        _check_precision(config, model_chunks, params)
+        if not is_muon:
+            return sharding, params, dict.fromkeys(params, ""), build_param_groups(params, config, *settings)
+        reasons, groups = choose_optimizers(params, config, config_overrides), list[dict[str, Any]]()
+        for name, is_other in (("muon", False), (config.muon_scalar_optimizer, True)):
+            own = [p for p in params if bool(reasons[p]) == is_other]
+            groups += [group | {"optimizer": name} for group in build_param_groups(own, config, *settings)]
+        return sharding, params, reasons, groups
+
+    stages = pipeline_ranks(ConfigError)
+    sharding, params, reasons, groups = stages.on_all(choose)  # for what one stage alone raised, the others would wait
+    of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
+    check_choice({name: reason for of_stage in of_stages for name, reason in of_stage.items()}, config)
     device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
     rule: torch.optim.Optimizer
-    if config.optimizer == "muon":
-        reasons = choose_optimizers(params, config, config_overrides)
-        ours, others = ([p for p in params if bool(reasons[p]) == is_other] for is_other in (False, True))
-        groups = [one | {"optimizer": "muon"} for one in build_param_groups(ours, *settings)]
-        groups += [one | {"optimizer": config.muon_scalar_optimizer} for one in build_param_groups(others, *settings)]
+    if is_muon:
         rule = Muon(groups, config, reasons, tp_group)
     else:
-        rule = build_update_rule(config, build_param_groups(params, *settings), device_type)
+        rule = build_update_rule(config, groups, device_type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
     statistics = GradientStatistics(params, tp_group, is_exact=is_exact)

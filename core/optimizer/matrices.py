@@ -17,9 +17,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from .. import parallel_state
 from ..base.errors import ConfigError
-from ..dist_checkpointing.agreement import Ranks, joined_by_rank
 from ..tensor_parallel.initialization import FusedRows
 from .main_params import MainParam
 from .optimizer_config import CoefficientType, MuonRecipe, OptimizerConfig
@@ -55,23 +53,22 @@ def choose_optimizers(
     matrices `[n, rows, columns]`, but for embeddings, outputs, and what the model marks by Megatron-LM's attribute
     ``use_muon`` as False, as routers.
 
-    Every pipeline stage calls it: a pattern may be of another stage's parameters, and a stage may have no matrix.
-
-    Raises (on all stages):
-        ConfigError: a pattern matches no parameter, an override names an unknown optimizer, Muon is requested for a
-            parameter that is no matrix, or gets none.
+    Raises:
+        ConfigError: an override names an unknown optimizer, or Muon is requested for a parameter that is no matrix.
     """
-    reasons, problem = dict[MainParam, str](), ""
-    try:
-        reasons = {p: _reason(p, config, overrides) for p in params}
-    except ConfigError as error:
-        problem = str(error)
-    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    stages = Ranks(parallel_state.get_pipeline_model_parallel_group() if has_stages else None, alone=not has_stages)
-    of_stages = stages.all_gather((problem, {p.name: reason for p, reason in reasons.items()}))
-    if problem := joined_by_rank([text for text, _ in of_stages]):
-        raise ConfigError(problem)
-    whole_model = {name: reason for _, of_stage in of_stages for name, reason in of_stage.items()}
+    return {p: _reason(p, config, overrides) for p in params}
+
+
+def check_choice(whole_model: Mapping[str, str], config: OptimizerConfig) -> None:
+    """Checks what `choose_optimizers` has chosen for the parameters of all pipeline stages.
+
+    Raises:
+        ConfigError: no parameter is trained, a pattern of Muon's matches none, or it gets none.
+    """
+    if not whole_model:
+        raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
+    if config.optimizer != "muon":
+        return
     if all(whole_model.values()):
         raise ConfigError(
             f"optimizer is muon, and none of the {len(whole_model)} trained parameters is a matrix of a hidden layer; "
@@ -84,7 +81,6 @@ def choose_optimizers(
                 f"muon_include or muon_exclude {pattern!r} matches no parameter that is trained; names are as "
                 f"{first} and {last}"
             )
-    return reasons
 
 
 def _reason(p: MainParam, config: OptimizerConfig, overrides: ConfigOverrides | None) -> str:

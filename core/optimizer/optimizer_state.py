@@ -10,10 +10,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from .. import parallel_state
 from ..base.errors import CheckpointError, OptimizerError
 from ..base.megatron_names import absent_method
-from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
 from ..dist_checkpointing.global_view import held_boxes
 from ..dist_checkpointing.loading import when_loaded
 from .grad_scaler import GradScaler
@@ -34,10 +33,6 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any], groups: l
     step = Counter(counts.values()).most_common(1)[0][0]
     step_of = {name: count for name, count in counts.items() if count != step}
     return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler, "groups": groups}
-
-
-def _has_stages() -> bool:
-    return parallel_state.get_pipeline_model_parallel_world_size() > 1
 
 
 class Average(Protocol):
@@ -187,10 +182,9 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
         groups = groups_to_json(self.param_groups, self._names_of_mains())
-        if _has_stages():
-            ranks = Ranks(parallel_state.get_pipeline_model_parallel_group())
-            counts = {name: count for of_stage in ranks.all_gather(counts) for name, count in of_stage.items()}
-            groups = [group for of_stage in ranks.all_gather(groups) for group in of_stage]
+        of_stages = pipeline_ranks().all_gather((counts, groups))
+        counts = {name: count for of_stage, _ in of_stages for name, count in of_stage.items()}
+        groups = [group for _, of_stage in of_stages for group in of_stage]
         scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
         return scalars | ({"num_averaged": self.average.num_averaged} if self.average is not None else {})
 
@@ -204,7 +198,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             CheckpointError: step counts for parameters that this model does not have, or groups with other parameters.
         """
         foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
-        if foreign_names and not _has_stages():  # other stages have other parameters
+        if foreign_names and pipeline_ranks().size == 1:  # other stages have other parameters
             raise CheckpointError(
                 f"the optimizer state names parameters that this model does not have: {', '.join(foreign_names[:5])}; "
                 "load the checkpoint of this model"

@@ -12,7 +12,6 @@ from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
-from .. import parallel_state
 from ..base.errors import CheckpointError, ConfigError
 from ..dist_checkpointing.format.json_values import decode, encode
 from ..distributed.data_parallel_base import unwrap_model
@@ -161,8 +160,6 @@ def collect_main_params(
             identities.add(id(param))
             owner, _, attribute = name.rpartition(".")
             main_params.append(make(prefix + name, param, model.get_submodule(owner), attribute))
-    if not main_params and parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
     return main_params
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import parallel_state
 from ..base import device
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
@@ -33,7 +32,7 @@ from ..dist_checkpointing import (
     model_state_dict,
     save,
 )
-from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
 from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.folders import complete_checkpoints
 from ..dist_checkpointing.format.index import INDEX_FILE
@@ -217,10 +216,7 @@ def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 def _of_all_stages(names: list[str]) -> list[str]:
     """Returns the names of tensors on all pipeline stages, sorted. Collective if there are several."""
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        of_ranks = Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(names)
-        names = [name for of_rank in of_ranks for name in of_rank]
-    return sorted(set(names))
+    return sorted({name for of_rank in pipeline_ranks().all_gather(names) for name in of_rank})
 
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:

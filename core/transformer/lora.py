@@ -22,9 +22,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .. import parallel_state
 from ..base.errors import ConfigError
-from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.agreement import pipeline_ranks
 from ..model_parallel_config import ModelParallelConfig
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.initialization import (
@@ -214,9 +213,7 @@ def freeze_parameters(model: nn.Module | Sequence[nn.Module], patterns: Sequence
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     names = [name for stage in models for name, _ in stage.named_parameters()]
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        of_ranks = Ranks(parallel_state.get_pipeline_model_parallel_group()).all_gather(names)
-        names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
+    names = list(dict.fromkeys(name for of_rank in pipeline_ranks().all_gather(names) for name in of_rank))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"freeze {pattern!r} matches no parameter; names are as {names[0]} and {names[-1]}")

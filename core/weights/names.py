@@ -16,10 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .. import parallel_state
 from ..base.errors import ConfigError
 from ..base.parameters import is_packed
-from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.foreign_layout import Recipe, Run, foreign_tensors
 from ..dist_checkpointing.gathering import Outgoing
 from ..models.gpt.architecture import architecture_of
@@ -69,9 +68,7 @@ def outgoing(
             raise ConfigError("adapters='only' was given for a model without adapters; call add_lora first")
         return sent
     adapted = dict(update for stage in stages for update in _adapted(stage))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        pipeline = Ranks(parallel_state.get_pipeline_model_parallel_group())
-        adapted = dict(update for of_rank in pipeline.all_gather(adapted) for update in of_rank.items())
+    adapted = dict(update for of_rank in pipeline_ranks().all_gather(adapted) for update in of_rank.items())
     # Of stacked experts PEFT adapts single parameters, by updates of another shape.
     adapted = {name: update for name, update in adapted.items() if name in views and views[name].dim() == 2}
     packed = [name for name in adapted if is_packed(views[name])]

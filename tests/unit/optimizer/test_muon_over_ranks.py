@@ -292,7 +292,7 @@ def _builds_on_stages(settings: dict[str, Any], optimizers: dict[str, str], froz
         ({}, {}, ("layers.1.weight",), ""),  # its bias alone is trained
         ({"muon_exclude": ("layers.2.*",)}, {}, (), "'layers.2.*' matches no parameter that is trained"),
         ({}, {}, ("layers.0.weight", "layers.1.weight"), "none of the 1 trained parameters is a matrix"),
-        ({}, {}, (*_STAGES,), "none of the 0 trained parameters is a matrix"),
+        ({}, {}, (*_STAGES,), "the model has no trainable parameter"),
         ({"muon_include": ("layers.1.*",)}, {}, (), "requested for parameter layers.1.bias"),
         ({}, {"layers.0.*": "sgd"}, (), "gives parameter layers.0.weight the optimizer 'sgd'"),
     ],

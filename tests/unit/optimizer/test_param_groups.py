@@ -10,6 +10,7 @@ from core.optimizer import (
     ParamKey,
     ParamPredicate,
     ParamWithNamePredicate,
+    get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from core.optimizer.param_groups import build_param_groups, collect_main_params
@@ -135,4 +136,4 @@ def test_ineffective_arguments_are_refused():
     with pytest.raises(ConfigError, match=r"lr_mult is 2.0, but scale_lr_cond"):
         build_param_groups(params, CONFIG, lr_mult=2.0)
     with pytest.raises(ConfigError, match="no trainable parameter"):
-        collect_main_params([nn.ReLU()])
+        get_megatron_optimizer(CONFIG, [nn.ReLU()])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 def flash_attention_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the kernel and that of its derivative."""
-    import torch._inductor.decomposition  # reads all of torch.ops.aten when it is imported: before the replacement
+    import torch._inductor.lowering  # reads all of torch.ops.aten when it is imported: before the replacement
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", _flash_by_hand)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", _flash_backward_by_hand)
