@@ -94,4 +94,40 @@ MUTATIONS = (
         "pass",
         ("tests/streams/test_simulation.py::test_an_order_is_accepted",),
     ),
+    # ---- messages
+    Mutation(
+        "a strided tensor is sent as if it were contiguous",
+        "core.comm.messages.as_message",
+        r"\.contiguous\(\)",
+        "",
+        ("tests/unit/comm/test_messages.py::test_layouts_do_not_change_values",),
+    ),
+    Mutation(
+        "dtypes that no backend knows are sent as they are",
+        "core.comm.messages.as_message",
+        r"message\.dtype in _SENT_AS_THEY_ARE",
+        "True",
+        ("tests/unit/comm/test_messages.py::test_dtypes_that_gloo_does_not_know_travel_as_bytes",),
+    ),
+    Mutation(
+        "what arrives in the place of a strided tensor is not written into it",
+        "core.comm.collectives.broadcast_by_backend",
+        r"write_back\(tensor, message\)",
+        "pass",
+        ("tests/unit/comm/test_messages.py::test_layouts_do_not_change_values",),
+    ),
+    Mutation(
+        "a sum over ranks is not written into a strided tensor",
+        "core.comm.collectives.all_reduce_by_backend",
+        r"write_back\(tensor, message\)",
+        "pass",
+        ("tests/unit/comm/test_messages.py::test_layouts_do_not_change_values",),
+    ),
+    Mutation(
+        "an expanded tensor keeps what no message fits",
+        "core.comm.messages.write_back",
+        r"written is not tensor and",
+        "False and",
+        ("tests/unit/comm/test_messages.py::test_values_that_do_not_fit_an_expanded_tensor_are_refused",),
+    ),
 )

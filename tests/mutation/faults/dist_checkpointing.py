@@ -94,4 +94,25 @@ MUTATIONS = (
         "any(((version, file, step)",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
     ),
+    Mutation(
+        "hooks that run before a load are left out",
+        "core.dist_checkpointing.model_state._run_hooks_before",
+        r"hook\(values, .*?\*arguments\)",
+        "pass",
+        ("tests/unit/dist_checkpointing/test_model_state.py::test_load_hooks_run_on_a_plain_module",),
+    ),
+    Mutation(
+        "hooks that run after a load are left out",
+        "core.dist_checkpointing.model_state._run_hooks_after",
+        r"hook\(module, keys\)",
+        "pass",
+        ("tests/unit/dist_checkpointing/test_model_state.py::test_load_hooks_run_on_a_plain_module",),
+    ),
+    Mutation(
+        "nobody is told that a checkpoint has filled tensors",
+        "core.dist_checkpointing.loading.note_loaded",
+        r"call\(\)",
+        "pass",
+        ("tests/unit/optimizer/test_run_state.py::test_tensors_without_scalars_are_refused_at_the_step",),
+    ),
 )

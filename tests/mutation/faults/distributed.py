@@ -439,4 +439,32 @@ MUTATIONS = (
         "(chunk.plan.groups.shard, group, group)",
         ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stages_equal_one_process",),
     ),
+    Mutation(
+        "FSDP2's load_state_dict loads",
+        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel.load_state_dict",
+        r"return _IncompatibleKeys\(\[\], \[\]\)",
+        "return super().load_state_dict(state_dict, strict)",
+        (f"{CONTRACT}::test_load_state_dict_copies_and_misses_no_key",),
+    ),
+    Mutation(
+        "FSDP2's load_state_dict is silent",
+        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel.load_state_dict",
+        r"not in own",
+        "is own",
+        (f"{CONTRACT}::test_load_state_dict_copies_and_misses_no_key",),
+    ),
+    Mutation(
+        "blocks of somebody's own model are in the root",
+        "core.distributed.plan.unit_choice.default_unit_classes",
+        r"if is_marked",
+        "if True",
+        ("tests/unit/distributed/plan/test_unit_choice.py",),
+    ),
+    Mutation(
+        "a resized weight's gradient is added to what it fits",
+        "core.distributed.engine.grad_slot.GradSlot.check_size",
+        r"self\.param\.numel\(\) != ",
+        "False and 0 != ",
+        ("tests/unit/distributed/test_foreign_arguments.py::test_a_weight_that_is_resized_after_wrapping_is_named",),
+    ),
 )

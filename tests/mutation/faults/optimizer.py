@@ -185,4 +185,25 @@ MUTATIONS = (
         "get_tensor_model_parallel_group",
         ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stages_equal_one_process",),
     ),
+    Mutation(
+        "groups keep their rates when a run continues",
+        "core.optimizer.param_groups.load_groups",
+        r"group\[key\] = value",
+        "pass",
+        ("tests/unit/optimizer/test_run_state.py::test_a_run_goes_on_to_the_bit",),
+    ),
+    Mutation(
+        "parameters of several groups get the settings of one",
+        "core.optimizer.param_groups.saved_settings",
+        r"values != there\[0\]",
+        "False",
+        ("tests/unit/optimizer/test_run_state.py::test_half_of_a_state_is_refused_before_anything_changes",),
+    ),
+    Mutation(
+        "one pipeline stage's error is its own",
+        "core.optimizer.distrib_optimizer.get_megatron_optimizer",
+        r"stages\.on_all\(choose\)",
+        "choose()",
+        ("tests/unit/optimizer/test_muon_over_ranks.py::test_checks_are_of_all_stages",),
+    ),
 )

@@ -8,7 +8,7 @@ MUTATIONS = (
     Mutation(
         "a rank merges the adapters of its own pipeline stages alone",
         "core.weights.names.outgoing",
-        r"pipeline\.all_gather\(adapted\)",
+        r"pipeline_ranks\(\)\.all_gather\(adapted\)",
         "[adapted]",
         ("tests/unit/weights/test_stream.py",),
     ),
