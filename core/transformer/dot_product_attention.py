@@ -57,10 +57,7 @@ class DotProductAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int = 1,
         attn_mask_type: AttnMaskType | None = None,
-        attention_type: str = "self",
         attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         caller = "DotProductAttention"
