@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from ...base.errors import ConfigError, ParallelConfigError
+from ...base.errors import ConfigError, ParallelConfigError, raise_together
 from ...base.megatron_names import FOREIGN_FLAGS
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
@@ -58,10 +58,9 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
             sections[section] = kind(**own)
         except ConfigError as error:
             violations.append(error)
-    if violations:
-        violations += _division_errors(types, settings) if "model" not in sections else []
-        is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
-        raise (ParallelConfigError if is_parallel else ConfigError)("\n".join(map(str, violations)))
+    if "model" not in sections:
+        violations += _division_errors(types, settings)
+    raise_together(violations)
     return PretrainConfig(**sections)
 
 
