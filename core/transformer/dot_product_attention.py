@@ -55,7 +55,6 @@ class DotProductAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int = 1,
         attn_mask_type: AttnMaskType | None = None,
         attention_dropout: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,

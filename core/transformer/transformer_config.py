@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range, raise_together
 from ..base.megatron_names import takes_megatron_fields
+from ..base.text import nearest_multiples
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig
@@ -328,9 +329,3 @@ def _fitting_groups(groups: int, heads: int, tp: int, channels: int) -> str:
     fitting = fitting or divisors  # if none fits, the heads do not fit the ranks
     below, above = (n for n in fitting if n < groups), (n for n in fitting if n > groups)
     return " or ".join(str(n) for n in (max(below, default=None), min(above, default=None)) if n is not None)
-
-
-def nearest_multiples(size: int, divisor: int) -> str:
-    """Returns the nearest multiples of `divisor` below and above `size`, as text."""
-    below = size // divisor * divisor
-    return f"{below} or {below + divisor}" if below else str(divisor)

@@ -18,6 +18,7 @@ from ...base.dtypes import DTYPES
 from ...base.errors import ConfigError, ParallelConfigError, ShardstackError, raise_together
 from ...base.files import brief
 from ...base.micro_batch_tree import num_microbatches, rank_counts
+from ...base.text import nearest_multiples
 from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import Engine
 from ...distributed.fully_sharded_data_parallel_config import config_class
@@ -25,7 +26,7 @@ from ...optimizer import OptimizerConfig
 from ...tensor_parallel.groups import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces
 from ...transformer.pipeline_stages import check_rounds
-from ...transformer.transformer_config import TransformerConfig, nearest_multiples
+from ...transformer.transformer_config import TransformerConfig
 from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
 
