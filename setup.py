@@ -47,7 +47,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["core", "core.*"]),
-    package_data={"core": ["py.typed"], "core.base": ["megatron_names.json"]},
+    package_data={
+        "core": ["py.typed"],
+        "core.base": ["megatron_names.json"],
+        "core.distributed.report": ["page.html"],
+        "core.planner": ["hardware.json"],
+    },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
     extras_require=EXTRAS,
 )

@@ -18,8 +18,6 @@ def init_num_microbatches_calculator(
     micro_batch_size: int,
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
 ) -> None:
     """Sets the sizes of this process's training.
 

@@ -15,14 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .base.megatron_names import absent_names
 from .process_groups import current
 from .process_groups.current import data_parallel_kind, group_getter, name_functions, rank_getter, size_getter
-from .process_groups.current import destroy_model_parallel as destroy_model_parallel
-from .process_groups.current import (
-    get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank,
-)
-from .process_groups.current import initialize_model_parallel as initialize_model_parallel
-from .process_groups.current import (
-    set_virtual_pipeline_model_parallel_rank as set_virtual_pipeline_model_parallel_rank,
-)
+
+initialize_model_parallel = current.initialize_model_parallel
+destroy_model_parallel = current.destroy_model_parallel
+get_virtual_pipeline_model_parallel_rank = current.get_virtual_pipeline_model_parallel_rank
+set_virtual_pipeline_model_parallel_rank = current.set_virtual_pipeline_model_parallel_rank
 
 
 def is_initialized() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated, get_type_hints
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -12,25 +13,6 @@ from .base.errors import ParallelConfigError
 from .process_groups import current
 
 Group = ProcessGroup | None
-
-_KINDS = {
-    **{name: name for name in ("tp", "pp", "cp", "ep", "dp", "dp_cp", "tp_cp", "tp_dp_cp")},
-    "mp": "tp_pp",
-    "embd": "embedding",
-    "pos_embd": "position_embedding",
-    "dp_cp_gtp_remat": "dp_cp",
-    "expt_tp": "expert_tp",
-    "tp_ep": "expert_tp_ep",
-    "tp_ep_pp": "expert_tp_ep_pp",
-    "tp_ep_pp_with_egtp_remat": "expert_tp_ep_pp",
-    "expt_dp": "expert_dp",
-    "expt_dp_gtp_remat": "expert_dp",
-    "intra_dp_cp": "dp_shard_cp",
-    "intra_expt_dp": "expert_dp_shard",
-    "inter_dist_opt": "dp_replicate",
-    "intra_dist_opt": "optimizer_instance",
-}
-"""Kinds of groups of `core.process_groups` by Megatron-LM's names. The others are None."""
 
 
 @dataclass(init=False, repr=False)
@@ -45,39 +27,39 @@ class ProcessGroupCollection:
         ParallelConfigError: a name that does not exist.
     """
 
-    tp: Group = None
+    tp: Annotated[Group, "tp"] = None
     """Tensor parallelism."""
-    pp: Group = None
+    pp: Annotated[Group, "pp"] = None
     """Pipeline stages."""
-    mp: Group = None
+    mp: Annotated[Group, "tp_pp"] = None
     """Tensor x pipeline: one copy of the model."""
-    embd: Group = None
+    embd: Annotated[Group, "embedding"] = None
     """First and last stage, which hold tied embeddings."""
-    pos_embd: Group = None
+    pos_embd: Annotated[Group, "position_embedding"] = None
     """The first stage."""
-    cp: Group = None
+    cp: Annotated[Group, "cp"] = None
     """Context parallelism."""
-    tp_cp: Group = None
+    tp_cp: Annotated[Group, "tp_cp"] = None
     """Tensor x context."""
     hcp: list[ProcessGroup] | None = None
     """Hierarchical context parallelism, which does not exist here."""
-    ep: Group = None
+    ep: Annotated[Group, "ep"] = None
     """Expert parallelism."""
-    expt_tp: Group = None
+    expt_tp: Annotated[Group, "expert_tp"] = None
     """Experts' tensor parallelism."""
-    tp_ep: Group = None
+    tp_ep: Annotated[Group, "expert_tp_ep"] = None
     """Experts' tensor x expert."""
-    tp_ep_pp: Group = None
+    tp_ep_pp: Annotated[Group, "expert_tp_ep_pp"] = None
     """Experts' tensor x expert x pipeline."""
-    tp_ep_pp_with_egtp_remat: Group = None
+    tp_ep_pp_with_egtp_remat: Annotated[Group, "expert_tp_ep_pp"] = None
     """The same: no ranks rematerialise weights here."""
-    tp_dp_cp: Group = None
+    tp_dp_cp: Annotated[Group, "tp_dp_cp"] = None
     """Tensor x data x context."""
-    dp: Group = None
+    dp: Annotated[Group, "dp"] = None
     """Data parallelism."""
-    dp_cp: Group = None
+    dp_cp: Annotated[Group, "dp_cp"] = None
     """Data x context: the replicas of a dense parameter, which wrappers reduce gradients over."""
-    dp_cp_gtp_remat: Group = None
+    dp_cp_gtp_remat: Annotated[Group, "dp_cp"] = None
     """The same: no ranks rematerialise weights here."""
     dp_cp_ag: Group = None
     """Another communicator over `dp_cp`, for a script's own use."""
@@ -85,19 +67,19 @@ class ProcessGroupCollection:
     """Ranks that rematerialise weights, which do not exist here."""
     expt_gtp_remat: Group = None
     """Ranks that rematerialise experts' weights, which do not exist here."""
-    expt_dp: Group = None
+    expt_dp: Annotated[Group, "expert_dp"] = None
     """The replicas of an expert's parameter."""
-    expt_dp_gtp_remat: Group = None
+    expt_dp_gtp_remat: Annotated[Group, "expert_dp"] = None
     """The same: no ranks rematerialise weights here."""
     expt_dp_ag: Group = None
     """Another communicator over `expt_dp`, for a script's own use."""
-    intra_dp_cp: Group = None
+    intra_dp_cp: Annotated[Group, "dp_shard_cp"] = None
     """Data x context within an optimizer instance."""
-    intra_expt_dp: Group = None
+    intra_expt_dp: Annotated[Group, "expert_dp_shard"] = None
     """The replicas of an expert's parameter within an optimizer instance."""
-    inter_dist_opt: Group = None
+    inter_dist_opt: Annotated[Group, "dp_replicate"] = None
     """The ranks with the same shard in each optimizer instance."""
-    intra_dist_opt: Group = None
+    intra_dist_opt: Annotated[Group, "optimizer_instance"] = None
     """Every rank of an optimizer instance."""
 
     def __init__(self, **kwargs: Group | list[ProcessGroup]) -> None:
@@ -116,20 +98,24 @@ class ProcessGroupCollection:
             ParallelConfigError: a name does not exist.
             ParallelStateError: `core.parallel_state` is not initialised.
         """
-        names = [entry.name for entry in fields(cls)] if required_pgs is None else required_pgs
+        names = list(_FIELDS) if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
         current.groups("a collection of groups")
         return cls(**{name: _group(name) for name in names})
 
 
+# By name; the annotation of a field has the kind of its groups in `core.process_groups`, where there are such groups.
+_FIELDS = get_type_hints(ProcessGroupCollection, include_extras=True)
+
+
 def _group(name: str) -> Group:
-    return current.process_group(_KINDS[name], check_initialized=False) if name in _KINDS else None
+    kinds = getattr(_FIELDS[name], "__metadata__", None)
+    return None if kinds is None else current.process_group(kinds[0], check_initialized=False)
 
 
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:
-    names = {entry.name for entry in fields(ProcessGroupCollection)}
-    if wrong := sorted(groups.keys() - names):
-        raise ParallelConfigError(f"a ProcessGroupCollection has no group {wrong[0]!r}; it has {sorted(names)}")
+    if wrong := sorted(groups.keys() - _FIELDS):
+        raise ParallelConfigError(f"a ProcessGroupCollection has no group {wrong[0]!r}; it has {sorted(_FIELDS)}")
 
 
 def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names: Sequence[str]) -> None:

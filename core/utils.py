@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -59,13 +59,7 @@ def get_model_config(model: Any) -> Any:
 
 
 @checks_arguments
-def get_batch_on_this_cp_rank(
-    batch: dict[str, Any],
-    is_hybrid_cp: bool = False,
-    cp_group: ProcessGroup | None = None,
-    hybrid_cp_group_func: Callable[..., ProcessGroup] | None = None,
-    use_per_sequence_balancing: bool = False,
-) -> dict[str, Any]:
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
     """Returns this context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`. None stays None.
 
     Args:

@@ -179,14 +179,8 @@ _REMEDIES = {
 """What to do about errors of torch's compiler, by the names of their types: importing these takes a second."""
 
 
-def compiler_cause(error: BaseException) -> BaseException:
-    """Returns the error that the compiler met, out of the one that torch raises around it, or the error itself."""
-    cause: BaseException = getattr(error, "inner_exception", error)
-    return cause
-
-
 def missing_compiler(error: BaseException) -> tuple[str, str] | None:
     """Returns what torch says and what to do, if an error means that torch cannot compile here at all, else None."""
-    cause = compiler_cause(error)
+    cause: BaseException = getattr(error, "inner_exception", error)  # what the compiler met
     remedy = _REMEDIES.get(type(cause).__name__)
     return None if remedy is None else (str(cause).splitlines()[0], remedy)

@@ -171,16 +171,6 @@ def compute_deterministically() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def set_fp32_matmul_precision(precision: str) -> None:
-    """Sets how matrices in fp32 are multiplied, on every device: the one place that does.
-
-    Args:
-        precision: torch's ``"highest"``, in fp32; ``"high"``, in TF32 (10 bits of mantissa) or as exact, and about six
-            times as fast on an H100; ``"medium"``, in bf16.
-    """
-    torch.set_float32_matmul_precision(precision)
-
-
 def memory_bytes() -> int:
     """Returns the total memory of this process's device in bytes: of its GPU, or of the machine."""
     if device_type() == "cuda":

@@ -55,6 +55,13 @@ class GradSyncError(ConfigError, AssertionError):
     """
 
 
+def raise_together(errors: Sequence[ConfigError], separator: str = "\n") -> None:
+    """Raises several errors as one, which is a ParallelConfigError if all are. Returns without any."""
+    if errors:
+        is_parallel = all(isinstance(error, ParallelConfigError) for error in errors)
+        raise (ParallelConfigError if is_parallel else ConfigError)(separator.join(map(str, errors)))
+
+
 class ParallelStateError(ShardstackError, RuntimeError, AssertionError):
     """Process groups were asked for before they were built, or built twice."""
 

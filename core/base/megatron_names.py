@@ -6,8 +6,8 @@ its name, unless it has its default, and one that changes no number, only how fa
 with one warning. In the tables a key may be several names, separated by spaces:
 
 * ``absent``: by module, remedies by name.
-* ``arguments``: by function, ``refused`` with what to do instead, and ``ignored`` with the reason why that changes no
-  number.
+* ``arguments``: by function, see :func:`checks_arguments`: ``refused`` with what to do instead, and ``ignored`` with
+  the reason why that changes no number.
 * ``fields``: by config class, see :func:`takes_megatron_fields`.
 * ``flags``: hints by flag, without its dashes.
 """
@@ -130,7 +130,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checks_arguments(function: Function) -> Function:
-    """Makes a function refuse or ignore the arguments that the tables list for it, unless they have their defaults.
+    """Lets a function take the arguments of Megatron-LM's that the tables list for it, and refuses or ignores them.
+
+    The function declares what it reads. `inspect.signature` shows the others too. The tables have:
+
+    * ``defaults``: what the function does not declare. What is neither refused nor ignored below needs no warning.
+    * ``order``: all arguments that may be given by position, where the function does not declare them all.
+    * ``refused`` and ``ignored``: values that are not the default.
 
     Raises:
         ParallelConfigError: by the function, for a refused argument.
@@ -138,17 +144,33 @@ def checks_arguments(function: Function) -> Function:
     caller = function.__qualname__.removesuffix(".__init__")
     table = _TABLES["arguments"][caller]
     remedies, reasons = _by_name(table.get("refused", {})), table.get("ignored", {})
-    defaults = {name: entry.default for name, entry in inspect.signature(function).parameters.items()}
+    own = inspect.signature(function).parameters
+    signature = _with_arguments(own, table.get("defaults", {}), table.get("order", "").split())
+    defaults = {name: entry.default for name, entry in signature.parameters.items()}
 
     @functools.wraps(function)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
-        arguments = dict(zip(defaults, args, strict=False)) | kwargs
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{caller}: {error}") from None
         refuse(caller, **{n: (arguments[n], defaults[n], remedy) for n, remedy in remedies.items() if n in arguments})
         for names, reason in reasons.items():
             ignore(caller, reason, **{n: (arguments[n], defaults[n]) for n in names.split() if n in arguments})
-        return function(*args, **kwargs)
+        return function(**{name: value for name, value in arguments.items() if name in own})
 
+    check_and_call.__signature__ = signature  # type: ignore[attr-defined]
     return check_and_call  # type: ignore[return-value]
+
+
+def _with_arguments(
+    own: Mapping[str, inspect.Parameter], defaults: Mapping[str, Any], order: Sequence[str]
+) -> inspect.Signature:
+    """Returns a signature with further arguments, those in `order` by position and the rest by name."""
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    both = {**own, **{name: inspect.Parameter(name, by_name, default=value) for name, value in defaults.items()}}
+    by_position = [both.pop(name).replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in order]
+    return inspect.Signature([*by_position, *sorted(both.values(), key=lambda parameter: parameter.kind)])
 
 
 Config = TypeVar("Config")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import ParallelConfigError, check_positive
+from .text import nearest_multiples
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
@@ -30,8 +31,7 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
     check_positive(sizes, ParallelConfigError)
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
-        below = global_batch_size // unit * unit
-        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        nearest = nearest_multiples(global_batch_size, unit)
         raise ParallelConfigError(
             f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} x "
             f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"

@@ -28,6 +28,25 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {join_parts([*map(str, ranks)], _NUM_LISTED, ', ')}"
 
 
+def texts_by_rank(texts: Iterable[tuple[int, str]], separator: str = ": ") -> list[str]:
+    """Formats what each rank says, equal texts once: ``rank 0: a``, ``ranks 1, 3: b``."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks_of.setdefault(text, []).append(rank)
+    return [f"{rank_list(ranks)}{separator}{text}" for text, ranks in ranks_of.items()]
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest_multiples(size: int, divisor: int) -> str:
+    """Says which sizes near `size` are multiples of `divisor`: ``96 or 128``."""
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
+
+
 def join_parts(parts: Sequence[str], most: int | None = None, separator: str = "; ") -> str:
     """Joins parts of a sentence. Of many, the first `most` and the number of the rest."""
     text = separator.join(parts[:most])

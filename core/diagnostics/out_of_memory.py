@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..base.errors import MemoryLimitError, ShardstackError
 from ..base.parameters import local_part
-from ..base.text import readable_bytes
+from ..base.text import first_line, readable_bytes
 from .step_marks import known_optimizers
 
 PARAMETERS = "parameters"
@@ -131,7 +131,7 @@ def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
         *table_lines(table),
         "What would save most here:",
         *(f"  {index}. {setting}: about {readable_bytes(size)}" for index, (setting, size) in enumerate(settings, 1)),
-        f"The allocator said: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+        f"The allocator said: {first_line(error)}",
     ]
     return "\n".join(lines)
 

@@ -22,7 +22,6 @@ import re
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -31,18 +30,9 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import OutOfStepError, ShardstackError
-from ..base.text import join_parts, rank_list, readable_bytes
+from ..base.text import first_line, join_parts, rank_list, readable_bytes, texts_by_rank
 from ..comm import gloo, record
 from ..comm.call import Collective, Position, explain_failures_with, positions
-from ..comm.record import (
-    MOST_ASKING,
-    ask_other_ranks,
-    flight_recorder_of,
-    is_recording,
-    latest_collective,
-    may_ask_other_ranks,
-    read_published,
-)
 from .out_of_memory import is_out_of_memory
 
 _BACKEND_FAILED = re.compile(
@@ -92,8 +82,8 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
 
 
 def _message_without_record(error: BaseException) -> str:
-    if is_recording():
-        before = latest_collective()
+    if record.is_recording():
+        before = record.latest_collective()
         after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
         which = f"a collective that was not the wrapper's{after}"
     else:
@@ -102,46 +92,44 @@ def _message_without_record(error: BaseException) -> str:
     if own := positions():
         group = next(reversed(own))
         at: dict[int, Position] = {}
-        if is_recording() and may_ask_other_ranks():
-            ask_other_ranks()
-            positions_of = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
+        if record.is_recording() and record.may_ask_other_ranks():
+            record.ask_other_ranks()
+            positions_of = {rank: record.flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
             at = {rank: position for rank, position in positions_of.items() if position is not None}
         places, behind = _by_recorder(at, own[group])
         where, look_at = f"{places[0].upper()}{places[1:]}. ", rank_list(behind) if behind else look_at
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}. {where}Every rank must make the same "
-        f"calls in the same order; look at {look_at}. The backend said: {_first_line(error)}"
+        f"calls in the same order; look at {look_at}. The backend said: {first_line(error)}"
     )
 
 
 def _message(error: BaseException, call: Collective) -> str:
-    record = call.record
+    group = call.record
     waited_s = time.time() - call.started_at
-    if not may_ask_other_ranks():
+    if not record.may_ask_other_ranks():
         return (
-            f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited_s:.0f} s for "
-            f"{_name(call)}, its call {call.number} in this group, which did not complete; {MOST_ASKING} ranks failed "
-            f"before it, and their messages say where the others are. The backend said: {_first_line(error)}"
+            f"rank {group.ranks[group.rank]} of {dist.get_world_size()} waited {waited_s:.0f} s for "
+            f"{_name(call)}, its call {call.number} in this group, which did not complete; {record.MOST_ASKING} ranks "
+            f"failed before it, and their messages say where the others are. The backend said: {first_line(error)}"
         )
     if not is_deadlocked(call):
-        ask_other_ranks()
-    others = [rank for rank in range(record.num_ranks) if rank != record.rank]
-    states: dict[_State, list[int]] = defaultdict(list)
-    for rank in others:
-        states[_state_of(read_published(record, rank), call)].append(record.ranks[rank])
-    states_text = join_parts([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
-    behind = [rank for state, ranks in states.items() if state.is_behind for rank in ranks]
-    by_torch, own = "", positions().get(record.group_name)
+        record.ask_other_ranks()
+    others = [rank for rank in range(group.num_ranks) if rank != group.rank]
+    states = {group.ranks[rank]: _state_of(record.read_published(group, rank), call) for rank in others}
+    states_text = join_parts(texts_by_rank(((rank, state.text) for rank, state in states.items()), " "))
+    behind = [rank for rank, state in states.items() if state.is_behind]
+    by_torch, own = "", positions().get(group.group_name)
     if own is not None and not own.is_over:
-        places, first = _by_recorder({r: flight_recorder_of(r).get(record.group_name) for r in record.ranks}, own)
+        places, first = _by_recorder({r: record.flight_recorder_of(r).get(group.group_name) for r in group.ranks}, own)
         by_torch, behind = f" ({places})", first or behind
     look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
-        f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited_s:.0f} s for {_name(call)}, "
+        f"rank {group.ranks[group.rank]} of {dist.get_world_size()} waited {waited_s:.0f} s for {_name(call)}, "
         f"its call {call.number} in this group, which did not complete{by_torch}: "
         f"{states_text}. Every rank must make the same sequence of forwards, backwards and steps; look at {look_at} "
         f"for a skipped micro-batch, another branch, an endless wait for data or a crash. {_advice(call)}"
-        f"The backend said: {_first_line(error)}"
+        f"The backend said: {first_line(error)}"
     )
 
 
@@ -162,10 +150,7 @@ def _by_recorder(at: Mapping[int, Position | None], own: Position) -> tuple[str,
         in; no ranks where it is over: gloo's recorder lacks direct exchanges, and retires a collective that fails.
     """
     position_of = sorted({**at, dist.get_rank(): own}.items())
-    ranks_at: dict[str, list[int]] = defaultdict(list)
-    for rank, position in position_of:
-        ranks_at["at none" if position is None else f"at {position}"].append(rank)
-    places = join_parts([f"{rank_list(ranks)} {position}" for position, ranks in ranks_at.items()])
+    places = join_parts(texts_by_rank(((rank, str(position or "none")) for rank, position in position_of), " at "))
     behind = [rank for rank, position in position_of if position is None or position.number < own.number]
     return f"torch's flight recorder has {places}", [] if own.is_over else behind
 
@@ -217,10 +202,6 @@ def _name(call: Collective) -> str:
 def _text(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
     size = f" ({readable_bytes(num_bytes)})" if num_bytes else ""
     return f"{kind} {occurrence} of {what}{size}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 explain_failures_with(raise_out_of_step)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from .. import parallel_state
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError, ShardstackError
-from ..base.text import join_parts, rank_list
+from ..base.text import join_parts, texts_by_rank
 from .format.index import Box, TensorEntry, json_problem
 from .global_view import held_boxes, is_copy, is_piece
 
@@ -136,13 +136,9 @@ def pipeline_ranks(error: type[ShardstackError] = CheckpointError) -> Ranks:
 
 def joined_by_rank(messages: Sequence[str]) -> str:
     """Joins the ranks' messages into one: once if all are the same, else by rank. Empty ones count as none."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(messages):
-        if text:
-            ranks_of.setdefault(text, []).append(rank)
-    if len(ranks_of) == 1:
-        return next(iter(ranks_of))
-    return "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
+    told = [(rank, text) for rank, text in enumerate(messages) if text]
+    is_same = len({text for _, text in told}) == 1
+    return told[0][1] if is_same else "; ".join(texts_by_rank(told))
 
 
 def error_text(error: BaseException) -> str:

@@ -39,18 +39,8 @@ from torch import Tensor
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
-from .agreement import (
-    ALIGNMENT_BYTES,
-    Key,
-    Offer,
-    Ranks,
-    held_pieces,
-    is_of_first_rank,
-    join_entries,
-    offers,
-    planned_pieces,
-    spread,
-)
+from . import agreement
+from .agreement import Key, Offer, Ranks
 from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
 from .format.reader import PieceReader
 
@@ -93,11 +83,11 @@ class HostCopies:
         self._partner = partners(nodes)[ranks.rank]
         # Pieces that this rank copies, fixed: those in its own file, and in that of what all machines hold.
         decide = partial(spread_over_nodes, nodes=nodes)
-        own, shared = planned_pieces(tensors, metadata, self._folder, ranks, decide)
+        own, shared = agreement.planned_pieces(tensors, metadata, self._folder, ranks, decide)
         self._keys = own + shared
         names = f"{self._name}.bin", f"shared_{ranks.rank:05d}.bin"
-        entries, num_bytes, places = _places(offers(tensors), own, names[0])
-        more_entries, more_bytes, more_places = _places(offers(tensors), shared, names[1])
+        entries, num_bytes, places = _places(agreement.offers(tensors), own, names[0])
+        more_entries, more_bytes, more_places = _places(agreement.offers(tensors), shared, names[1])
         of_ranks = ranks.all_gather((num_bytes, entries, more_entries))
         self._sources = [rank for rank, partner in enumerate(partners(nodes)) if partner == ranks.rank]
         sizes = {names[0]: num_bytes, names[1]: more_bytes}
@@ -109,7 +99,7 @@ class HostCopies:
         ranks.on_all(lambda: self._allocate(sizes, places + more_places))
         if is_first_of_node:
             of_node = [more for (_, _, more), at in zip(of_ranks, nodes, strict=True) if at == node]
-            all_entries, file_bytes = join_entries([own for _, own, _ in of_ranks] + of_node)
+            all_entries, file_bytes = agreement.join_entries([own for _, own, _ in of_ranks] + of_node)
             write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(all_entries, file_bytes)))
         device.set_backend_defaults()  # the maker of the default group may not have asked for it
         # For messages between partners alone, which the thread below waits for; None without partners.
@@ -136,7 +126,7 @@ class HostCopies:
     def start(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
         """Begins to copy. Call `wait` before a tensor changes, buffers excepted, which are copied at once."""
         self.wait()
-        pieces = held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
+        pieces = agreement.held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
         values = [pieces[key] for key in self._keys]
         version, self._next = self._next, 1 - self._next
         mark = {"step": step, "metadata": dict(metadata)}
@@ -230,11 +220,11 @@ def spread_over_nodes(
             for name, o in of_rank.items()
         }
 
-    own = spread([part(of_rank, False) for of_rank in of_ranks])
+    own = agreement.spread([part(of_rank, False) for of_rank in of_ranks])
     shared: list[list[Key]] = [[] for _ in nodes]
     for node in set(nodes):
         of_node = [part(of_rank, True) if at == node else {} for of_rank, at in zip(of_ranks, nodes, strict=True)]
-        for keys, more in zip(shared, spread(of_node) if any(of_node) else [], strict=False):
+        for keys, more in zip(shared, agreement.spread(of_node) if any(of_node) else [], strict=False):
             keys += more
     return list(zip(own, shared, strict=True))
 
@@ -348,7 +338,7 @@ def _places(
     end, places = 0, []
     pieces: dict[str, list[Piece]] = {name: [] for name, offer in sources.items() if 0 in offer.shape}
     for name, box in keys:
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = -(-end // agreement.ALIGNMENT_BYTES) * agreement.ALIGNMENT_BYTES
         end = start + int(np.prod(box.sizes)) * sources[name].dtype.itemsize
         places.append((Piece(box.offsets, box.sizes, file, start, end - start), sources[name].dtype))
         pieces.setdefault(name, []).append(places[-1][0])
@@ -389,4 +379,4 @@ def _write_mark(path: Path, text: str) -> None:
 
 def _at_once(tensor: Tensor) -> Tensor:
     """Returns a copy of a buffer, which a forward may change, and any other tensor as it is."""
-    return tensor.clone() if is_of_first_rank(tensor) else tensor
+    return tensor.clone() if agreement.is_of_first_rank(tensor) else tensor

@@ -103,7 +103,7 @@ def load(
 
 
 _called_when_loaded = WeakTensorKeyDictionary()
-"""What owners of tensors want to be called at a load. `when_loaded` adds to it; an entry ends with its tensor."""
+"""What owners of tensors want to be called at a load. `when_loaded` adds to it. An entry ends with its tensor."""
 
 
 def when_loaded(tensors: Iterable[Tensor], call: Callable[[], None]) -> None:

@@ -31,18 +31,8 @@ from ..base.files import write_durably
 from ..base.host_memory import host_pages
 from ..comm import streams
 from ..comm.collectives import all_reduce_by_backend
-from .agreement import (
-    ALIGNMENT_BYTES,
-    Key,
-    Offer,
-    Ranks,
-    held_pieces,
-    join_entries,
-    offers,
-    planned_pieces,
-    spread,
-    unsavable,
-)
+from . import agreement
+from .agreement import Key, Offer, Ranks
 from .format import folders
 from .format.content_hash import box_hash
 from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, encode_index
@@ -79,9 +69,9 @@ def save(
     """
     state, metadata = sharded_state_dict, {} if metadata is None else metadata
     ranks, folder = Ranks(process_group), folders.absolute_folder(checkpoint_dir)
-    keys = planned_pieces(state, metadata, folder, ranks, spread)
-    pieces = held_pieces(state)
-    _Writer(folder, metadata, keep).write(offers(state), keys, [pieces[key] for key in keys], ranks)
+    keys = agreement.planned_pieces(state, metadata, folder, ranks, agreement.spread)
+    pieces = agreement.held_pieces(state)
+    _Writer(folder, metadata, keep).write(agreement.offers(state), keys, [pieces[key] for key in keys], ranks)
 
 
 _GROUP_LIMIT = timedelta(hours=6)
@@ -132,7 +122,7 @@ class AsyncSaver:
         ranks, folder = Ranks(self._group), folders.absolute_folder(directory)
         try:
             self._plan(state, metadata, folder, ranks)
-            pieces = held_pieces(state)
+            pieces = agreement.held_pieces(state)
             copies = self._staging.copy([pieces[key] for key in self._keys])
             writer = _Writer(folder, metadata, keep)
         except CheckpointError as error:
@@ -167,12 +157,12 @@ class AsyncSaver:
 
     def _plan(self, state: Mapping[str, Tensor], metadata: Mapping[str, Any], folder: Path, ranks: Ranks) -> None:
         """Plans the pieces of `state`, unless no rank's layout has changed since the last plan."""
-        own_offers = {} if unsavable(state, metadata) else offers(state)
+        own_offers = {} if agreement.unsavable(state, metadata) else agreement.offers(state)
         is_known = torch.tensor(int(own_offers == self._last_offers != {}))
         if self._group is not None:
             all_reduce_by_backend(is_known, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
         if not is_known:
-            self._keys = planned_pieces(state, metadata, folder, ranks, spread)
+            self._keys = agreement.planned_pieces(state, metadata, folder, ranks, agreement.spread)
             self._last_offers = own_offers
 
     def _write(self, copies: list[Tensor], writer: _Writer, ranks: Ranks) -> None:
@@ -197,7 +187,7 @@ class HostStaging:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            end += -(-tensor.numel() * tensor.element_size() // agreement.ALIGNMENT_BYTES) * agreement.ALIGNMENT_BYTES
         on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors)
         if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
@@ -280,7 +270,7 @@ class _Writer:
 
     def _finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[None]:
         """Writes the index of all ranks' pieces, and publishes the folder."""
-        tensors, file_bytes = join_entries(of_ranks)
+        tensors, file_bytes = agreement.join_entries(of_ranks)
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
         write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
@@ -306,7 +296,7 @@ def _check_written(path: Path, pieces: Sequence[Piece], tensors: Sequence[Tensor
 
 def _append(stream: io.BufferedWriter, tensor: Tensor) -> tuple[int, int]:
     """Appends the tensor's bytes. Returns their start in the file and their number."""
-    start = -(-stream.tell() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    start = -(-stream.tell() // agreement.ALIGNMENT_BYTES) * agreement.ALIGNMENT_BYTES
     stream.seek(start)
     data = _bytes_of(tensor)
     stream.write(data.data)

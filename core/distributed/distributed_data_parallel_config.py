@@ -130,20 +130,12 @@ class DistributedDataParallelConfig:
     """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
     matrix products, every second one of linear layers, and of attention (``selective``)."""
 
-    activation_checkpointing_interval: int = 1
-    """Do so to every n-th unit, the first included."""
-
     offload_activations: bool = False
     """Keep what a unit saves for backward in the host's memory, and bring it back while backward is in the unit after
     it. The last unit's stay: backward begins with them. With activation_checkpointing a unit saves its inputs."""
 
     compile_units: bool = False
     """Compile each unit's forward with `torch.compile`."""
-
-    activation_memory_budget: float | None = None
-    """With compile_units: what a unit saves for backward, from its inputs alone (0) to all that makes it fast (1).
-    The cheapest operations are computed again to stay within that share of the memory. Not for units that draw random
-    numbers, as dropout does. None: torch's setting, 1."""
 
     def __post_init__(self) -> None:
         check_choices(
@@ -156,7 +148,6 @@ class DistributedDataParallelConfig:
         check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
         check_range(self, "bucket_size", "num_buckets", least=1, error=ParallelConfigError)
         self._reject_contradictions()
-        self._check_units()
 
     def _reject_contradictions(self) -> None:
         strategy = self.sharding_strategy
@@ -187,29 +178,6 @@ class DistributedDataParallelConfig:
             raise ParallelConfigError(
                 f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which reduces the sum of "
                 "all micro-batches; drop it, or set data_parallel_sharding_strategy='optim_grads' or beyond"
-            )
-
-    def _check_units(self) -> None:
-        interval = self.activation_checkpointing_interval
-        if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
-            raise ParallelConfigError(
-                f"activation_checkpointing_interval is {interval} with activation_checkpointing "
-                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
-            )
-        budget = self.activation_memory_budget
-        if budget is None:
-            return
-        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0.0 <= budget <= 1.0:
-            raise ParallelConfigError(f"activation_memory_budget is {budget!r}; it takes a number from 0 to 1")
-        if not self.compile_units:
-            raise ParallelConfigError(
-                f"activation_memory_budget is {budget} without compile_units: the compiler chooses what to save; set "
-                "compile_units, or use activation_checkpointing, which needs no compiler"
-            )
-        if self.activation_checkpointing != "none":
-            raise ParallelConfigError(
-                f"activation_memory_budget is {budget} and activation_checkpointing is "
-                f"{self.activation_checkpointing!r}; each decides what is computed again in backward, drop one"
             )
 
     @property

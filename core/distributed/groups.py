@@ -266,11 +266,6 @@ def _initialized_groups(num_instances: int) -> DataParallelGroups:
     experts = _initialized_experts(num_instances, whole.size()) if parallel_state.experts_are_apart() else None
     if num_instances == 1:
         return DataParallelGroups(whole, whole, given_mesh=mesh if mesh.ndim == 1 else None, experts=experts)
-    if whole.size() % num_instances:
-        raise ParallelConfigError(
-            f"num_distributed_optimizer_instances {num_instances} does not divide the data-parallel size "
-            f"{whole.size()}; choose a divisor of it"
-        )
     num_replicas = mesh.size(0) if mesh.ndim == 2 else 1
     if num_instances != num_replicas:
         raise ParallelConfigError(

@@ -137,9 +137,7 @@ def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     config_overrides: ConfigOverrides | None = None,
-    use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
-    dump_param_to_param_group_map: None = None,
     *,
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
@@ -156,9 +154,9 @@ def get_megatron_optimizer(
         model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
         config_overrides: settings of single parameters, by `ParamKey`. They replace `get_standard_config_overrides`
             and exclude `no_weight_decay_cond` and `scale_lr_cond`.
-        use_gloo_process_groups: Megatron-LM's argument; not read, because optimizers use the wrappers' groups.
+        use_gloo_process_groups, dump_param_to_param_group_map: Megatron-LM's arguments; the first is not read, because
+            optimizers use the wrappers' groups, and the second must be None.
         pg_collection: process groups, whose `tp` is the default of `tp_group`.
-        dump_param_to_param_group_map: Megatron-LM's argument; must be None.
         no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
             and parameters of at most one dimension.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
-from ..base.megatron_names import absent_names
+from ..base.megatron_names import absent_names, checks_arguments
 from ..distributed import _BaseDataParallel
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.pipeline_stages import stage_index, stages_of
@@ -38,6 +38,7 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     return forward_backward
 
 
+@checks_arguments
 def forward_backward(
     *,
     forward_step_func: ForwardStep,
@@ -46,12 +47,8 @@ def forward_backward(
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
-    decoder_seq_length: int | None = None,
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-    p2p_communicator: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:

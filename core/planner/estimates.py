@@ -266,8 +266,7 @@ def _activations(config: PretrainConfig) -> int:
     if recomputes == "none":
         return whole * itemsize
     per_layer = outside + (attention + 2 * outside) * (recomputes != "full")
-    number = len(range(0, model.num_layers, config.ddp.activation_checkpointing_interval))
-    return (number * per_layer + whole // model.num_layers * (model.num_layers - number + 1)) * itemsize
+    return (model.num_layers * per_layer + whole // model.num_layers) * itemsize  # one layer is computed again
 
 
 def _logits(config: PretrainConfig) -> int:

@@ -131,37 +131,11 @@ _TREE = {
 }
 """The same of a tree, which only all-reduces have."""
 
-_MATMULS = "products: github.com/stas00/ml-engineering, compute/accelerator (MAMF)"
-
 PRESETS = {
-    preset.name: preset
-    for preset in (
-        Hardware(
-            *("a100", 80 * 2**30, 312e12, 271.2e12, 18e12, 175e12, 0.85 * 2.039e12, 5e-6, 8),
-            *(235e9, 0.92 * 25e9, 25e9, 0.85 * 51.2e9),
-            source=f"A100 80 GB SXM datasheet; {_MATMULS}; attention: Dao, 2023 (FlashAttention-2, A100), mean of "
-            "forward and backward; link: the limit in NCCL's tuning; network: 200 Gb/s; 90 % of fp32, 85 % of memory, "
-            "92 % of the network and 80 % of the host's PCIe assumed",
-        ),
-        Hardware(
-            *("h100", 80 * 2**30, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 3.35e12, 5e-6, 8),
-            *(360e9, 0.92 * 50e9, 50e9, 0.85 * 76.8e9),
-            source=f"H100 SXM datasheet; {_MATMULS}; attention: Shah et al., 2024 (FlashAttention-2 on H100); link: "
-            "80 % of NVLink 4's 450 GB/s; network: 400 Gb/s; shares of fp32, memory, link, network and PCIe assumed",
-        ),
-        Hardware(
-            *("h200", 141 * 10**9, 989e12, 794.5e12, 60e12, 350e12, 0.85 * 4.8e12, 5e-6, 8),
-            *(360e9, 0.92 * 50e9, 50e9, 0.85 * 76.8e9),
-            source="H200 SXM datasheet for memory; all else as of h100",
-        ),
-        Hardware(
-            *("b200", 180 * 10**9, 2250e12, 1807e12, 72e12, 790e12, 0.85 * 7.7e12, 5e-6, 8),
-            *(720e9, 0.92 * 50e9, 50e9, 0.85 * 89.6e9),
-            source="DGX B200 datasheet; shares of products, attention, memory and link assumed to be those of h100",
-        ),
-    )
+    values["name"]: Hardware(**values)
+    for values in json.loads(Path(__file__).with_name("hardware.json").read_text("utf-8"))
 }
-"""Known accelerators by name."""
+"""By name, in the form that `calibrate` writes."""
 
 
 def find_hardware(name: str) -> Hardware:

@@ -70,7 +70,7 @@ def shallow_estimate(
     model = config.model
     depth, frequency = model.num_layers, model.moe_layer_freq
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
-    step = 2 * stages * config.ddp.activation_checkpointing_interval
+    step = 2 * stages
     step *= frequency if isinstance(frequency, int) else depth
     if model.num_layers_in_first_pipeline_stage or model.num_layers_in_last_pipeline_stage:
         step = depth

@@ -67,7 +67,7 @@ def resolved(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
         )
     if config.data.vocab_size is None:
         raise ConfigError("vocab_size is not set, and the planner reads no corpus; add --vocab-size")
-    ddp, model = replace(config.ddp, compile_units=False, activation_memory_budget=None), config.model
+    ddp, model = replace(config.ddp, compile_units=False), config.model
     if on_gpu:  # where the fused kernels drop attention weights without storing them
         model = replace(model, attention_dropout=0.0)
     if on_gpu and not ddp.shards_parameters:

@@ -151,25 +151,12 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
-    pipeline_model_parallel_comm_backend: str | None = None,
-    use_sharp: bool = False,
     context_parallel_size: int = 1,
-    hierarchical_context_parallel_sizes: list[int] | None = None,
-    hybrid_context_parallel: bool = False,
     expert_model_parallel_size: int = 1,
-    gtp_remat_size: int = 1,
-    expert_gtp_remat_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
     expert_tensor_parallel_size: int | None = None,
-    nccl_communicator_config_path: str | None = None,
     distributed_timeout_minutes: float = 30,
     order: str = "tp-cp-ep-dp-pp",
-    get_embedding_ranks: Callable[..., list[int]] | None = None,
-    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
-    create_gloo_process_groups: bool = True,
-    high_priority_stream_groups: list[str] | None = None,
-    sharp_enabled_group: str | None = None,
-    rank_offset: int = 0,
     local_world_size: int | None = None,
 ) -> None:
     """Makes every model-, context-, data- and expert-parallel group. All ranks call it with equal arguments.
@@ -183,10 +170,10 @@ def initialize_model_parallel(
     equal ranks share one group. Experts' matrices are split over `expert_tensor_parallel_size` ranks, by default as
     many as those of dense layers.
 
-    The arguments and their order are Megatron-LM's. Refused, with the argument's name: hierarchical or hybrid context
-    parallelism, weights rematerialised over a group, other ranks of embeddings, and groups over a part of the world.
-    Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to NCCL's) change no number: they are
-    ignored, with one warning that names them.
+    Takes Megatron-LM's other arguments too, all in its order. Refused, with the argument's name: hierarchical or
+    hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and groups over a part
+    of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to NCCL's) change no
+    number: they are ignored, with one warning that names them.
 
     Raises:
         ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..base._torch_compat import missing_compiler
 from ..base.errors import ConfigError, warn_once
+from ..base.text import first_line
 from ..comm.collectives import all_reduce_by_backend
 from .groups import Group, check_ids, gather_first_dim, group_rank, group_size, reduce_scatter_first_dim, resolve_group
 from .weight_gradients import borrow_gradient_memory, lender_of
@@ -199,7 +200,7 @@ class Fused:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
             self._cannot_compile = True
-            cause, remedy = missing_compiler(error) or (next(iter(str(error).splitlines()), type(error).__name__), "")
+            cause, remedy = missing_compiler(error) or (first_line(error), "")
             warn_once(
                 f"torch cannot compile for {matrix.device.type} ({cause}): the loss in parts reads and writes its "
                 f"logits about ten times as often{'; ' * bool(remedy)}{remedy}"

@@ -44,7 +44,6 @@ class ColumnParallelLinear(ParameterOwner):
         skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         skip_weight_param_allocation: own no weight; pass one to each forward.
         tp_group: default is that of `core.parallel_state`.
-        name: a label, which nothing reads.
         stride, keep_master_weight_for_test, embedding_activation_buffer, grad_output_buffer, is_expert,
             disable_grad_reduce: Megatron-LM's arguments; refused unless at their defaults.
         tp_comm_buffer_name: Megatron-LM's argument; ignored.
@@ -66,17 +65,9 @@ class ColumnParallelLinear(ParameterOwner):
         init_method: Initializer,
         bias: bool = True,
         gather_output: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        embedding_activation_buffer: list[torch.Tensor] | None = None,
-        grad_output_buffer: list[torch.Tensor] | None = None,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        disable_grad_reduce: bool = False,
         tp_group: Group = None,
-        name: str | None = None,
     ) -> None:
         super().__init__(tp_group)
         check_degree(config, self.tp_group)
@@ -139,7 +130,6 @@ class RowParallelLinear(ParameterOwner):
         input_is_parallel: the input is already split, as the output of a column-parallel layer.
         skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         tp_group: default is that of `core.parallel_state`.
-        name: a label, which nothing reads.
         stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: see `ColumnParallelLinear`.
 
     Raises:
@@ -161,12 +151,7 @@ class RowParallelLinear(ParameterOwner):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
         tp_group: Group = None,
-        name: str | None = None,
     ) -> None:
         super().__init__(tp_group)
         check_degree(config, self.tp_group)

@@ -18,20 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import dist_checkpointing
 from ..base import device
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.record import recorded
-from ..dist_checkpointing import (
-    AsyncSaver,
-    checkpoint_directory,
-    latest_checkpoint,
-    load,
-    load_metadata,
-    model_state_dict,
-    save,
-)
 from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
 from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.folders import complete_checkpoints
@@ -51,7 +43,7 @@ _RNG_NAMES = "rng."
 
 
 def save_checkpoint(
-    state: TrainingState, config: PretrainConfig, root: Path, *, saver: AsyncSaver | None = None
+    state: TrainingState, config: PretrainConfig, root: Path, *, saver: dist_checkpointing.AsyncSaver | None = None
 ) -> Path:
     """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it. Collective.
 
@@ -62,9 +54,9 @@ def save_checkpoint(
         CheckpointError: on all ranks, if it failed on one.
     """
     tensors, metadata = run_state(state, config)
-    folder = checkpoint_directory(root, state.iteration)
+    folder = dist_checkpointing.checkpoint_directory(root, state.iteration)
     metadata[FINITE] = _all_finite(tensors)
-    write = save if saver is None else saver.save
+    write = dist_checkpointing.save if saver is None else saver.save
     write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
 
@@ -115,7 +107,7 @@ def load_checkpoint(
             warnings.warn(f"{folder} is no good; continuing from {good}", stacklevel=2)
             folder = good
     with another_offered(folder, ranks):
-        metadata = ranks.from_first(lambda: load_metadata(folder))
+        metadata = ranks.from_first(lambda: dist_checkpointing.load_metadata(folder))
     check_is_run(metadata, folder)
     if not metadata["optimizer"]:
         raise CheckpointError(
@@ -131,7 +123,7 @@ def load_checkpoint(
     verify = config.checkpoint.verify_checkpoint
     with another_offered(folder, ranks):
         targets = state_tensors(state) | streams
-        load(targets, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+        dist_checkpointing.load(targets, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
     try:
         state.optimizer.load_state_scalars(metadata["optimizer"], with_groups=False)  # the schedule has its own
         state.scheduler.load_state_dict(metadata["scheduler"])
@@ -158,13 +150,13 @@ def load_weights(
     Raises:
         CheckpointError: it is of another model, or damaged; then the newest older good one is named.
     """
-    tensors = named_for_checkpoint(model_state_dict(model), {})
-    names_there, own = load_metadata(folder)["model_tensors"], _of_all_stages(list(tensors))
+    tensors = named_for_checkpoint(dist_checkpointing.model_state_dict(model), {})
+    names_there, own = dist_checkpointing.load_metadata(folder)["model_tensors"], _of_all_stages(list(tensors))
     if own != names_there:
         differing = sorted(set(names_there) ^ set(own))
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
     with another_offered(folder, Ranks()):
-        load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
+        dist_checkpointing.load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
 
 
 def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
@@ -179,7 +171,7 @@ def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
     if is_checkpoint(root):
         return root
     try:
-        checkpoint = latest_checkpoint(root) if root.is_dir() else None
+        checkpoint = dist_checkpointing.latest_checkpoint(root) if root.is_dir() else None
     except CheckpointError:
         checkpoint = next(iter(complete_checkpoints(root)), None) if fall_back else None
         if checkpoint is None:
@@ -241,7 +233,7 @@ class CheckpointWriter:
     def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
         self._config = config
         self._folder = folder
-        self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
+        self._saver = dist_checkpointing.AsyncSaver() if config.checkpoint.async_save and folder is not None else None
         self.last_folder: Path | None = None
         """Folder of the last checkpoint that was begun. It may still be written, or have failed. `save` sets it. None
         before the first."""

@@ -51,7 +51,7 @@ def initialize(config: PretrainConfig) -> None:
     warnings.formatwarning = _one_line_warning
     offloads = getattr(config.ddp, "cpu_offload", False)
     torch.set_num_threads(environment_threads(updates_on_host=offloads and device.device_type() == "cuda"))
-    device.set_fp32_matmul_precision(config.run.fp32_matmul_precision)
+    torch.set_float32_matmul_precision(config.run.fp32_matmul_precision)
     if config.run.deterministic or config.ddp.reproducible_across_ranks:
         device.compute_deterministically()
     device.init_process_group(config.run.distributed_timeout_minutes, carries_host_tensors=offloads)

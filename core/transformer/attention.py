@@ -89,10 +89,7 @@ class SelfAttention(MegatronModule):
         submodules: SelfAttentionSubmodules | None = None,
         layer_number: int = 1,
         attn_mask_type: AttnMaskType | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        pp_layer_offset: int | None = None,
-        name: str | None = None,
     ) -> None:
         config.check_sizes_given("num_layers", "hidden_size", "num_attention_heads")
         check_mask_type("SelfAttention", attn_mask_type)

@@ -55,12 +55,8 @@ class DotProductAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int = 1,
         attn_mask_type: AttnMaskType | None = None,
-        attention_type: str = "self",
         attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         caller = "DotProductAttention"

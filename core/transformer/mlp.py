@@ -54,11 +54,9 @@ class MLP(MegatronModule):
         self,
         config: TransformerConfig,
         submodules: MLPSubmodules | None = None,
-        is_expert: bool = False,
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
         tp_group: Group = None,
-        name: str | None = None,
     ) -> None:
         config.check_sizes_given("num_layers", "hidden_size", "ffn_hidden_size")
         submodules = submodules or MLPSubmodules()

@@ -30,6 +30,13 @@ OPTIONS_OF_FUNCTION = (*ARCHITECTURE_OF_EXPERTS, "moe_expert_capacity_factor", "
 """Fields of `MoEConfig` that change what a model with experts computes. The others change its training alone."""
 
 
+_OF_EXPERTS = {
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), ConfigError),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_tensor_parallel_size"), ParallelConfigError),
+}
+"""Sizes that need experts, each with the error of a model without them."""
+
+
 @dataclass(kw_only=True)
 class MoEConfig(ModelParallelConfig):
     """The part of `TransformerConfig` that describes experts (Shazeer et al., 2017)."""
@@ -173,16 +180,9 @@ class MoEConfig(ModelParallelConfig):
         yield from map(ConfigError, self._layer_problems())
 
     def _violations_without_experts(self) -> Iterator[ConfigError]:
-        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-            if getattr(self, name) is not None:
-                yield ConfigError(
-                    f"{name} is {getattr(self, name)} without num_moe_experts; say how many experts, or drop it"
-                )
-        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-            if getattr(self, name) not in (None, 1):
-                yield ParallelConfigError(
-                    f"{name} is {getattr(self, name)} without num_moe_experts; say how many experts, or drop it"
-                )
+        for name, error in _OF_EXPERTS.items():
+            if (value := getattr(self, name)) not in (None, 1):
+                yield error(f"{name} is {value} without num_moe_experts; say how many experts, or drop it")
         options = [entry for entry in fields(MoEConfig) if entry.name.startswith("moe_")]
         values = {e.name: (_several(getattr(self, e.name)), _several(e.default)) for e in options}
         ignore("TransformerConfig", "num_moe_experts is not set, so that there are no experts", **values)

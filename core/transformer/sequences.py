@@ -21,6 +21,7 @@ import torch.distributed as dist
 from .. import parallel_state
 from ..base.device import current_device
 from ..base.errors import DataError
+from ..base.text import nearest_multiples
 from ..comm import streams
 from ..tensor_parallel.groups import Group, gather_first_dim, group_size, reduce_scatter_first_dim
 
@@ -50,10 +51,9 @@ def own_chunks(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         return tensor
     length = tensor.shape[dim]
     if length % (2 * size):
-        below = length // (2 * size) * 2 * size
         raise DataError(
             f"a sequence of {length} tokens does not divide into the {2 * size} chunks of {size} context-parallel "
-            f"ranks; take {f'{below} or ' if below else ''}{below + 2 * size}"
+            f"ranks; take {nearest_multiples(length, 2 * size)}"
         )
     chunks = tensor.chunk(2 * size, dim)
     return torch.cat([chunks[i] for i in chunks_of_rank(parallel_state.get_context_parallel_rank(), size)], dim)

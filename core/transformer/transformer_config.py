@@ -11,8 +11,9 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 
-from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range
+from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range, raise_together
 from ..base.megatron_names import takes_megatron_fields
+from ..base.text import nearest_multiples
 from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig
@@ -214,9 +215,7 @@ class TransformerConfig(MoEConfig):
         if callable(self.activation_func):
             self.activation_func = name_of_activation(self.activation_func)
         violations += self._violations()
-        if violations:
-            kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
-            raise kind(" | ".join(str(violation) for violation in violations))
+        raise_together(violations, " | ")
         if self.init_method is None or isinstance(self.init_method, _FromStd):
             self.init_method = _FromStd(self.init_method_std)
         if self.output_layer_init_method is None or isinstance(self.output_layer_init_method, _FromStd):
@@ -245,11 +244,8 @@ class TransformerConfig(MoEConfig):
             raise violation
 
     def _violations(self) -> Iterator[ConfigError]:
-        negative = [name for name in _SIZES if getattr(self, name) < 0]
-        if self.kv_channels is not None and self.kv_channels < 0:
-            negative.append("kv_channels")
-        for name in negative:
-            yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
+        negative = [*out_of_range(self, *_SIZES, "kv_channels", least=0, takes="a positive number")]
+        yield from map(ConfigError, negative)
         if not negative and all(getattr(self, name) for name in _SIZES):
             yield from self._size_violations(max(1, self.tensor_model_parallel_size))
         chance, share = "a probability from 0 to below 1", "a share above 0 and up to 1"
@@ -333,9 +329,3 @@ def _fitting_groups(groups: int, heads: int, tp: int, channels: int) -> str:
     fitting = fitting or divisors  # if none fits, the heads do not fit the ranks
     below, above = (n for n in fitting if n < groups), (n for n in fitting if n > groups)
     return " or ".join(str(n) for n in (max(below, default=None), min(above, default=None)) if n is not None)
-
-
-def nearest_multiples(size: int, divisor: int) -> str:
-    """Returns the nearest multiples of `divisor` below and above `size`, as text."""
-    below = size // divisor * divisor
-    return f"{below} or {below + divisor}" if below else str(divisor)

@@ -70,11 +70,6 @@ class TransformerLayer(MegatronModule):
         layer_number: int = 1,
         hidden_dropout: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        vp_stage: int | None = None,
-        is_mtp_layer: bool = False,
-        add_layer_offset: bool = True,
-        pp_layer_offset: int | None = None,
-        name: str | None = None,
     ) -> None:
         submodules = submodules or TransformerLayerSubmodules(
             input_layernorm=build_norm,

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import WeightsError
-from ..base.text import rank_list
+from ..base.text import first_line, rank_list
 from ..comm.messages import as_bytes
 from ..dist_checkpointing.gathering import ParamMeta
 from .patches import WeightPatch
@@ -232,10 +232,6 @@ def _store(address: str, is_sender: bool, limit: timedelta) -> Store:
     if not host or not port.isdigit() or int(port) > 65535:
         raise WeightsError(f"the address of a stream of weights is {address!r}; give host:port")
     return TCPStore(host, int(port), is_master=is_sender, timeout=limit, wait_for_workers=False)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def new_hash(header: Mapping[str, Any]) -> Any:

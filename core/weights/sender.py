@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
 from ..base.errors import CheckpointError, ShardstackError, WeightsError
+from ..base.text import first_line
 from ..dist_checkpointing.gathering import ParamMeta
 from .patches import PatchStream, WeightPatch
-from .receiver import Backend, Link, as_json, first_line, new_hash, update_hash
+from .receiver import Backend, Link, as_json, new_hash, update_hash
 from .stream import WeightStream
 
 T = TypeVar("T")

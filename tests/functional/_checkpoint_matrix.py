@@ -22,7 +22,7 @@ from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint, save_checkpoint, state_tensors
 from core.training.config import PretrainConfig
-from core.training.config.arguments import build_config
+from core.training.config.build import build_config
 from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
 from core.transformer.pipeline_stages import pipeline_stage

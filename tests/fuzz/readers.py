@@ -135,7 +135,7 @@ def _read_tokenizer(folder: Path) -> None:
 
 
 def _make_run(folder: Path) -> None:
-    from core.training.config.arguments import build_config
+    from core.training.config.build import build_config
 
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12, "seq_length": 8}
     settings = {**sizes, "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from core.distributed import TorchFullyShardedDataParallelConfig
+from core.models.common.embeddings import RotaryEmbedding
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer import TransformerConfig
@@ -97,3 +98,11 @@ def test_an_absent_name_says_what_the_page_says():
         module, _, name = path.rpartition(".")
         with pytest.raises((ImportError, NotImplementedError), match=re.escape(remedy)):
             getattr(importlib.import_module(module), name)()
+
+
+def test_calls_of_another_form_name_the_function():
+    with pytest.raises(TypeError, match="RotaryEmbedding: missing a required argument: 'kv_channels'"):
+        RotaryEmbedding()
+    with pytest.raises(TypeError, match="RotaryEmbedding: got an unexpected keyword argument 'scale'"):
+        RotaryEmbedding(8, scale=2)
+    assert RotaryEmbedding(8, 0.5, False, None, 1e6).base == 1e6  # by position, in Megatron-LM's order

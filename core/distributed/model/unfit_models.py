@@ -26,8 +26,9 @@ from ... import parallel_state
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
-from ...base.text import join_parts, rank_list
-from ...comm.collectives import all_gather_by_backend, all_reduce_by_backend
+from ...base.text import join_parts, texts_by_rank
+from ...comm.collectives import all_reduce_by_backend
+from ...dist_checkpointing.agreement import Ranks
 from ..groups import DataParallelGroups, is_expert_parameter, kind_of, managed_parameters
 from ..plan import Plan
 
@@ -233,11 +234,8 @@ def reject_different_models(plan: Plan) -> None:
     mine = _describe(plan)
     if _is_equal_over_ranks(mine, group):
         return
-    name, values = _first_difference(_gather(mine, group))
-    by_value: dict[str, list[int]] = defaultdict(list)
-    for rank, value in enumerate(values):
-        by_value[value].append(rank)
-    differing = join_parts([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
+    name, values = _first_difference(Ranks(group).all_gather(mine))
+    differing = join_parts(texts_by_rank(enumerate(values)))
     raise WrapError(
         f"the ranks of a data-parallel group wrap different models, first in {name}: {differing}. Build the same "
         "model from the same settings on every rank (ranks are counted within the group)"
@@ -274,22 +272,6 @@ def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> 
     all_reduce_by_backend(extremes, group, what="the hash of the model's structure", op=dist.ReduceOp.MIN)
     smallest, largest = extremes.view(2, -1).tolist()
     return bool(smallest == [-piece for piece in largest])
-
-
-def _gather(description: Description, group: dist.ProcessGroup) -> list[Description]:
-    """Gathers every rank's description as JSON in plain tensors, so that nothing is unpickled."""
-    here = device.current_device()
-    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(here)
-    length = torch.tensor([len(text)], dtype=torch.int64, device=here)
-    lengths = length.new_empty(group.size())
-    all_gather_by_backend(lengths, length, group, what="the length of the model's structure")
-    longest = int(lengths.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=here)
-    padded[: len(text)] = text
-    texts = padded.new_empty(group.size(), longest)
-    all_gather_by_backend(texts, padded.unsqueeze(0), group, what="the model's structure")
-    encoded = zip(texts.tolist(), lengths.tolist(), strict=True)
-    return [json.loads(bytes(text[:size]).decode()) for text, size in encoded]
 
 
 def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:

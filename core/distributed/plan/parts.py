@@ -229,16 +229,8 @@ class UnitTransform:
     modules: tuple[nn.Module, ...]
     recomputes: ActivationCheckpointing
     is_compiled: bool
-    memory_budget: float | None = None
-    """The share of activations that compiled code saves for backward: from 0, only its inputs, to 1, all that make
-    backward fast. None takes torch's setting of the process, 1 by default."""
     offloads: bool = False
     """Activations that its forward saves are in host memory until backward is near."""
-
-    @property
-    def computes_again(self) -> bool:
-        """Whether backward computes activations again, to save their memory."""
-        return self.recomputes != "none" or (self.memory_budget is not None and self.memory_budget < 1.0)
 
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]

@@ -31,8 +31,10 @@ CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 
 
 def default_unit_classes(root: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Returns the classes of units where none are named: Megatron's where the model has them, or marks its own in
-    ``_fsdp_modules``; else the items of its outermost lists of layers."""
+    """Returns the classes of units of a model whose user names none.
+
+    Megatron's where the model has them, or marks its own in ``_fsdp_modules``, else the items of its outermost lists.
+    """
     is_marked = any(isinstance(m, DEFAULT_UNIT_CLASSES) or hasattr(m, "_fsdp_modules") for m in root.modules())
     return DEFAULT_UNIT_CLASSES if is_marked else CONTAINERS
 

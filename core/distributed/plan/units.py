@@ -219,8 +219,7 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
     """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
     Skips single-layer units (an embedding, a projection), where recomputing saves nothing, units whose backward reads
-    no weight, and units nested in other units, which are transformed with them. Skipped units do not count for the
-    interval.
+    no weight, and units nested in other units, which are transformed with them.
 
     Raises:
         ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
@@ -245,18 +244,16 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
         )
     if recomputes:
         _reject_own_recomputation(layers, settings.activation_checkpointing)
-    recomputed = layers[:: settings.activation_checkpointing_interval] if recomputes else []
     return tuple(
         UnitTransform(
             modules=unit.modules,
-            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            recomputes=settings.activation_checkpointing,
             is_compiled=settings.compile_units,
-            memory_budget=settings.activation_memory_budget,
             # Backward begins with the last layer: its activations would be back at once.
             offloads=settings.offload_activations and unit is not layers[-1],
         )
         for unit in layers
-        if unit in recomputed or settings.compile_units or settings.offload_activations
+        if recomputes or settings.compile_units or settings.offload_activations
     )
 
 

@@ -165,7 +165,7 @@ class Plan:
     @property
     def recomputes(self) -> bool:
         """Whether backward recomputes activations of some units."""
-        return any(transform.computes_again for transform in self.transforms)
+        return any(transform.recomputes != "none" for transform in self.transforms)
 
     @property
     def gathers_ahead(self) -> bool:

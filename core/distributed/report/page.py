@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import re
 from html import escape
+from pathlib import Path
+from string import Template
 
 from .table import TEXT_COLUMNS, Line, Memory, ModelFacts, UnitFacts, amount, dtype_names, headline, notes, table
 
-STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #667085; --line: #d6dbe3;
-  --soft: #f4f6f9; --fp32: #3b76c9; --bf16: #d9822b; --fp16: #2c9a6b; --fp64: #8256c4; --mixed: #78828f; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181f; --ink: #e5e9f0; --faint: #97a1b1; --line: #343c4a;
-  --soft: #1c222c; --fp32: #6ea0ea; --bf16: #eda052; --fp16: #53bd8e; --fp64: #a884e3; --mixed: #97a1b1; } }
-body { margin: 0 auto; padding: 2rem 1.5rem 3rem; max-width: 1160px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { font-size: 1.25rem; font-weight: 600; margin: 0 0 1rem; }
-.legend, .notes { color: var(--faint); font-size: 0.87rem; }
-.legend i { display: inline-block; width: 0.8rem; height: 0.8rem; margin: 0 0.4rem 0 1.2rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 0.87rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.35rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { font-weight: 600; color: var(--faint); }
-.text { text-align: left; } td.text { white-space: normal; overflow-wrap: break-word; }
-tbody tr:hover { background: var(--soft); } tfoot td { font-weight: 600; border-bottom: 0; }
-.notes { margin-top: 1.2rem; padding-left: 1.1rem; }
-.bar { height: 5px; margin-top: 2px; min-width: 1px; } .gathered { opacity: 0.35; }
-.fp32 { background: var(--fp32); } .bf16 { background: var(--bf16); } .fp16 { background: var(--fp16); }
-.fp64 { background: var(--fp64); } .mixed { background: var(--mixed); }
-"""
+# The page around every body, with the style of all pages.
+_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
 
 
 def as_html(facts: ModelFacts) -> str:
@@ -62,20 +45,7 @@ def page(title: str, body: str, style: str = "") -> str:
     Args:
         style: CSS in addition to that of all pages.
     """
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{STYLE}{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
+    return _PAGE.substitute(title=title, style=style, body=body)
 
 
 def _row(columns: tuple[str, ...], line: Line, bars: str = "") -> str:

@@ -18,16 +18,7 @@ _NORMS: dict[str | None, Builder] = {None: build_norm, "LayerNorm": LayerNorm, "
 
 @checks_arguments
 def get_gpt_layer_local_spec(
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool | None = False,
-    qk_layernorm: bool | None = False,
-    multi_latent_attention: bool | None = False,
-    fp8: str | None = None,
-    normalization: str | None = None,
-    qk_l2_norm: bool | None = False,
-    use_kitchen: bool = False,
-    use_kitchen_attention: bool = False,
-    kitchen_attention_backend: str = "sdpa",
+    num_experts: int | None = None, qk_layernorm: bool | None = False, normalization: str | None = None
 ) -> ModuleSpec:
     """Returns the spec of a layer of this package's modules.
 

@@ -18,18 +18,7 @@ import torch
 
 from ...base.errors import ConfigError, import_extra
 from ..launch.entry import environment_rank
-from .build import (
-    ALTERNATIVES,
-    DERIVED,
-    NEGATED,
-    NOT_FLAGS,
-    OTHER_NAMES,
-    SHORTHANDS,
-    TITLES,
-    build_config,
-    hint_for_foreign_flag,
-    is_required,
-)
+from . import build
 from .pretrain_config import PretrainConfig, section_types
 
 Result = TypeVar("Result")
@@ -51,9 +40,10 @@ def parse_arguments(
         MissingExtraError: cyclopts is not installed.
     """
     values = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
-    overridden = {name for group in ALTERNATIVES if group & values.keys() for name in group}
-    overridden |= {name for source, targets in DERIVED.items() if source in values for name in targets}
-    return build_config({name: value for name, value in (defaults or {}).items() if name not in overridden} | values)
+    overridden = {name for group in build.ALTERNATIVES if group & values.keys() for name in group}
+    overridden |= {name for source, targets in build.DERIVED.items() if source in values for name in targets}
+    others = {name: value for name, value in (defaults or {}).items() if name not in overridden}
+    return build.build_config(others | values)
 
 
 def parse_call(
@@ -84,7 +74,7 @@ def parse_call(
     try:
         _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
     except cyclopts.UnknownOptionError as error:
-        hint = hint_for_foreign_flag(error.token.keyword or "")
+        hint = build.hint_for_foreign_flag(error.token.keyword or "")
         raise ConfigError(hint or " ".join(str(error).split())) from None
     except cyclopts.UnusedCliTokensError as error:
         stray = " ".join(map(repr, error.unused_tokens or []))
@@ -109,7 +99,7 @@ def flag_documentation(kind: type) -> Mapping[str, str]:
 def _collector(defaults: dict[str, Any]) -> Any:
     """Returns a function whose keyword parameters are the flags, for cyclopts to read from its signature."""
     cyclopts = _library("cyclopts")
-    groups = {name: cyclopts.Group.create_ordered(title) for name, title in TITLES.items()}
+    groups = {name: cyclopts.Group.create_ordered(title) for name, title in build.TITLES.items()}
     parameters: dict[str, inspect.Parameter] = {}
 
     def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
@@ -123,7 +113,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
             flag, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(flag, default), annotation=annotation
         )
 
-    for name, (section, kind, text) in SHORTHANDS.items():
+    for name, (section, kind, text) in build.SHORTHANDS.items():
         add(name, section, kind, False if kind is bool else None, help=text)
     common = section_types(use_torch_fsdp2=False)
     for section, kind in section_types(use_torch_fsdp2=True).items():
@@ -132,19 +122,19 @@ def _collector(defaults: dict[str, Any]) -> Any:
         texts = {**flag_documentation(kind), **flag_documentation(common[section])}
         entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
         for name, entry in entries.items():
-            if name in NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):
+            if name in build.NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):
                 continue
             settings: dict[str, Any] = {"help": texts.get(name)}
-            if name in NEGATED:
+            if name in build.NEGATED:
                 # Keep the positive name too, so that either value can override a program's default.
-                settings.update(name=f"--{name.replace('_', '-')}", negative=NEGATED[name])
-            elif name in OTHER_NAMES:
-                settings["name"] = OTHER_NAMES[name]
+                settings.update(name=f"--{name.replace('_', '-')}", negative=build.NEGATED[name])
+            elif name in build.OTHER_NAMES:
+                settings["name"] = build.OTHER_NAMES[name]
             add(
                 name,
                 section,
-                bool if name in NEGATED else _flag_type(hints[name]),
-                inspect.Parameter.empty if is_required(entry) else entry.default,
+                bool if name in build.NEGATED else _flag_type(hints[name]),
+                inspect.Parameter.empty if build.is_required(entry) else entry.default,
                 **settings,
             )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from ...base.errors import ConfigError, ParallelConfigError
+from ...base.errors import ConfigError, ParallelConfigError, raise_together
 from ...base.megatron_names import FOREIGN_FLAGS
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import shards_parameters
@@ -31,11 +31,10 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         if other != "silu":
             raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
         settings.update(gated_linear_unit=True, activation_func="silu")
-    for shorthand, name in AS_NUMBER.items():
-        if (number := settings.pop(shorthand, None)) is not None:
-            if name in settings:
-                raise ConfigError(f"{shorthand} {number} and {name} contradict each other; drop one")
-            settings[name] = number
+    if (ranks := settings.pop("reshard_to_ranks", None)) is not None:
+        if "reshard_after_forward" in settings:
+            raise ConfigError(f"reshard_to_ranks {ranks} and reshard_after_forward contradict each other; drop one")
+        settings["reshard_after_forward"] = ranks
     if (of_stage := settings.pop("num_layers_per_virtual_pipeline_stage", None)) is not None:
         settings["virtual_pipeline_model_parallel_size"] = _virtual_stages(settings, of_stage)
     shares_keys, groups = settings.pop("group_query_attention", None), settings.get("num_query_groups")
@@ -58,10 +57,9 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
             sections[section] = kind(**own)
         except ConfigError as error:
             violations.append(error)
-    if violations:
-        violations += _division_errors(types, settings) if "model" not in sections else []
-        is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
-        raise (ParallelConfigError if is_parallel else ConfigError)("\n".join(map(str, violations)))
+    if "model" not in sections:
+        violations += _division_errors(types, settings)
+    raise_together(violations)
     return PretrainConfig(**sections)
 
 
@@ -172,9 +170,6 @@ SHORTHANDS: dict[str, tuple[str, Any, str]] = {
     ),
 }
 """Flags that are not fields: the section of ``--help`` that lists each one, its type and its help."""
-
-AS_NUMBER = {"reshard_to_ranks": "reshard_after_forward"}
-"""Shorthands that set a switch to a number, with the field of the switch."""
 
 DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
 """By field, the fields derived from it when not given: its flag overrides a program's defaults for those."""

@@ -15,9 +15,10 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from ...base.dtypes import DTYPES
-from ...base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ...base.errors import ConfigError, ParallelConfigError, ShardstackError, raise_together
 from ...base.files import brief
 from ...base.micro_batch_tree import num_microbatches, rank_counts
+from ...base.text import nearest_multiples
 from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import Engine
 from ...distributed.fully_sharded_data_parallel_config import config_class
@@ -25,7 +26,7 @@ from ...optimizer import OptimizerConfig
 from ...tensor_parallel.groups import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces
 from ...transformer.pipeline_stages import check_rounds
-from ...transformer.transformer_config import TransformerConfig, nearest_multiples
+from ...transformer.transformer_config import TransformerConfig
 from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
 
@@ -112,10 +113,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     Raises:
         ConfigError: all errors, a line each; a `ParallelConfigError` if all are about sizes that do not divide.
     """
-    violations = [*_size_violations(config, world_size), *_setting_violations(config)]
-    if violations:
-        kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
-        raise kind("\n".join(str(violation) for violation in violations))
+    raise_together([*_size_violations(config, world_size), *_setting_violations(config)])
 
 
 def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:

@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
@@ -64,17 +65,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=_DESCRIPTION)
+    number = partial(parser.add_argument, type=int, default=0)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks to start, 1 by default")
     parser.add_argument("--nnodes", type=int, default=1, help="machines, each with a launcher; 1 by default")
-    parser.add_argument("--node-rank", type=int, default=0, help="number of this machine; 0, the default, decides")
+    number("--node-rank", help="number of this machine; 0, the default, decides")
     parser.add_argument("--master-addr", default="127.0.0.1", help="where machine 0 is reached by the others")
     parser.add_argument("--master-port", type=int, default=29500, help="its port, 29500 by default")
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="how many times to start all ranks again after a failure; 0 by default",
-    )
+    number("--max-restarts", help="how many times to start all ranks again after a failure; 0 by default")
     parser.add_argument(
         "--on-lost-rank",
         choices=POLICIES,
@@ -88,12 +85,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=600.0,
         help="seconds without a step after which a rank that holds up the others is killed; 600 by default",
     )
-    parser.add_argument(
-        "--spare-processes",
-        type=int,
-        default=0,
-        help="processes that wait to take the place of a lost rank; 0 by default",
-    )
+    number("--spare-processes", help="processes that wait to take the place of a lost rank; 0 by default")
     parser.add_argument("script", help="the program that each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)

@@ -73,7 +73,7 @@ def test_collectives_equal_torch_and_are_recorded(async_op: bool) -> None:
 def test_a_wait_that_fails_is_explained() -> None:
     work = mock.Mock()
     work.wait.side_effect = RuntimeError("Timed out waiting 10ms for recv operation")
-    with fake_world(rank=0, world_size=2), mock.patch("core.diagnostics.out_of_step.ask_other_ranks"):
+    with fake_world(rank=0, world_size=2), mock.patch("core.comm.record.ask_other_ranks"):
         pending = _started(work)
         assert record_of().first_unfinished() is not None
         with pytest.raises(OutOfStepError, match=r"^rank 0 of 2 waited \d+ s for all-reduce 1 of the loss"):

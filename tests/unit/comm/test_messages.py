@@ -99,7 +99,7 @@ def _broadcast_expanded() -> None:
     assert not memory[6:].any()  # the memory behind it
 
 
-def test_an_expanded_tensor_is_written_once_and_nothing_behind_it() -> None:
+def test_an_expanded_tensor_is_written_once() -> None:
     run_distributed(_broadcast_expanded, 2)
 
 

@@ -345,7 +345,7 @@ def test_in_a_large_world_only_the_first_ranks_compare_with_all():
     with fake_world(rank=3, world_size=2 * record.MOST_ASKING), mock.patch.object(record, "_store", lambda: store):
         messages = []
         for _ in range(record.MOST_ASKING + 1):
-            with mock.patch.object(out_of_step, "ask_other_ranks") as asked:
+            with mock.patch.object(record, "ask_other_ranks") as asked:
                 call = recorded("all-reduce", "the loss", 16)
                 with pytest.raises(OutOfStepError) as caught:
                     call.explain(dist.DistBackendError("timed out"))

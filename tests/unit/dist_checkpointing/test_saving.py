@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 from core.base import device
 from core.base.errors import CheckpointError
-from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save, saving
+from core.dist_checkpointing import (
+    AsyncSaver,
+    Retention,
+    agreement,
+    latest_checkpoint,
+    load,
+    model_state_dict,
+    save,
+    saving,
+)
 from core.dist_checkpointing.saving import HostStaging
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
@@ -227,7 +236,7 @@ def test_staging_memory_is_kept_and_grows():
 def test_another_state_is_planned_again(tmp_path, changed):
     saver = AsyncSaver()
     for state, plans in (({"t0": torch.ones(2)}, 1), ({"t0": torch.zeros(2)}, 0), (changed, 1)):
-        with mock.patch.object(saving, "planned_pieces", wraps=saving.planned_pieces) as planned:
+        with mock.patch.object(agreement, "planned_pieces", wraps=agreement.planned_pieces) as planned:
             saver.save(state, tmp_path / "it", metadata={})
         saver.wait()
         assert planned.call_count == plans

@@ -17,7 +17,7 @@ from core.models.gpt.architecture import architecture_of
 from core.models.gpt.hugging_face import save_hugging_face
 from core.optimizer import get_megatron_optimizer
 from core.training.checkpointing import load_checkpoint
-from core.training.config.arguments import build_config
+from core.training.config.build import build_config
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module

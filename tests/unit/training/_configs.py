@@ -9,7 +9,7 @@ import torch
 from core.base.device import current_device
 from core.models.gpt import GPTModel
 from core.training.config import PretrainConfig
-from core.training.config.arguments import build_config
+from core.training.config.build import build_config
 from core.training.data import Batch
 
 SMALL: dict[str, Any] = {

@@ -72,8 +72,6 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: PositionEmbeddingType = "learned_absolute",
-        num_tokentypes: int = 0,
-        scatter_to_sequence_parallel: bool = True,
         tp_group: Group = None,
     ) -> None:
         check_same_groups("LanguageModelEmbedding", ProcessGroupCollection(tp=tp_group), ("tp",))

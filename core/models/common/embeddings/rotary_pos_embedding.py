@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ....base.errors import ConfigError
 from ....base.megatron_names import checks_arguments
@@ -31,18 +30,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     @checks_arguments
-    def __init__(
-        self,
-        kv_channels: int,
-        rotary_percent: float = 1.0,
-        rotary_interleaved: bool = False,
-        seq_len_interpolation_factor: float | None = None,
-        rotary_base: float = 10000.0,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        use_cpu_initialization: bool = False,
-        cp_group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, kv_channels: int, rotary_percent: float = 1.0, rotary_base: float = 10000.0) -> None:
         super().__init__()
         self.size, self.base = int(kv_channels * rotary_percent), float(rotary_base)
         if self.size < 2 or self.size % 2:

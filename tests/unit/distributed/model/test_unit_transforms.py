@@ -80,13 +80,6 @@ def test_checkpointing_changes_no_bit_and_no_name(kind):
     assert sum(kept_now) < 0.5 * sum(kept)
 
 
-def test_every_nth_unit_is_checkpointed_except_single_layers():
-    plain = _run()[0]
-    found, runs, _, _ = _run(activation_checkpointing="full", activation_checkpointing_interval=2)
-    assert all(map(torch.equal, found, plain))
-    assert runs == [2, 1, 2]
-
-
 class Operations(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -138,19 +131,11 @@ def test_what_cannot_be_done_is_refused_by_name():
         ParallelConfigError, match=r"activation_checkpointing is 'full'.*recompute_granularity is 'sel"
     ):
         _transform(model, (Layer,), activation_checkpointing="full")
-    for fields in (
-        {"activation_checkpointing": "some"},
-        {"activation_checkpointing": "full", "activation_checkpointing_interval": 0},
-        {"activation_checkpointing_interval": 2},
-    ):
-        with pytest.raises(ParallelConfigError, match="activation_checkpointing"):
-            TorchFullyShardedDataParallelConfig(**fields)
+    with pytest.raises(ParallelConfigError, match="activation_checkpointing"):
+        TorchFullyShardedDataParallelConfig(activation_checkpointing="some")
 
 
-CHECKPOINTED = (
-    {"activation_checkpointing": "full"},
-    {"activation_checkpointing": "selective", "activation_checkpointing_interval": 2},
-)
+CHECKPOINTED = ({"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"})
 
 
 def _gradients(kind: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
