@@ -82,20 +82,13 @@ class GPTModel(LanguageModule):
         max_sequence_length: int = 0,
         pre_process: bool = True,
         post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: PositionEmbeddingType = "learned_absolute",
         rotary_percent: float | None = None,
         rotary_base: float | None = None,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        scatter_embedding_sequence_parallel: bool = True,
-        seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
-        logit_dtype: torch.dtype | None = None,
     ) -> None:
         if isinstance(transformer_layer_spec, int):
             raise ConfigError(

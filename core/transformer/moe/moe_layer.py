@@ -58,11 +58,8 @@ class MoELayer(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: None = None,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        is_mtp_layer: bool = False,
-        name: str | None = None,
     ) -> None:
         check_same_groups("MoELayer", pg_collection, ("tp", "cp", "pp", "ep", "expt_tp"))
         config.check_sizes_given("num_layers", "hidden_size", "num_moe_experts")
