@@ -232,11 +232,6 @@ def _dependence_on_ranks(config: PretrainConfig) -> Iterator[ConfigError]:
             "reproducible_across_ranks seeds dropout by micro-batch and data_parallel_random_init by rank; drop the "
             "latter"
         )
-    if "global_aux_loss" in config.model.auxiliary_losses:
-        yield ConfigError(
-            "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type counts "
-            "depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
-        )
 
 
 def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:
