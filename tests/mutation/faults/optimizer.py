@@ -200,10 +200,10 @@ MUTATIONS = (
         ("tests/unit/optimizer/test_run_state.py::test_half_of_a_state_is_refused_before_anything_changes",),
     ),
     Mutation(
-        "one pipeline stage's error is its own",
+        "the parameters of one pipeline stage are checked as those of the model",
         "core.optimizer.distrib_optimizer.get_megatron_optimizer",
-        r"stages\.on_all\(choose\)",
-        "choose()",
+        r"stages\.all_gather\((.*?)\)",
+        r"[\1]",
         ("tests/unit/optimizer/test_muon_over_ranks.py::test_checks_are_of_all_stages",),
     ),
 )
