@@ -26,16 +26,7 @@ def as_message(tensor: Tensor) -> Tensor:
     """Returns a tensor's values as every backend can move them: in its shape, or as bytes `[n]`.
 
     Shares the tensor's memory where that is contiguous; else `write_back` copies what arrived.
-
-    Raises:
-        ShardstackError: a sparse tensor.
     """
-    if tensor.layout is not torch.strided:
-        raise ShardstackError(
-            f"a tensor of shape {list(tensor.shape)} and layout {tensor.layout} was to be sent between ranks, which "
-            "works for dense tensors; keep a sparse one in a plain attribute of the module, equal on all ranks, and "
-            "not in a buffer or parameter"
-        )
     message = tensor.resolve_conj().resolve_neg().contiguous()
     return message if message.dtype in _SENT_AS_THEY_ARE else as_bytes(message)
 

@@ -129,8 +129,3 @@ def test_a_contiguous_tensor_is_its_own_message() -> None:
     assert as_message(conjugate).view(torch.complex64).tolist() == [1 - 2j, 3 + 1j]
     write_back(conjugate, as_message(torch.tensor([2 + 0j, 1j])))
     assert conjugate.tolist() == [2, 1j]
-
-
-def test_a_sparse_tensor_is_refused_in_one_line() -> None:
-    with pytest.raises(ShardstackError, match=r"shape \[2, 2\] and layout torch.sparse_coo was to be sent"):
-        as_message(torch.eye(2).to_sparse())
