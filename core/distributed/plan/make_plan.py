@@ -99,12 +99,10 @@ def _plan_whole(
         bucket_size = default_bucket_size(groups.whole.size())
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
+        dp_size = groups.of(params[0]).whole.size() if is_sharded else None
+        sizes = {"bucket_size": bucket_size, "num_buckets": num_buckets}
         return lay_out_params(
-            params,
-            dp_size=groups.of(params[0]).whole.size() if is_sharded else None,
-            bucket_size=bucket_size,
-            num_buckets=num_buckets,
-            for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
+            params, dp_size=dp_size, for_high_busbw=settings.pad_buckets_for_high_nccl_busbw, **sizes
         )
 
     pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
@@ -146,12 +144,12 @@ def _plan_gathered(
         if is_fsdp2:
             return pieces.by_rows(params)
         cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
-        return pieces.in_buffers(
-            params,
-            lambda of: [
-                lay_out_unit([p.shape for p in of], pieces.num_parts(kind_of(of[0])), cut, for_high_busbw=pads)
-            ],
-        )
+
+        def lay_out(of: Sequence[nn.Parameter]) -> list[BucketLayout]:
+            num_parts = pieces.num_parts(kind_of(of[0]))
+            return [lay_out_unit([p.shape for p in of], num_parts, cut, for_high_busbw=pads)]
+
+        return pieces.in_buffers(params, lay_out)
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
