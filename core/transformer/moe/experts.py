@@ -69,17 +69,12 @@ class GroupedLinear(ParameterOwner):
         super().__init__(expert_tensor_group())
         experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         self.splits_output = partition_dim == 1
-        size = per_rank(
-            output_size if self.splits_output else input_size,
-            self.tp_group,
-            "ffn_hidden_size of an expert",
-            "expert_tensor_parallel_size",
-        )
+        split_size = output_size if self.splits_output else input_size
+        size = per_rank(split_size, self.tp_group, "ffn_hidden_size of an expert", "expert_tensor_parallel_size")
         rows, columns = (size, input_size) if self.splits_output else (output_size, size)
         options: dict[str, Any] = {"config": config, "is_expert": parallel_state.experts_are_apart()}
-        self.add_parameter(
-            "weight", (experts, rows, columns), EachExpert(init_method), partition_dim=partition_dim, **options
-        )
+        shape_of_weight, fill = (experts, rows, columns), EachExpert(init_method)
+        self.add_parameter("weight", shape_of_weight, fill, partition_dim=partition_dim, **options)
         shape, split_dim = (experts, rows) if config.add_bias_linear else None, 1 if self.splits_output else None
         self.add_parameter("bias", shape, nn.init.zeros_, partition_dim=split_dim, **options)
         self._multiply = grouped_matmul if config.moe_grouped_gemm else looped_matmul
