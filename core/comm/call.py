@@ -169,16 +169,8 @@ class Collective:
 
     def as_json(self) -> list[Any]:
         """Returns the fields that are published to other ranks."""
-        return [
-            self.number,
-            self.occurrence,
-            self.kind,
-            self.what,
-            self.num_bytes,
-            self.started_at,
-            self.ended_at if self.is_over else None,
-            self.has_failed,
-        ]
+        fixed = [self.number, self.occurrence, self.kind, self.what, self.num_bytes, self.started_at]
+        return [*fixed, self.ended_at if self.is_over else None, self.has_failed]
 
 
 class _RecordedWork(dist.Work):

@@ -177,12 +177,8 @@ class HostCopies:
         folder.mkdir(parents=True, exist_ok=True)
         memory = {file: _map_file(folder / file, size) for file, size in sizes.items()}
         self._memory.append(memory)
-        self._copies.append(
-            [
-                memory[piece.file][piece.start : piece.start + piece.num_bytes].view(dtype).view(piece.sizes)
-                for piece, dtype in places
-            ]
-        )
+        in_bytes = [(memory[p.file][p.start : p.start + p.num_bytes], p.sizes, dtype) for p, dtype in places]
+        self._copies.append([part.view(dtype).view(sizes) for part, sizes, dtype in in_bytes])
 
 
 def partners(nodes: Sequence[int]) -> list[int | None]:

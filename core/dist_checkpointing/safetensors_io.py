@@ -31,9 +31,7 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 """The default of `transformers`."""
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
+    **{f"F{bits}": DTYPES[f"float{bits}"] for bits in (16, 32, 64)},
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,

@@ -22,15 +22,9 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig, Eng
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
 from .groups import LEFT_OUT, Ranks, find_groups, is_summed_later, managed_parameters
+from .model import unfit_models
 from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations
-from .model.unfit_models import (
-    reject_different_models,
-    reject_expert_parameters,
-    reject_unfit,
-    reject_unfit_for_fsdp2,
-    reject_wrapped,
-)
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
 from .plan.unit_choice import UnitChoice, default_unit_classes
@@ -72,7 +66,7 @@ class _BaseDataParallel(EngineVerbs):
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
-        reject_different_models(plan)
+        unfit_models.reject_different_models(plan)
         if plan.transforms:
             transform_units(plan.transforms)
         if plan.shards_parameters and any(map(is_packed, module.parameters())):
@@ -122,7 +116,7 @@ class _BaseDataParallel(EngineVerbs):
             WrapError: the model is wrapped already or cannot be wrapped.
             ParallelConfigError: from `plan_model`.
         """
-        reject_wrapped(module, (_BaseDataParallel,))
+        unfit_models.reject_wrapped(module, (_BaseDataParallel,))
         instances = ddp_config.num_distributed_optimizer_instances
         groups = find_groups(cls.__name__, instances, ranks, pg_collection)
         for parameter in module.parameters():
@@ -130,15 +124,15 @@ class _BaseDataParallel(EngineVerbs):
         if ddp_config.replicated or ddp_config.ignored:
             shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
             groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
-        reject_expert_parameters(module, config, groups)
+        unfit_models.reject_expert_parameters(module, config, groups)
         if ddp_config.reproducible_across_ranks and depends_on_ranks(module):
             raise ParallelConfigError(
                 "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type "
                 "counts depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
             )
-        reject_unfit(module)
+        unfit_models.reject_unfit(module)
         if cls.engine is Engine.FSDP2:
-            reject_unfit_for_fsdp2(module)
+            unfit_models.reject_unfit_for_fsdp2(module)
         classes = default_unit_classes(model) if unit_classes is None else unit_classes
         return plan_model(
             model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options

@@ -208,10 +208,5 @@ class FullyShardedDataParallel(_FlatDataParallel):
     def held_tensors(self) -> dict[str, list[Tensor]]:
         tensors = super().held_tensors()
         slots = {unit.slot for unit in self.units if unit.slot is not None}
-        return tensors | {
-            "parameters": [*self._shards, *self.module.buffers()],
-            "gathered parameters": [
-                *(part for slot in slots for part in slot.parts),
-                *(part for unit in self.units for part in unit.part),
-            ],
-        }
+        gathered = [*(part for slot in slots for part in slot.parts), *(part for u in self.units for part in u.part)]
+        return tensors | {"parameters": [*self._shards, *self.module.buffers()], "gathered parameters": gathered}

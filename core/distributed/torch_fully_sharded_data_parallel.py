@@ -377,18 +377,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        state, sums = self.torch_state, self._sums.tensors if self._sums is not None else ()
+        parts = [part.tensor for part in self._parts if part.tensor is not None]
         return {
-            "parameters": [*self.torch_state.shard_tensors(), *self.module.buffers()],
-            "gathered parameters": [
-                *self.torch_state.gathered_tensors(),
-                *(part.tensor for part in self._parts if part.tensor is not None),
-                *self._lent_memory.tensors,
-            ],
-            "gradients": [
-                *self.torch_state.gradient_tensors(),
-                *(self._sums.tensors if self._sums is not None else ()),
-            ],
-            "gradients not reduced yet": list(self.torch_state.whole_gradients()),
+            "parameters": [*state.shard_tensors(), *self.module.buffers()],
+            "gathered parameters": [*state.gathered_tensors(), *parts, *self._lent_memory.tensors],
+            "gradients": [*state.gradient_tensors(), *sums],
+            "gradients not reduced yet": list(state.whole_gradients()),
         }
 
     def gradient_receivers(self) -> list[nn.Parameter]:

@@ -207,20 +207,11 @@ def build_param_groups(
             override = override_of(config_overrides, p.name, p.param)
         wd, max_lr = override.get("wd_mult", 1.0), override.get("max_lr", config.lr)
         min_lr = override.get("min_lr", config.min_lr)
-        group = groups.setdefault(
-            (wd, scale, max_lr, min_lr),
-            {
-                "params": [],
-                "default_config": (wd, scale, max_lr, min_lr) == (1.0, 1.0, config.lr, config.min_lr),
-                "wd_mult": wd,
-                "lr_mult": scale,
-                "lr": max_lr * scale,
-                "weight_decay": config.weight_decay * wd,
-                "max_lr": max_lr,
-                "min_lr": min_lr,
-            },
-        )
-        group["params"].append(p.main)
+        own, of_config = (wd, scale, max_lr, min_lr), (1.0, 1.0, config.lr, config.min_lr)
+        rates = {"lr": max_lr * scale, "weight_decay": config.weight_decay * wd, "max_lr": max_lr, "min_lr": min_lr}
+        if own not in groups:
+            groups[own] = {"params": [], "default_config": own == of_config, "wd_mult": wd, "lr_mult": scale, **rates}
+        groups[own]["params"].append(p.main)
     return list(groups.values())
 
 

@@ -99,43 +99,23 @@ def update_by_adamw(rule: SkippableRule, group: dict[str, Any]) -> None:
 def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
     params, grads, exp_avgs, exp_avg_sqs = columns
     steps = torch.full((), count, dtype=torch.float32, device=params[0].device)  # a fill does not wait for the device
-    torch._fused_adamw_(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [steps] * len(params),
-        lr=group["lr"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-        found_inf=_on(params[0].device, found_inf),
-    )
+    beta1, beta2 = group["betas"]
+    options = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], **_common_options(group, found_inf, params[0])}
+    torch._fused_adamw_(params, grads, exp_avgs, exp_avg_sqs, [], [steps] * len(params), amsgrad=False, **options)
 
 
 def _sgd(group: dict[str, Any], found_inf: Tensor | None, columns: Columns) -> None:
     params, grads, *buffers = columns
-    torch._fused_sgd_(
-        params,
-        grads,
-        buffers[0] if buffers else [],
-        lr=group["lr"],
-        momentum=group["momentum"],
-        weight_decay=group["weight_decay"],
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,  # zeroed buffers give what a missing one does
-        found_inf=_on(params[0].device, found_inf),
-    )
+    options = {"momentum": group["momentum"], "dampening": 0.0, "nesterov": False}
+    options["is_first_step"] = False  # zeroed buffers give what a missing one does
+    options |= _common_options(group, found_inf, params[0])
+    torch._fused_sgd_(params, grads, buffers[0] if buffers else [], **options)
 
 
-def _on(device: torch.device, found_inf: Tensor | None) -> Tensor | None:
-    return None if found_inf is None else found_inf.to(device)  # offloaded parameters are on another device
+def _common_options(group: dict[str, Any], found_inf: Tensor | None, param: Tensor) -> dict[str, Any]:
+    """Returns what torch's fused rules have in common, for parameters on the device of one of them."""
+    skips = None if found_inf is None else found_inf.to(param.device)  # offloaded parameters are on another device
+    return {"lr": group["lr"], "weight_decay": group["weight_decay"], "maximize": False, "found_inf": skips}
 
 
 def build_update_rule(

@@ -99,21 +99,14 @@ class _Pipeline:
         self.doing, self.is_waiting = "connecting to the other pipeline stages", True
         self._stages = []
         for chunk in self._chunks:
-            chunk.stage = stages[stage_index(config, rank, chunk.index)]
+            chunk.stage = place = stages[stage_index(config, rank, chunk.index)]
             between = chunk.tensors_between(config)
-            self._stages.append(
-                _Stage(
-                    chunk,
-                    chunk.stage.index,
-                    chunk.stage.count,
-                    here,
-                    input_args=() if chunk.stage.is_first else between,
-                    output_args=(torch.empty((), device="meta"),) if chunk.stage.is_last else between,
-                    group=group,
-                    dw_builder=chunk.take_deferred if config.pipeline_schedule == "ZBVZeroBubble" else None,
-                )
-            )
-            self._stages[-1].pipeline, self._stages[-1].chunk = self, chunk
+            inputs = () if place.is_first else between
+            outputs = (torch.empty((), device="meta"),) if place.is_last else between
+            deferred = chunk.take_deferred if config.pipeline_schedule == "ZBVZeroBubble" else None
+            stage = _Stage(chunk, place.index, place.count, here, inputs, outputs, group=group, dw_builder=deferred)
+            stage.pipeline, stage.chunk = self, chunk
+            self._stages.append(stage)
         check_rounds(config, num_microbatches)
         self._num_microbatches, self._forward_only = num_microbatches, forward_only
         self._splits_backward = config.pipeline_schedule == "ZBVZeroBubble" and not forward_only

@@ -16,15 +16,9 @@ from torch import nn
 from ..base.errors import ConfigError, ParallelConfigError
 from ..base.megatron_names import checks_arguments
 from ..model_parallel_config import ModelParallelConfig
+from . import mappings
 from .groups import Group, check_degree, check_ids, group_rank, group_size, per_rank
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred, mark_parameter
-from .mappings import (
-    column_parallel_linear,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
 from .weight_gradients import embedding, linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -107,10 +101,10 @@ class ColumnParallelLinear(ParameterOwner):
         if weight.shape != shape:
             raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {shape}")
         bias = None if self.skip_bias_add else self.bias
-        output = column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
+        output = mappings.column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gathers and group_size(self.tp_group) > 1:
-            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+            output = mappings.gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:
@@ -182,12 +176,12 @@ class RowParallelLinear(ParameterOwner):
         if group_size(self.tp_group) == 1:
             return linear(input_, self.weight, bias), separate_bias
         if not self.input_is_parallel:
-            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+            input_ = mappings.scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         partial = linear(input_, self.weight)  # [s, b, output_size], this rank's addend
         if self.sequence_parallel:
-            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
+            output = mappings.reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
         else:
-            output = reduce_from_tensor_model_parallel_region(partial, self.tp_group)
+            output = mappings.reduce_from_tensor_model_parallel_region(partial, self.tp_group)
         return output if bias is None else output + bias, separate_bias
 
     def extra_repr(self) -> str:
@@ -250,8 +244,10 @@ class VocabParallelEmbedding(ParameterOwner):
         local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
         output = embedding(local, self.weight, self.adds_gradient_rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:  # [s, b, h], to split dim 0
-            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
-        return reduce_from_tensor_model_parallel_region(output, self.tp_group)
+            return mappings.reduce_scatter_to_sequence_parallel_region(
+                output.transpose(0, 1).contiguous(), self.tp_group
+            )
+        return mappings.reduce_from_tensor_model_parallel_region(output, self.tp_group)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"

@@ -74,30 +74,21 @@ def reject_settings(accelerator: Accelerator) -> None:
     sync_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     compiles = str(getattr(getattr(state.dynamo_plugin, "backend", None), "value", "NO")).upper() != "NO"
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    has_prepared, precision = accelerator._models or accelerator._optimizers, accelerator.mixed_precision
+    plugins = {name: getattr(state, name, None) for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")}
+    # Of ranks on CPU accelerate drops the plugin in silence.
+    has_fsdp = plugins.pop("fsdp_plugin") is not None or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    is_parallel = parallelism is not None and parallelism.total_size > 1
     for is_set, what, remedy in (
+        (has_prepared, "a model or optimizer that is prepared already", "call use_shardstack before prepare"),
         (
-            accelerator._models or accelerator._optimizers,
-            "a model or optimizer that is prepared already",
-            "call use_shardstack before prepare",
-        ),
-        (
-            # Of ranks on CPU accelerate drops the plugin in silence.
-            getattr(state, "fsdp_plugin", None) is not None or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+            has_fsdp,
             "an fsdp_plugin (fsdp=..., or FSDP_* variables)",
             "drop it, and give its settings to ShardstackPlugin (docs/trainer-and-accelerate.md)",
         ),
-        (getattr(state, "deepspeed_plugin", None) is not None, "a deepspeed_plugin", "drop it"),
-        (getattr(state, "megatron_lm_plugin", None) is not None, "a megatron_lm_plugin", "drop it"),
-        (
-            parallelism is not None and parallelism.total_size > 1,
-            "a parallelism_config",
-            "drop it: all ranks are data parallel",
-        ),
-        (
-            accelerator.mixed_precision in ("fp16", "fp8"),
-            f"mixed_precision={accelerator.mixed_precision!r}",
-            "use 'bf16'",
-        ),
+        *((plugin is not None, f"a {name}", "drop it") for name, plugin in plugins.items()),
+        (is_parallel, "a parallelism_config", "drop it: all ranks are data parallel"),
+        (precision in ("fp16", "fp8"), f"mixed_precision={precision!r}", "use 'bf16'"),
         (compiles, "torch.compile (dynamo_plugin)", "drop it, and give ShardstackPlugin compile_units=True"),
         (sync_each, "sync_each_batch", "drop it, and give ShardstackPlugin reduce_every_micro_batch=True"),
         (
@@ -116,14 +107,11 @@ def reject_arguments(trainer: Any) -> None:
     Raises:
         ConfigError: names the argument, and what to do instead.
     """
+    has_trained = isinstance(trainer.optimizer, AcceleratedOptimizer)
     for name, is_set, remedy in (
         ("fsdp", bool(trainer.args.fsdp), "drop it, and give its settings to ShardstackPlugin"),
         ("auto_find_batch_size", trainer.args.auto_find_batch_size, "it would wrap a model twice; give a batch size"),
-        (
-            "optimizer",
-            isinstance(trainer.optimizer, AcceleratedOptimizer),
-            "it has trained already; build a new Trainer",
-        ),
+        ("optimizer", has_trained, "it has trained already; build a new Trainer"),
         ("n_gpu", trainer.args.n_gpu > 1, "one process has several GPUs; start one for each with torchrun"),
         ("model", trainer.is_distributed_loading_by_transformers, "it was loaded sharded; load it whole"),
         ("model", trainer.is_model_parallel, "its layers are on several devices; load it without device_map"),

@@ -17,16 +17,7 @@ from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, fin
 from ...distributed.gradient_state import Phase
 from ..bridge.trained import Trained, mix_in, replace_parameters
 from ..bridge.translation import FSDP2
-from .shared import (
-    Processes,
-    ZeroesThroughWrapper,
-    check_precision,
-    load_folder,
-    save_folder,
-    take_optimizer,
-    trained_of,
-    wrap,
-)
+from . import shared
 
 
 class NoSync(_BackwardSyncControl):
@@ -34,10 +25,10 @@ class NoSync(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Lets gradients accumulate on this rank where `enabled`."""
-        return trained_of(module).wrapper.no_sync() if enabled else nullcontext()
+        return shared.trained_of(module).wrapper.no_sync() if enabled else nullcontext()
 
 
-class ShardstackFabricStrategy(Processes, DDPStrategy):
+class ShardstackFabricStrategy(shared.Processes, DDPStrategy):
     """Trains modules under any wrapper of `core.distributed`, in a loop of the user's.
 
     `fabric.backward` reduces gradients, once a step where the others run in `fabric.no_backward_sync`; the optimizer's
@@ -59,7 +50,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         """Checks the precision. Fabric calls it when it has set the strategy's parts."""
-        check_precision(self.precision)
+        shared.check_precision(self.precision)
         super()._configure_launcher()
 
     # ---- setup
@@ -70,7 +61,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
         """Wraps a module."""
-        return wrap(module, self.settings, self.units).wrapper
+        return shared.wrap(module, self.settings, self.units).wrapper
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
@@ -99,7 +90,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
         Raises:
             OptimizerError: built before the model was wrapped, or one that cannot update its shards.
         """
-        trained = take_optimizer(optimizer)
+        trained = shared.take_optimizer(optimizer)
         if any(other.wrapper is trained.wrapper for other in self._trained.values()):
             raise OptimizerError(
                 f"{type(optimizer).__name__} is a second optimizer of one model; a step of the first zeroes the "
@@ -107,7 +98,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             )
         self._trained[optimizer] = trained
         vars(optimizer)["wrapper"] = trained.wrapper
-        mix_in(optimizer, ZeroesThroughWrapper)
+        mix_in(optimizer, shared.ZeroesThroughWrapper)
         return optimizer
 
     # ---- a step
@@ -144,7 +135,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             ConfigError: another norm than L2.
             OptimizerError: a norm that is not finite, where that is to be an error.
         """
-        norm = trained_of(module).norm.clip(float(max_norm), norm_type)
+        norm = shared.trained_of(module).norm.clip(float(max_norm), norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise OptimizerError(
                 f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or "
@@ -154,13 +145,13 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamps each element of the gradient."""
-        trained_of(module).norm.clamp(float(clip_val))
+        shared.trained_of(module).norm.clamp(float(clip_val))
 
     # ---- checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the tensors of the whole model, each rank with its part of their values."""
-        return trained_of(module).model_tensors()
+        return shared.trained_of(module).model_tensors()
 
     def save_checkpoint(
         self,
@@ -184,7 +175,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             raise CheckpointError(f"filter names {', '.join(foreign_names)}; only the model's tensors can be filtered")
         for keeps in (filter or {}).values():
             model = {name: tensor for name, tensor in model.items() if keeps(name, tensor)}
-        save_folder(self.folder(path), trained, model, values, with_optimizer=has_optimizer)
+        shared.save_folder(self.folder(path), trained, model, values, with_optimizer=has_optimizer)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -202,7 +193,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
             raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
         trained, values, has_optimizer = self._split(states)
         folder = self.folder(path)
-        values_there: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
+        values_there: dict[str, Any] = shared.load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
         missing = [name for name in values if name not in values_there]
         if strict and missing:
             raise CheckpointError(f"{folder} does not hold {', '.join(missing)}; give strict=False, or leave them out")
@@ -230,7 +221,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
                 f"a checkpoint was asked for with {len(models)} models and {len(optimizers)} optimizers; a folder "
                 "holds one model and at most one optimizer: use a folder for each"
             )
-        trained = trained_of(models[0])
+        trained = shared.trained_of(models[0])
         optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
         if optimizer is not None and optimizer not in self._trained:
             raise CheckpointError(

@@ -163,14 +163,8 @@ def encode_index(index: CheckpointIndex) -> str:
         }
         for name, entry in index.tensors.items()
     }
-    document = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "byte_order": sys.byteorder,
-        "metadata": index.metadata,
-        "file_bytes": index.file_bytes,
-        "tensors": tensors,
-    }
+    document = {"format": _FORMAT, "version": _VERSION, "byte_order": sys.byteorder}
+    document |= {"metadata": index.metadata, "file_bytes": index.file_bytes, "tensors": tensors}
     return _dump({**document, "sha256": seal(document)})
 
 

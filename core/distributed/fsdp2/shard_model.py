@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.utils._pytree import tree_leaves
 
 from ...base._torch_compat import NO_BACKWARD, current_backward, reduce_parameters_without_gradient
@@ -28,14 +22,8 @@ from ..model.forward_hooks import SavedWeights, in_use_message, watch_outputs
 from ..model.initial_values import parameter_attributes_kept
 from ..model.unfit_models import note_sharded
 from ..plan import GradientReduction, Plan, UnitPlan
-from .torch_private import (
-    as_fsdp,
-    begin_backward,
-    end_backward,
-    gather_asynchronously,
-    gather_for_forward,
-    gathered_tensors_of,
-)
+from . import torch_private
+from .torch_private import as_fsdp
 
 
 def shard_model(plan: Plan) -> None:
@@ -57,10 +45,10 @@ def shard_model(plan: Plan) -> None:
         alone = plan.groups.replicated.shard
         meshes["replicated"] = DeviceMesh.from_group(alone, mesh.device_type, mesh_dim_names=("dp_cp",))
     ignored = {parameter for parameter in module.parameters() if kind_of(parameter) == "ignored"}
-    offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.cpu_offload else OffloadPolicy()
+    offload_policy = fsdp.CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.cpu_offload else fsdp.OffloadPolicy()
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in plan.units:
-            fully_shard(
+            fsdp.fully_shard(
                 unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
                 mesh=meshes.get(unit.kind, mesh),
                 reshard_after_forward=unit.is_freed,
@@ -80,7 +68,7 @@ def shard_model(plan: Plan) -> None:
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
         if mesh.device_type == "cpu" and plan.gathers_ahead:
-            gather_asynchronously(submodule)
+            torch_private.gather_asynchronously(submodule)
     if plan.groups.experts is not None:
         _divide_gradients_of_experts(plan, plan.groups.experts)
 
@@ -100,9 +88,9 @@ def _divide_gradients_of_experts(plan: Plan, groups: DataParallelGroups) -> None
                 member.set_all_reduce_hook(partial(Tensor.mul_, other=1.0 / groups.divisor))  # type: ignore[arg-type]
 
 
-def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(module: nn.Module) -> list[fsdp.FSDPModule]:
     """Returns every module that torch's `fully_shard` has been applied to, the root first."""
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, fsdp.FSDPModule)]
 
 
 # ---- gathered ahead of their use, and readable by backward after they are freed
@@ -159,7 +147,7 @@ class FreedWeights:
             self._module.set_reshard_after_forward(False, recurse=False)
 
     def _memory(self) -> Sequence[torch.Tensor]:
-        return gathered_tensors_of(self._module)
+        return torch_private.gathered_tensors_of(self._module)
 
     def _gather(self) -> None:
         reject_graph_of_gradients(f"unit {' + '.join(self._unit.names)}")
@@ -192,11 +180,11 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
             # Where others have run the unit, the one after it has an input with a gradient, and is reduced before.
             for before in units:
                 if before in first and before not in passed:
-                    end_backward(as_fsdp(before))
+                    torch_private.end_backward(as_fsdp(before))
             passed.add(module)
-            begin_backward(as_fsdp(module))
+            torch_private.begin_backward(as_fsdp(module))
         elif module not in first:
-            end_backward(as_fsdp(module))
+            torch_private.end_backward(as_fsdp(module))
 
     order = UnitOrder(plan, units, pass_by)
 
@@ -227,7 +215,7 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
     def gather_skipped(module: nn.Module | None = None) -> None:
         for skipped in order.skipped_before(module):
             begin_forward(skipped)
-            gather_for_forward(as_fsdp(skipped))
+            torch_private.gather_for_forward(as_fsdp(skipped))
             order.leave_skipped(skipped)
 
     # The backward at whose end `end_units` is called. `reach_backward` sets it.
@@ -236,7 +224,7 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
     def end_units() -> None:
         # Torch would reduce the root before a first unit. Ranks that took another one for the first do not.
         for module in reversed(units):
-            end_backward(as_fsdp(module))
+            torch_private.end_backward(as_fsdp(module))
 
     def reach_backward(module: nn.Module, gradient: Any) -> None:
         nonlocal ends_in
@@ -261,7 +249,7 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
             return output
 
         setattr(module, name, reaching)
-        register_fsdp_forward_method(module, name)
+        fsdp.register_fsdp_forward_method(module, name)
         gathering = getattr(module, name)
 
         @functools.wraps(method)

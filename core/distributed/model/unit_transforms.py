@@ -33,18 +33,10 @@ from ..plan.parts import UnitTransform
 from ..plan.pieces import ParameterNames
 
 SAVED_OPERATIONS: tuple[str, ...] = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_attention_math",
-    piecewise_attention.OPERATION,
-    document_attention.OPERATION,
+    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_attention_math", piecewise_attention.OPERATION, document_attention.OPERATION),
 )
 """Operations, of `torch.ops.aten` where they name no library, whose results "selective" saves: those that take long
 for the memory they would free.

@@ -15,19 +15,10 @@ from ...comm import streams
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
+from . import settings as rules
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan, UnitTransform
 from .pieces import Pieces, lay_out_params
-from .settings import (
-    check_contradictions,
-    check_reshard,
-    common_plan,
-    compute_dtype,
-    fsdp2_settings,
-    mixed_precision_policy,
-    sharded_settings,
-    whole_settings,
-)
 from .unit_choice import UnitChoice, warn_of_large_root
 from .units import find_units, params_of_units, plan_transforms, unit_of
 from .values import Plan
@@ -68,16 +59,16 @@ def plan_model(
     settings: DistributedDataParallelConfig
     options: dict[str, Any] = {}
     if engine is Engine.FLAT_BUFFERS:
-        settings = whole_settings(ddp_config, config, module, caller, finish_in_backward)
+        settings = rules.whole_settings(ddp_config, config, module, caller, finish_in_backward)
         options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
         of_engine = _plan_whole(module, config, settings, groups, unit_classes, disable_bucketing)
     else:
         is_fsdp2 = engine is Engine.FSDP2
-        settings = fsdp2_settings(ddp_config) if is_fsdp2 else sharded_settings(ddp_config, groups, caller)
+        settings = rules.fsdp2_settings(ddp_config) if is_fsdp2 else rules.sharded_settings(ddp_config, groups, caller)
         if mp_policy is not None:
             options = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
         of_engine = _plan_gathered(module, config, settings, groups, unit_classes, engine, mp_policy)
-    common = common_plan(module, config, settings, caller, options)
+    common = rules.common_plan(module, config, settings, caller, options)
     return Plan(**common, engine=engine, groups=groups, finishes_in_backward=finish_in_backward, **of_engine)
 
 
@@ -108,19 +99,17 @@ def _plan_whole(
         bucket_size = default_bucket_size(groups.whole.size())
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
+        dp_size = groups.of(params[0]).whole.size() if is_sharded else None
+        sizes = {"bucket_size": bucket_size, "num_buckets": num_buckets}
         return lay_out_params(
-            params,
-            dp_size=groups.of(params[0]).whole.size() if is_sharded else None,
-            bucket_size=bucket_size,
-            num_buckets=num_buckets,
-            for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
+            params, dp_size=dp_size, for_high_busbw=settings.pad_buckets_for_high_nccl_busbw, **sizes
         )
 
     pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
     params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
     frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
-    check_contradictions(config, settings, groups)
+    rules.check_contradictions(config, settings, groups)
     transforms: tuple[UnitTransform, ...] = ()
     if settings.transforms_units:  # else no module is looked for: gradients travel by bucket
         transforms = plan_transforms(find_units(module, unit_classes, splits_dtypes=False), settings)
@@ -147,7 +136,7 @@ def _plan_gathered(
     """Plans a model whose ranks share its parameters, and gather them a unit at a time."""
     is_fsdp2 = engine is Engine.FSDP2
     managed = (parameter for _, parameter in managed_parameters(module))
-    precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), settings)
+    precision = mp_policy or rules.mixed_precision_policy(managed, rules.compute_dtype(config), settings)
     shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
     pieces = Pieces(module, engine, settings, precision, groups=groups, shares_updates=shares_update)
 
@@ -155,12 +144,12 @@ def _plan_gathered(
         if is_fsdp2:
             return pieces.by_rows(params)
         cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
-        return pieces.in_buffers(
-            params,
-            lambda of: [
-                lay_out_unit([p.shape for p in of], pieces.num_parts(kind_of(of[0])), cut, for_high_busbw=pads)
-            ],
-        )
+
+        def lay_out(of: Sequence[nn.Parameter]) -> list[BucketLayout]:
+            num_parts = pieces.num_parts(kind_of(of[0]))
+            return [lay_out_unit([p.shape for p in of], num_parts, cut, for_high_busbw=pads)]
+
+        return pieces.in_buffers(params, lay_out)
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
@@ -186,7 +175,7 @@ def _plan_gathered(
     if kinds:
         units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]
         _reject_kinds_among_neighbours(units)
-    check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
+    rules.check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
         units = _keep_by_torch(units, settings, num_shards)
     else:
@@ -218,7 +207,7 @@ def _reshards(
         stays = keeps_all or is_root or (is_fsdp2 and unit is last)
         default = False if stays else settings.reshard_after_forward
         reshard = settings.reshard_of(unit.names[0], default) if is_fsdp2 or not is_root else False
-        yield check_reshard(reshard, num_shards)
+        yield rules.check_reshard(reshard, num_shards)
 
 
 def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:

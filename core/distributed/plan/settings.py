@@ -39,12 +39,8 @@ _FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient
 Settings = TypeVar("Settings", bound=DistributedDataParallelConfig)
 
 _BUFFER_FIELDS = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "bucket_size",
-    "num_buckets",
-    "pad_buckets_for_high_nccl_busbw",
-    "average_in_collective",
+    *("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets"),
+    *("pad_buckets_for_high_nccl_busbw", "average_in_collective"),
 )
 
 

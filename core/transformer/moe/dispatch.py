@@ -25,11 +25,8 @@ from torch import Tensor
 from ... import parallel_state
 from ...base.errors import DataError
 from ...comm.collectives import all_reduce_by_backend, all_to_all_by_backend
+from ...tensor_parallel import mappings
 from ...tensor_parallel.groups import gather_first_dim, group_size
-from ...tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from ..moe_config import MoEConfig
 from .router import count_tokens
 
@@ -144,7 +141,7 @@ def dispatch(tokens: Tensor, probs: Tensor, experts: Tensor, compute: Compute, c
     own = experts - group.rank() * num_own
     own = torch.where((own >= 0) & (own < num_own), own, num_own)
     output = _combine(tokens, probs, sort_by_expert(own, num_own, True).without_dropped(), compute)
-    return reduce_scatter_to_sequence_parallel_region(output, group)
+    return mappings.reduce_scatter_to_sequence_parallel_region(output, group)
 
 
 def gather_tokens(
@@ -170,8 +167,8 @@ def gather_tokens(
         raise DataError(message)
     all_experts, _ = gather_first_dim(experts, group, what="the experts of tokens")
     return (
-        gather_from_sequence_parallel_region(tokens, group=group),
-        gather_from_sequence_parallel_region(probs, group=group),
+        mappings.gather_from_sequence_parallel_region(tokens, group=group),
+        mappings.gather_from_sequence_parallel_region(probs, group=group),
         all_experts,
     )
 

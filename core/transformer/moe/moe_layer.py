@@ -16,14 +16,8 @@ from ...base.device import current_device
 from ...base.megatron_names import checks_arguments
 from ...comm.collectives import all_reduce_by_backend
 from ...process_groups_config import ProcessGroupCollection, check_same_groups
+from ...tensor_parallel import mappings
 from ...tensor_parallel.groups import Group, check_degrees, expert_tensor_group, group_size, resolve_group
-from ...tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from ..module import MegatronModule
 from ..transformer_config import TransformerConfig
 from .dispatch import dispatch, drop_over_capacity, gather_tokens
@@ -97,7 +91,7 @@ class MoELayer(MegatronModule):
             flat, probs, experts = gather_tokens(flat, probs, experts, self.expert_tp_group)
         sums = dispatch(flat, probs, experts, self.experts, self.config)
         if self.splits_tokens:
-            sums = reduce_scatter_to_sequence_parallel_region(sums, self.expert_tp_group)
+            sums = mappings.reduce_scatter_to_sequence_parallel_region(sums, self.expert_tp_group)
         output = self._leave(sums.view(tokens.shape))
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
@@ -107,20 +101,20 @@ class MoELayer(MegatronModule):
         """Returns the tokens that this rank routes, `[s, b, h]`."""
         group, is_split = self.tp_group, self.config.sequence_parallel
         if self.splits_tokens:
-            return hidden_states if is_split else scatter_to_sequence_parallel_region(hidden_states, group)
+            return hidden_states if is_split else mappings.scatter_to_sequence_parallel_region(hidden_states, group)
         if is_split:
-            return gather_from_sequence_parallel_region(hidden_states, group=group)
-        return copy_to_tensor_model_parallel_region(hidden_states, group)
+            return mappings.gather_from_sequence_parallel_region(hidden_states, group=group)
+        return mappings.copy_to_tensor_model_parallel_region(hidden_states, group)
 
     def _leave(self, output: torch.Tensor) -> torch.Tensor:
         """Returns the output in the form of the layer's input: from whole sums of this rank's tokens if they are
         split, else from partial sums of all."""
         group, is_split = self.tp_group, self.config.sequence_parallel
         if self.splits_tokens:
-            return output if is_split else gather_from_sequence_parallel_region(output, False, group)
+            return output if is_split else mappings.gather_from_sequence_parallel_region(output, False, group)
         if is_split:
-            return reduce_scatter_to_sequence_parallel_region(output, group)
-        return reduce_from_tensor_model_parallel_region(output, group)
+            return mappings.reduce_scatter_to_sequence_parallel_region(output, group)
+        return mappings.reduce_from_tensor_model_parallel_region(output, group)
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ MUTATIONS = (
         (_RULES,),
     ),
     Mutation(
-        "momentum is dampened", "core.optimizer.update_rules._sgd", r"dampening=0\.0", "dampening=0.1", (_RULES,)
+        "momentum is dampened", "core.optimizer.update_rules._sgd", r"'dampening': 0\.0", "'dampening': 0.1", (_RULES,)
     ),
     Mutation(
         "the loss scale grows one step late",
