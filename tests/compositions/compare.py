@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tests.compositions.composition import Composition
 from tests.compositions.data import SEQUENCE, STEPS
 from tests.compositions.serial import Serial
 from tests.functional._runs import Curve
+
+MUON_SLOPE = 3.4445**2
+"""By so much Muon's iterations make the noise in a gradient larger, at most: the slope at zero of two of them."""
 
 LONGEST_SUM_OF_MODEL = 400
 """Addends that a gradient has gone through in addition to the tokens of a step: the vocabulary, and the widths of
@@ -55,7 +59,8 @@ def tolerance(composition: Composition) -> float:
     if composition.precision != "fp32":
         return 32 * _eps(composition)
     tokens = 2 * SEQUENCE * composition.shape.dp * composition.number
-    return STEPS * (tokens + LONGEST_SUM_OF_MODEL) * _eps(composition)
+    slope = MUON_SLOPE if composition.optimizer == "muon" else 1.0
+    return STEPS * (tokens + LONGEST_SUM_OF_MODEL) * _eps(composition) * slope
 
 
 def _eps(composition: Composition) -> float:
@@ -79,6 +84,8 @@ def _joined(curves: Sequence[Curve]) -> Curve:
         skipped=[step for curve in curves for step in curve.skipped],
         scales=[scale for curve in curves for scale in curve.scales],
         masters=curves[-1].masters,
+        gradients=curves[-1].gradients,
+        buffers=curves[-1].buffers,
     )
 
 
@@ -88,6 +95,8 @@ def _assert_bitwise(found: Curve, expected: Curve, where: str) -> None:
         assert ours == theirs or _all_nan(ours, theirs), f"{where}{what} are {ours}, and {theirs} under DDP"
     wrong = [name for name, value in expected.masters.items() if not torch.equal(found.masters[name], value)]
     assert found.masters.keys() == expected.masters.keys() and not wrong, f"{where}not DDP's bits: {wrong}"
+    wrong = [name for name, value in expected.buffers.items() if not torch.equal(found.buffers[name], value)]
+    assert found.buffers.keys() == expected.buffers.keys() and not wrong, f"{where}not DDP's buffers: {wrong}"
 
 
 def _all_nan(ours: list[float], theirs: list[float]) -> bool:
@@ -113,3 +122,18 @@ def _assert_close(composition: Composition, found: Curve, serial: Serial) -> Non
         if composition.precision != "fp32":  # what is written into low precision is rounded by itself
             bound += STEPS * _eps(composition) * value.double().norm().item()
         assert off <= bound, f"{name} is off by {off:.1e} from {what}, where it has moved by {moved[name]:.1e}"
+    _assert_close_tensors(limit, share, found.buffers, expected.buffers, "the buffer")
+    assert not found.gradients or found.gradients.keys() == expected.gradients.keys(), f"other gradients than {what}"
+    wanted = {name: expected.gradients[name] for name in found.gradients}
+    _assert_close_tensors(limit, share, found.gradients, wanted, "the whole gradient of")
+
+
+def _assert_close_tensors(
+    limit: float, share: float, found: dict[str, Tensor], expected: dict[str, Tensor], kind: str
+) -> None:
+    assert found.keys() == expected.keys(), f"{kind}s are {sorted(found)}, and {sorted(expected)} in the serial run"
+    largest = max((value.double().norm().item() for value in expected.values()), default=0.0)
+    for name, value in expected.items():
+        off = (found[name].double() - value.double()).norm().item()
+        bound = limit * max(value.double().norm().item(), share * largest)
+        assert off <= bound, f"{kind} {name} is off by {off:.1e} from the serial run, where its norm is at most {bound / limit:.1e}"

@@ -44,7 +44,7 @@ LAYOUTS = {
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
     *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "replicated", "idle_slots", "compiled"),
-    "mistake",
+    *("buffer_dtype", "whole_gradients", "streams", "mistake"),
 )
 """What no number depends on."""
 
@@ -78,6 +78,9 @@ class Composition:
     replicated: str = _one_of("nothing", "an mlp", "norms")
     idle_slots: str = _one_of("kept", "poisoned")
     compiled: str = _one_of("no", "units")
+    buffer_dtype: str = _one_of("kept", "bf16")
+    whole_gradients: str = _one_of("no", "yes")
+    streams: str = _one_of("no", "kept over steps")
     # ---- precision
     precision: str = _one_of("fp32", "bf16", "fp16")
     policy: str = _one_of("default", "reduce in fp32", "by dtypes", "fp32 accumulation", "a layer in fp32")
@@ -86,7 +89,10 @@ class Composition:
     embeddings: str = _one_of("tied", "untied")
     widths: str = _one_of("even", "odd")
     heads: str = _one_of("all", "grouped", "one group")
-    experts: str = _one_of("none", "balanced by losses", "balanced by a bias", "over ranks")
+    experts: str = _one_of(
+        "none", "balanced by losses", "balanced by a bias", "over ranks", "balanced over replicas"
+    )
+    jitter: str = _one_of("no", "yes")
     base: str = _one_of("floating", "packed")
     recompute: str = _one_of("none", "full", "selective", "units", "products of units")
     activations: str = _one_of("on the device", "on the host")
@@ -94,15 +100,18 @@ class Composition:
     unused: str = _one_of("nothing", "on some ranks", "in some steps", "ever")
     layers: str = _one_of("once", "twice", "share a weight")
     tables: str = _one_of("none", "views", "objects", "attributes", "read by the model")
-    dropout: str = _one_of("no", "yes")
+    buffers: str = _one_of("read", "written in place", "assigned")
+    memory: str = _one_of("in rows", "strided")
+    dropout: str = _one_of("no", "yes", "by stages")
     start: str = _one_of("drawn", "meta", "ranks differ")
     # ---- batch
     micro_batches: str = _one_of("1", "2", "3", "5")
     lengths: str = _one_of("equal", "ragged")
     loss: str = _one_of("mean", "per token")
     documents: str = _one_of("one", "packed")
+    forwards: str = _one_of("one by one", "two before a backward")
     # ---- optimizer
-    optimizer: str = _one_of("sgd", "adam", "sgd without momentum", "torch's sgd")
+    optimizer: str = _one_of("sgd", "adam", "sgd without momentum", "torch's sgd", "muon")
     rates: str = _one_of("one", "two")
     clip: str = _one_of("no", "yes")
     decay: str = _one_of("none", "matrices", "all")
@@ -112,7 +121,7 @@ class Composition:
     loop: str = _one_of("written out", "train_step", "train_step on a loader")
     evaluates: str = _one_of(
         *("never", "between micro-batches", "between steps", "before the update", "after the update"),
-        "in inference mode",
+        *("in inference mode", "the average inside whole_parameters"),
     )
     fails: str = _one_of("never", "forward", "backward", "overflow")
     mistake: str = _one_of(
@@ -122,7 +131,7 @@ class Composition:
     writes: str = _one_of("nothing", "clamps", "loads", "averages", "clamps data")
     gradients: str = _one_of("kept", "one set to None", "halved")
     hooks: str = _one_of("none", "halve a gradient")
-    zeroes: str = _one_of("wrapper", "optimizer", "module")
+    zeroes: str = _one_of("wrapper", "optimizer", "module", "never")
     continues: str = _one_of("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2")
 
     def __post_init__(self) -> None:
@@ -155,8 +164,9 @@ class Composition:
         policy = "reduce in fp32" if self.policy == "by dtypes" else self.policy
         layout = {"hybrid": "dp4", "hybrid-cp2": "dp2-cp2"}.get(self.layout, self.layout)
         first = {axis: AXES[axis][0] for axis in WRAPPER_AXES}
-        # One stage adds a tied weight's gradients in another order.
-        pipeline = self.pipeline if self.embeddings == "tied" else "none"
+        # One stage adds a tied weight's gradients in another order, and draws other masks.
+        keeps_stages = self.embeddings == "tied" or self.dropout == "by stages"
+        pipeline = self.pipeline if keeps_stages else "none"
         return self.replaced(**first, layout=layout, pipeline=pipeline, policy=policy).settled()
 
     @property
@@ -167,7 +177,8 @@ class Composition:
     def serial(self) -> Composition:
         """The composition in one process: with as many replicas, none of them cut."""
         alone = self.plain._with_whole_experts()
-        return alone.replaced(layout=f"dp{self.shape.dp}", pipeline="none", continues="no").settled()
+        found = alone.replaced(layout=f"dp{self.shape.dp}", pipeline="none", continues="no").settled()
+        return found.replaced(dropout=self.dropout)  # by stages too, whose masks one process draws again
 
     def _with_whole_experts(self) -> Composition:
         return self.replaced(experts="balanced by losses") if self.experts == "over ranks" else self
@@ -293,6 +304,24 @@ def _divides(c: Composition) -> bool:
     return c.shape.dp * c.number % _shapes(c)[-1].dp == 0
 
 
+def _keeps_replicas(c: Composition) -> bool:
+    """Whether there are as many replicas where it continues: the same micro-batches then run at a time."""
+    return len({shape.dp for shape in _shapes(c)}) == 1
+
+
+def _writes_alike(c: Composition) -> bool:
+    """Whether statistics of a rank's tokens are those of whole sequences, and of the same micro-batches all along."""
+    cuts = any(shape.cp > 1 or shape.sequence_parallel for shape in _shapes(c))
+    return _keeps_replicas(c) and not cuts and c.mistake == "none"  # which is a forward more
+
+
+def _adds_up_alike(c: Composition) -> bool:
+    """Whether gradients that nothing zeroes add up in one process as they do in a training like this."""
+    is_whole_run = c.continues == "no" and c.mistake == "none" and c.gradients == "kept"
+    # A loss scale is divided out of what there is; a frozen layer's gradient would stay.
+    return is_whole_run and c.precision != "fp16" and c.trained != "a layer at times"
+
+
 Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
 
 RULES: tuple[Rule, ...] = (
@@ -302,7 +331,13 @@ RULES: tuple[Rule, ...] = (
     ("pipeline", ("ZBVZeroBubble",), lambda c: c.embeddings == "untied"),
     ("micro_batches", ("5",), lambda c: c.pipeline != "Interleaved1F1B"),
     # Stages have several micro-batches under way, all of one shape; a layer is on one stage.
-    *((axis, (), _has_one_stage) for axis in ("dropout", "lengths", "layers", "mistake")),
+    *((axis, (), _has_one_stage) for axis in ("lengths", "layers", "mistake", "forwards", "jitter")),
+    ("dropout", ("yes",), _has_one_stage),
+    # Stages draw for themselves, in the order of their forwards: of virtual ones that depends on the schedule. What
+    # continues has one stage.
+    ("dropout", ("by stages",), lambda c: c.pipeline in ("1F1B", "GPipe") and c.continues == "no"),
+    # A forward that no backward follows draws as the loop does.
+    ("dropout", ("by stages",), lambda c: c.evaluates != "before the update"),
     ("unused", ("on some ranks",), _has_one_stage),
     ("evaluates", ("between micro-batches",), _has_one_stage),
     # What one stage raises, its neighbours wait for.
@@ -320,6 +355,10 @@ RULES: tuple[Rule, ...] = (
     ("cut", (), lambda c: c.wrapper == "zero3"),
     ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
+    # Other buffers would be rounded, and numbers with them.
+    ("buffer_dtype", (), lambda c: _shards_parameters(c) and c.experts == "balanced by a bias"),
+    ("whole_gradients", (), lambda c: c.loop == "written out" and not c.steps_by_torch),
+    ("streams", (), lambda c: c.trained != "adapters"),  # which it merges
     ("replicated", (), lambda c: c.wrapper != "ddp"),  # which replicates everything
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
@@ -355,8 +394,18 @@ RULES: tuple[Rule, ...] = (
     # A unit that torch recomputes is not gathered for a backward that reaches it by another way than its outputs.
     ("tables", ("objects", "attributes"), lambda c: c.recompute not in ("units", "products of units")),
     ("tables", ("read by the model",), lambda c: not c.is_fsdp2 and not c.continues.startswith("fsdp2")),
-    # Its masks are drawn for whole sequences, by kernels that all draw in the same order.
-    ("dropout", (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c))),
+    # Masks are drawn for whole sequences, by kernels that all draw in the same order.
+    *(
+        (axis, (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c)))
+        for axis in ("dropout", "jitter")
+    ),
+    ("jitter", (), lambda c: c.experts != "none"),
+    # The counts of a micro-batch are those of all replicas at its place in the step.
+    ("experts", ("balanced over replicas",), _keeps_replicas),
+    ("buffers", (), _writes_alike),
+    ("memory", (), lambda c: c.start != "meta"),
+    ("forwards", (), lambda c: c.loop == "written out"),
+    ("forwards", (), lambda c: c.shape.dp * c.number % (2 * _shapes(c)[-1].dp) == c.number % 2 == 0),
     ("gradients", (), lambda c: c.loop == "written out"),
     ("gradients", ("halved",), _shows_gradients),
     ("optimizer", ("torch's sgd",), _may_step_by_torch),
@@ -364,6 +413,10 @@ RULES: tuple[Rule, ...] = (
     ("schedule", (), lambda c: not c.steps_by_torch),
     ("averaged", (), lambda c: not c.steps_by_torch),
     ("zeroes", ("optimizer",), lambda c: not c.steps_by_torch),
+    ("zeroes", ("never",), _adds_up_alike),
+    # An orthogonal update of low precision is one of its rounding.
+    ("optimizer", ("muon",), lambda c: c.precision == "fp32"),
+    ("evaluates", ("the average inside whole_parameters",), lambda c: c.averaged != "no"),
     # Each call that ends a step moves biases.
     ("experts", ("balanced by a bias",), lambda c: c.mistake != "finalizes twice"),
     ("experts", ("over ranks",), _may_share_experts),

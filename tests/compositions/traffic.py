@@ -46,7 +46,9 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
     with recorded_collectives() as recorded:
         yield
     counted = Counter(
-        (kind, size, ranks) for kind, what, size, ranks in recorded if what.startswith("the gradients of")
+        (kind, size, ranks)
+        for kind, what, size, ranks in recorded
+        if what.startswith("the gradients of") and kind != "all-gather"  # as whole ones are, after their reduction
     )
     planned = _planned(training)
     if planned is not None:
