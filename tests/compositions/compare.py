@@ -39,6 +39,8 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
         return False  # torch adds the squares of whole gradients, or of those of each rank
     if part.is_fsdp2 and part.replicated == "norms":
         return False  # torch enters a norm that is a unit through an operation, and autograd adds in another order
+    if part.is_fsdp2 and part.zeroes == "never":
+        return False  # it reduces what a step adds alone, and DDP the whole gradient again
     if part.compiled == "units":
         return False  # fused operations round less often
     if part.is_fsdp2 and part.layers == "twice":

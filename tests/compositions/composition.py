@@ -318,8 +318,9 @@ def _writes_alike(c: Composition) -> bool:
 def _adds_up_alike(c: Composition) -> bool:
     """Whether gradients that nothing zeroes add up in one process as they do in a training like this."""
     is_whole_run = c.continues == "no" and c.mistake == "none" and c.gradients == "kept"
-    # A loss scale is divided out of what there is; a frozen layer's gradient would stay.
-    return is_whole_run and c.precision != "fp16" and c.trained != "a layer at times"
+    # In low precision what is clipped or scaled is a copy in fp32; a frozen layer's gradient would stay.
+    is_trained = c.trained != "a layer at times" and (c.pipeline == "none" or c.trained != "one norm")
+    return is_whole_run and c.precision == "fp32" and is_trained
 
 
 Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
@@ -355,8 +356,6 @@ RULES: tuple[Rule, ...] = (
     ("cut", (), lambda c: c.wrapper == "zero3"),
     ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
-    # Other buffers would be rounded, and numbers with them.
-    ("buffer_dtype", (), lambda c: _shards_parameters(c) and c.experts == "balanced by a bias"),
     ("whole_gradients", (), lambda c: c.loop == "written out" and not c.steps_by_torch),
     ("streams", (), lambda c: c.trained != "adapters"),  # which it merges
     ("replicated", (), lambda c: c.wrapper != "ddp"),  # which replicates everything
@@ -399,7 +398,6 @@ RULES: tuple[Rule, ...] = (
         (axis, (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c)))
         for axis in ("dropout", "jitter")
     ),
-    ("jitter", (), lambda c: c.experts != "none"),
     # The counts of a micro-batch are those of all replicas at its place in the step.
     ("experts", ("balanced over replicas",), _keeps_replicas),
     ("buffers", (), _writes_alike),
@@ -422,5 +420,8 @@ RULES: tuple[Rule, ...] = (
     ("experts", ("over ranks",), _may_share_experts),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
+    # What needs experts.
+    ("jitter", (), lambda c: c.experts != "none"),
+    ("buffer_dtype", (), lambda c: _shards_parameters(c) and c.experts == "balanced by a bias"),
 )
 """By axis and values, all but the first where none are named, when they mean something."""

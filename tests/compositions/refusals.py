@@ -18,6 +18,17 @@ class Refusal:
     applies: Callable[[Composition], bool]
 
 
+_KEEP_SHARDS = ("zero2", "zero3")
+"""Wrappers that keep no whole gradients, where several ranks share them."""
+
+
+def _adds_sums(c: Composition) -> bool:
+    """Whether gradients are added up, over tokens, or over ranks after their mean over replicas."""
+    shares_a_weight = c.pipeline != "none" and c.embeddings == "tied" and c.trained in ("all", "without a layer")
+    has_experts_apart = c.experts == "over ranks" and not c.is_fsdp2 and c.trained not in ("one norm", "adapters")
+    return c.loss == "per token" or c.shape.sequence_parallel or shares_a_weight or has_experts_apart
+
+
 REFUSALS = (
     Refusal(
         "num_distributed_optimizer_instances is 2 without use_distributed_optimizer",
@@ -48,6 +59,26 @@ REFUSALS = (
         "reduce_scatter_with_fp32_accumulation is True, which adds fp16 and bf16 gradients in fp32",
         "FSDP2 has no reduction that sends low precision and adds in fp32",
         lambda c: c.is_fsdp2 and c.policy == "fp32 accumulation",
+    ),
+    Refusal(
+        "force_all_reduce asks for whole gradients",
+        "ranks that have sent their gradients to those who keep a shard have none",
+        lambda c: c.whole_gradients == "yes" and (c.is_fsdp2 or (c.wrapper in _KEEP_SHARDS and c.shards_over > 1)),
+    ),
+    Refusal(
+        "a backward added gradients after those of the step had been reduced",
+        "what was reduced would be reduced again: a mean stays as it is, a shard and a sum do not",
+        lambda c: c.zeroes == "never" and (c.wrapper in ("zero1", *_KEEP_SHARDS) or _adds_sums(c)),
+    ),
+    Refusal(
+        "is not contiguous in memory, as FSDP2 needs it",
+        "torch cuts rows of what lies in rows",
+        lambda c: c.is_fsdp2 and c.memory == "strided",
+    ),
+    Refusal(
+        r"inside whole_parameters\(\), where the model shows copies of them",
+        "the average would be written into shards, and the model would show whole copies of before",
+        lambda c: c.wrapper == "zero3" and c.evaluates == "the average inside whole_parameters",
     ),
 )
 
