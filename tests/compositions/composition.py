@@ -312,7 +312,9 @@ def _keeps_replicas(c: Composition) -> bool:
 def _writes_alike(c: Composition) -> bool:
     """Whether statistics of a rank's tokens are those of whole sequences, and of the same micro-batches all along."""
     cuts = any(shape.cp > 1 or shape.sequence_parallel for shape in _shapes(c))
-    return _keeps_replicas(c) and not cuts and c.mistake == "none"  # which is a forward more
+    # A mistake is a forward more; one process has run one micro-batch when a backward of two fails.
+    runs_alike = c.mistake == "none" and (c.fails != "backward" or c.forwards == "one by one")
+    return _keeps_replicas(c) and not cuts and runs_alike
 
 
 def _adds_up_alike(c: Composition) -> bool:
@@ -337,8 +339,8 @@ RULES: tuple[Rule, ...] = (
     # Stages draw for themselves, in the order of their forwards: of virtual ones that depends on the schedule. What
     # continues has one stage.
     ("dropout", ("by stages",), lambda c: c.pipeline in ("1F1B", "GPipe") and c.continues == "no"),
-    # A forward that no backward follows draws as the loop does.
-    ("dropout", ("by stages",), lambda c: c.evaluates != "before the update"),
+    # A forward in training mode that no backward follows draws as the loop does.
+    ("dropout", ("by stages",), lambda c: c.evaluates not in ("before the update", "after the update")),
     ("unused", ("on some ranks",), _has_one_stage),
     ("evaluates", ("between micro-batches",), _has_one_stage),
     # What one stage raises, its neighbours wait for.
@@ -375,6 +377,8 @@ RULES: tuple[Rule, ...] = (
     # The parameter that is left unused is none that materialize knows how to draw, and codes are not drawn.
     ("start", ("meta",), lambda c: c.unused == "nothing" and c.base == "floating"),
     ("start", ("meta",), lambda c: c.tables == "none" and c.hooks == "none"),
+    # Values are drawn by names, which a module around another changes after they were drawn here.
+    ("start", ("meta",), lambda c: c.buffers == "read" and c.memory == "in rows"),
     ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
     ("start", ("ranks differ",), lambda c: c.experts != "over ranks"),  # each rank's experts start as its own
     # What `train_step` does by itself.
@@ -401,7 +405,6 @@ RULES: tuple[Rule, ...] = (
     # The counts of a micro-batch are those of all replicas at its place in the step.
     ("experts", ("balanced over replicas",), _keeps_replicas),
     ("buffers", (), _writes_alike),
-    ("memory", (), lambda c: c.start != "meta"),
     ("forwards", (), lambda c: c.loop == "written out"),
     ("forwards", (), lambda c: c.shape.dp * c.number % (2 * _shapes(c)[-1].dp) == c.number % 2 == 0),
     ("gradients", (), lambda c: c.loop == "written out"),
