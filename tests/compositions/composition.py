@@ -89,9 +89,7 @@ class Composition:
     embeddings: str = _one_of("tied", "untied")
     widths: str = _one_of("even", "odd")
     heads: str = _one_of("all", "grouped", "one group")
-    experts: str = _one_of(
-        "none", "balanced by losses", "balanced by a bias", "over ranks", "balanced over replicas"
-    )
+    experts: str = _one_of("none", "balanced by losses", "balanced by a bias", "over ranks", "balanced over replicas")
     jitter: str = _one_of("no", "yes")
     base: str = _one_of("floating", "packed")
     recompute: str = _one_of("none", "full", "selective", "units", "products of units")

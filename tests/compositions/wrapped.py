@@ -27,7 +27,7 @@ from tests.compositions.model import build, expert_parallel_size
 from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, scheduler_of, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Training
-from tests.functional._runs import _whole, in_precision
+from tests.functional._runs import Curve, _whole, in_precision
 
 
 class Wrapped(Training):
@@ -166,7 +166,7 @@ class Wrapped(Training):
         is_whole = self.part.whole_gradients == "yes"
         finalize_model_grads(self.wrappers, num_tokens, force_all_reduce=is_whole)
         if is_whole:
-            named = {name: p for wrapper in self._modules for name, p in wrapper.named_parameters()}
+            named = {name: p for module in self._modules for name, p in module.named_parameters()}
             whole = {name: (p, p.main_grad) for name, p in named.items() if p.requires_grad}  # type: ignore
             self._gradients = {name: global_view(p, gradient.clone()) for name, (p, gradient) in whole.items()}
 
