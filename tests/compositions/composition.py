@@ -269,7 +269,7 @@ def _shards_parameters(c: Composition) -> bool:
 def _has_two_units_in_one_slot(c: Composition) -> bool:
     """Whether both layers are gathered into the same memory: equal ones, none of them gathered ahead."""
     are_equal = c.trained == "all" and c.unused == "nothing" and c.layers != "share a weight"
-    are_equal &= c.replicated == "nothing" and c.base == "floating"
+    are_equal &= c.replicated == "nothing" and c.base == "floating" and c.memory == "in rows"
     reshards = c.reshard == "yes" and c.overrides == "none"
     gathers_ahead = c.forward_prefetch != "0" or c.backward_prefetch != "0"
     return c.wrapper == "zero3" and c.shards_over > 1 and are_equal and reshards and not gathers_ahead
@@ -323,6 +323,9 @@ def _adds_up_alike(c: Composition) -> bool:
     return is_whole_run and c.precision == "fp32" and is_trained
 
 
+_IN_TRAINING_MODE = ("before the update", "after the update", "in inference mode")
+"""Evaluations of which one at least does not set the mode of evaluation."""
+
 Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
 
 RULES: tuple[Rule, ...] = (
@@ -338,7 +341,7 @@ RULES: tuple[Rule, ...] = (
     # continues has one stage.
     ("dropout", ("by stages",), lambda c: c.pipeline in ("1F1B", "GPipe") and c.continues == "no"),
     # A forward in training mode that no backward follows draws as the loop does.
-    ("dropout", ("by stages",), lambda c: c.evaluates not in ("before the update", "after the update")),
+    ("dropout", ("by stages",), lambda c: c.evaluates not in _IN_TRAINING_MODE),
     ("unused", ("on some ranks",), _has_one_stage),
     ("evaluates", ("between micro-batches",), _has_one_stage),
     # What one stage raises, its neighbours wait for.
@@ -357,6 +360,8 @@ RULES: tuple[Rule, ...] = (
     ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
     ("whole_gradients", (), lambda c: c.loop == "written out" and not c.steps_by_torch),
+    # One rank that shards nothing may have them, or not.
+    ("whole_gradients", (), lambda c: c.wrapper not in ("zero2", "zero3") or c.shards_over > 1),
     ("streams", (), lambda c: c.trained != "adapters"),  # which it merges
     ("replicated", (), lambda c: c.wrapper != "ddp"),  # which replicates everything
     ("recompute", ("units", "products of units"), _is_fsdp2),

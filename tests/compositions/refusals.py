@@ -18,8 +18,8 @@ class Refusal:
     applies: Callable[[Composition], bool]
 
 
-_KEEP_SHARDS = ("zero2", "zero3")
-"""Wrappers that keep no whole gradients, where several ranks share them."""
+_KEEP_SHARDS = ("zero2", "zero3", "fsdp2")
+"""Wrappers that keep no whole gradients."""
 
 
 def _adds_sums(c: Composition) -> bool:
@@ -63,12 +63,17 @@ REFUSALS = (
     Refusal(
         "force_all_reduce asks for whole gradients",
         "ranks that have sent their gradients to those who keep a shard have none",
-        lambda c: c.whole_gradients == "yes" and (c.is_fsdp2 or (c.wrapper in _KEEP_SHARDS and c.shards_over > 1)),
+        lambda c: c.whole_gradients == "yes" and c.wrapper in _KEEP_SHARDS,
     ),
     Refusal(
         "a backward added gradients after those of the step had been reduced",
         "what was reduced would be reduced again: a mean stays as it is, a shard and a sum do not",
-        lambda c: c.zeroes == "never" and (c.wrapper in ("zero1", *_KEEP_SHARDS) or _adds_sums(c)),
+        lambda c: c.zeroes == "never" and (c.wrapper in ("zero1", "zero2", "zero3") or _adds_sums(c)),
+    ),
+    Refusal(
+        "none of the 1 trained parameters is a matrix of a hidden layer",
+        "there is nothing for Muon to update",
+        lambda c: c.optimizer == "muon" and c.trained == "one norm",
     ),
     Refusal(
         "is not contiguous in memory, as FSDP2 needs it",
