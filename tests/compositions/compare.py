@@ -43,8 +43,8 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
         return False  # it reduces what a step adds alone, and DDP the whole gradient again
     if part.compiled == "units":
         return False  # fused operations round less often
-    if part.is_fsdp2 and part.layers == "twice":
-        return False  # a unit that runs twice reduces the gradient of each run by itself
+    if part.runs_units_twice:
+        return False
     if part.is_fsdp2 and part.precision != "fp32":
         # FSDP2 adds micro-batches in fp32, and what a program writes into its fp32 shards is not rounded.
         return part.policy in ("reduce in fp32", "by dtypes") and part.writes == "nothing"

@@ -190,6 +190,11 @@ class Composition:
         return self.wrapper == "fsdp2"
 
     @property
+    def runs_units_twice(self) -> bool:
+        """Whether a backward reaches a unit of FSDP2 from two forwards, and reduces the gradient of each by itself."""
+        return self.is_fsdp2 and (self.layers == "twice" or self.forwards != "one by one")
+
+    @property
     def steps_by_torch(self) -> bool:
         return self.optimizer == "torch's sgd"
 
