@@ -28,8 +28,8 @@ def _adds_sums(c: Composition) -> bool:
     has_experts_apart = c.experts == "over ranks" and not c.is_fsdp2 and c.trained not in ("one norm", "adapters")
     # Norms of heads, and routers, are on every tensor-parallel rank for a part of the heads or of each expert.
     has_parts = c.shape.tp > 1 and (c.widths == "odd" or c.experts != "none")
-    shares_a_weight |= has_parts and c.trained not in ("one norm", "adapters")
-    return c.loss == "per token" or c.shape.sequence_parallel or shares_a_weight or has_experts_apart
+    has_parts &= c.trained not in ("one norm", "adapters")
+    return c.loss == "per token" or c.shape.sequence_parallel or has_parts or shares_a_weight or has_experts_apart
 
 
 REFUSALS = (
