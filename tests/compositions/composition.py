@@ -315,8 +315,10 @@ def _keeps_replicas(c: Composition) -> bool:
 def _writes_alike(c: Composition) -> bool:
     """Whether statistics of a rank's tokens are those of whole sequences, and of the same micro-batches all along."""
     cuts = any(shape.cp > 1 or shape.sequence_parallel for shape in _shapes(c))
-    # A mistake is a forward more; one process has run one micro-batch when a backward of two fails.
+    # A mistake is a forward more; one process has run one micro-batch when a backward of two fails, and has only
+    # looked ahead when a forward does.
     runs_alike = c.mistake == "none" and (c.fails != "backward" or c.forwards == "one by one")
+    runs_alike &= c.fails != "forward" or c.experts != "balanced over replicas"
     return _keeps_replicas(c) and not cuts and runs_alike
 
 

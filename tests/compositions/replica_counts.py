@@ -50,6 +50,9 @@ class ReplicaCounts:
         try:
             for forward in forwards:
                 forward()
+        except BaseException:
+            self._here = {}  # nothing is counted of a place that failed
+            raise
         finally:
             self._looks_ahead = False
 
