@@ -198,12 +198,12 @@ class _Chunk(nn.Module):
         """
         self._model, self._run, self._backwards_left = weakref.ref(model), run, num_backwards
         self._products = [] if splits_backward else None
-        if num_backwards:  # all forwards come before the last backward, which closes the stack
-            draws = partial(stage_streams, self.stage.index)
-            begin = model.register_forward_pre_hook(lambda *_: self._streams.enter_context(draws()))
-            self._no_sync.callback(begin.remove)
-            end = model.register_forward_hook(lambda *_: self._streams.close(), always_call=True)
-            self._no_sync.callback(end.remove)
+        # All forwards come before the last backward, which closes the stack.
+        draws = partial(stage_streams, self.stage.index)
+        begin = model.register_forward_pre_hook(lambda *_: self._streams.enter_context(draws()))
+        self._no_sync.callback(begin.remove)
+        end = model.register_forward_hook(lambda *_: self._streams.close(), always_call=True)
+        self._no_sync.callback(end.remove)
         if num_backwards > 1 or splits_backward:
             context = getattr(get_model_config(model), "no_sync_func", None)
             context = context[self.index] if isinstance(context, (list, tuple)) else context

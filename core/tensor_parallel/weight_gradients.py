@@ -183,7 +183,8 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         sum_rows = torch.ops.aten.embedding_dense_backward
-        if not (_is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):
+        is_added = grad.dtype != torch.float16  # torch adds no two sparse gradients of it, as those of two forwards
+        if not (is_added and _is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):
             return None, sum_rows(grad, ids, ctx.shape[0], -1, False)
         distinct_ids, place = torch.unique(ids, return_inverse=True)
         rows = sum_rows(grad, place, len(distinct_ids), -1, False)  # [ids, h]

@@ -36,7 +36,7 @@ def _train(training: Training, first: int, last: int) -> None:
         between.before_step(step)
         training.begin_step()
         if composition.fails == "backward" and step == 1:
-            fail_in_backward(training, step, 0)
+            fail_in_backward(training, step, training.together(1)[-1] if training.number > 1 else 0)
             training.zero()
         overflows = composition.fails == "overflow" and step == 1
         is_counted = isinstance(training, Wrapped) and step == last - 1
@@ -90,6 +90,9 @@ class _Between:
         evaluates = self.composition.evaluates == "after the update"
         if evaluates:
             self.training.evaluate(step)  # likewise, and what it has gathered is old after a write
+        if self.composition.evaluates == "the average inside whole_parameters":
+            with self.training.averaged_inside():
+                self.evaluate(step)
         if self.composition.writes != "nothing":
             with self.training.whole_parameters():
                 self._write(step)

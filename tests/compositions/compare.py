@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tests.compositions.composition import Composition
 from tests.compositions.data import SEQUENCE, STEPS
 from tests.compositions.serial import Serial
 from tests.functional._runs import Curve
+
+MUON_SLOPE = 3.4445**2
+"""By so much Muon's iterations make the noise in a gradient larger, at most: the slope at zero of two of them."""
 
 LONGEST_SUM_OF_MODEL = 400
 """Addends that a gradient has gone through in addition to the tokens of a step: the vocabulary, and the widths of
@@ -35,10 +39,12 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
         return False  # torch adds the squares of whole gradients, or of those of each rank
     if part.is_fsdp2 and part.replicated == "norms":
         return False  # torch enters a norm that is a unit through an operation, and autograd adds in another order
+    if part.is_fsdp2 and part.zeroes == "never":
+        return False  # it reduces what a step adds alone, and DDP the whole gradient again
     if part.compiled == "units":
         return False  # fused operations round less often
-    if part.is_fsdp2 and part.layers == "twice":
-        return False  # a unit that runs twice reduces the gradient of each run by itself
+    if part.runs_units_twice:
+        return False
     if part.is_fsdp2 and part.precision != "fp32":
         # FSDP2 adds micro-batches in fp32, and what a program writes into its fp32 shards is not rounded.
         return part.policy in ("reduce in fp32", "by dtypes") and part.writes == "nothing"
@@ -55,7 +61,8 @@ def tolerance(composition: Composition) -> float:
     if composition.precision != "fp32":
         return 32 * _eps(composition)
     tokens = 2 * SEQUENCE * composition.shape.dp * composition.number
-    return STEPS * (tokens + LONGEST_SUM_OF_MODEL) * _eps(composition)
+    slope = MUON_SLOPE if composition.optimizer == "muon" else 1.0
+    return STEPS * (tokens + LONGEST_SUM_OF_MODEL) * _eps(composition) * slope
 
 
 def _eps(composition: Composition) -> float:
@@ -79,6 +86,8 @@ def _joined(curves: Sequence[Curve]) -> Curve:
         skipped=[step for curve in curves for step in curve.skipped],
         scales=[scale for curve in curves for scale in curve.scales],
         masters=curves[-1].masters,
+        gradients=curves[-1].gradients,
+        buffers=curves[-1].buffers,
     )
 
 
@@ -88,6 +97,8 @@ def _assert_bitwise(found: Curve, expected: Curve, where: str) -> None:
         assert ours == theirs or _all_nan(ours, theirs), f"{where}{what} are {ours}, and {theirs} under DDP"
     wrong = [name for name, value in expected.masters.items() if not torch.equal(found.masters[name], value)]
     assert found.masters.keys() == expected.masters.keys() and not wrong, f"{where}not DDP's bits: {wrong}"
+    wrong = [name for name, value in expected.buffers.items() if not torch.equal(found.buffers[name], value)]
+    assert found.buffers.keys() == expected.buffers.keys() and not wrong, f"{where}not DDP's buffers: {wrong}"
 
 
 def _all_nan(ours: list[float], theirs: list[float]) -> bool:
@@ -113,3 +124,18 @@ def _assert_close(composition: Composition, found: Curve, serial: Serial) -> Non
         if composition.precision != "fp32":  # what is written into low precision is rounded by itself
             bound += STEPS * _eps(composition) * value.double().norm().item()
         assert off <= bound, f"{name} is off by {off:.1e} from {what}, where it has moved by {moved[name]:.1e}"
+    _assert_close_tensors(limit, share, found.buffers, expected.buffers, "the buffer")
+    assert not found.gradients or found.gradients.keys() == expected.gradients.keys(), f"other gradients than {what}"
+    wanted = {name: expected.gradients[name] for name in found.gradients}
+    _assert_close_tensors(limit, share, found.gradients, wanted, "the whole gradient of")
+
+
+def _assert_close_tensors(
+    limit: float, share: float, found: dict[str, Tensor], expected: dict[str, Tensor], kind: str
+) -> None:
+    assert found.keys() == expected.keys(), f"{kind}s are {sorted(found)}, and {sorted(expected)} in the serial run"
+    largest = max((value.double().norm().item() for value in expected.values()), default=0.0)
+    for name, value in expected.items():
+        off = (found[name].double() - value.double()).norm().item()
+        bound = limit * max(value.double().norm().item(), share * largest)
+        assert off <= bound, f"{kind} {name} is off by {off:.1e} from the serial run; the bound is {bound:.1e}"

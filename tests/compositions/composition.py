@@ -44,7 +44,7 @@ LAYOUTS = {
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
     *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "replicated", "idle_slots", "compiled"),
-    "mistake",
+    *("buffer_dtype", "whole_gradients", "streams", "mistake"),
 )
 """What no number depends on."""
 
@@ -78,6 +78,9 @@ class Composition:
     replicated: str = _one_of("nothing", "an mlp", "norms")
     idle_slots: str = _one_of("kept", "poisoned")
     compiled: str = _one_of("no", "units")
+    buffer_dtype: str = _one_of("kept", "bf16")
+    whole_gradients: str = _one_of("no", "yes")
+    streams: str = _one_of("no", "kept over steps")
     # ---- precision
     precision: str = _one_of("fp32", "bf16", "fp16")
     policy: str = _one_of("default", "reduce in fp32", "by dtypes", "fp32 accumulation", "a layer in fp32")
@@ -86,7 +89,8 @@ class Composition:
     embeddings: str = _one_of("tied", "untied")
     widths: str = _one_of("even", "odd")
     heads: str = _one_of("all", "grouped", "one group")
-    experts: str = _one_of("none", "balanced by losses", "balanced by a bias", "over ranks")
+    experts: str = _one_of("none", "balanced by losses", "balanced by a bias", "over ranks", "balanced over replicas")
+    jitter: str = _one_of("no", "yes")
     base: str = _one_of("floating", "packed")
     recompute: str = _one_of("none", "full", "selective", "units", "products of units")
     activations: str = _one_of("on the device", "on the host")
@@ -94,15 +98,18 @@ class Composition:
     unused: str = _one_of("nothing", "on some ranks", "in some steps", "ever")
     layers: str = _one_of("once", "twice", "share a weight")
     tables: str = _one_of("none", "views", "objects", "attributes", "read by the model")
-    dropout: str = _one_of("no", "yes")
+    buffers: str = _one_of("read", "written in place", "assigned")
+    memory: str = _one_of("in rows", "strided")
+    dropout: str = _one_of("no", "yes", "by stages")
     start: str = _one_of("drawn", "meta", "ranks differ")
     # ---- batch
     micro_batches: str = _one_of("1", "2", "3", "5")
     lengths: str = _one_of("equal", "ragged")
     loss: str = _one_of("mean", "per token")
     documents: str = _one_of("one", "packed")
+    forwards: str = _one_of("one by one", "two before a backward")
     # ---- optimizer
-    optimizer: str = _one_of("sgd", "adam", "sgd without momentum", "torch's sgd")
+    optimizer: str = _one_of("sgd", "adam", "sgd without momentum", "torch's sgd", "muon")
     rates: str = _one_of("one", "two")
     clip: str = _one_of("no", "yes")
     decay: str = _one_of("none", "matrices", "all")
@@ -112,7 +119,7 @@ class Composition:
     loop: str = _one_of("written out", "train_step", "train_step on a loader")
     evaluates: str = _one_of(
         *("never", "between micro-batches", "between steps", "before the update", "after the update"),
-        "in inference mode",
+        *("in inference mode", "the average inside whole_parameters"),
     )
     fails: str = _one_of("never", "forward", "backward", "overflow")
     mistake: str = _one_of(
@@ -122,7 +129,7 @@ class Composition:
     writes: str = _one_of("nothing", "clamps", "loads", "averages", "clamps data")
     gradients: str = _one_of("kept", "one set to None", "halved")
     hooks: str = _one_of("none", "halve a gradient")
-    zeroes: str = _one_of("wrapper", "optimizer", "module")
+    zeroes: str = _one_of("wrapper", "optimizer", "module", "never")
     continues: str = _one_of("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2")
 
     def __post_init__(self) -> None:
@@ -155,8 +162,9 @@ class Composition:
         policy = "reduce in fp32" if self.policy == "by dtypes" else self.policy
         layout = {"hybrid": "dp4", "hybrid-cp2": "dp2-cp2"}.get(self.layout, self.layout)
         first = {axis: AXES[axis][0] for axis in WRAPPER_AXES}
-        # One stage adds a tied weight's gradients in another order.
-        pipeline = self.pipeline if self.embeddings == "tied" else "none"
+        # One stage adds a tied weight's gradients in another order, and draws other masks.
+        keeps_stages = self.embeddings == "tied" or self.dropout == "by stages"
+        pipeline = self.pipeline if keeps_stages else "none"
         return self.replaced(**first, layout=layout, pipeline=pipeline, policy=policy).settled()
 
     @property
@@ -167,7 +175,8 @@ class Composition:
     def serial(self) -> Composition:
         """The composition in one process: with as many replicas, none of them cut."""
         alone = self.plain._with_whole_experts()
-        return alone.replaced(layout=f"dp{self.shape.dp}", pipeline="none", continues="no").settled()
+        found = alone.replaced(layout=f"dp{self.shape.dp}", pipeline="none", continues="no").settled()
+        return found.replaced(dropout=self.dropout)  # by stages too, whose masks one process draws again
 
     def _with_whole_experts(self) -> Composition:
         return self.replaced(experts="balanced by losses") if self.experts == "over ranks" else self
@@ -179,6 +188,11 @@ class Composition:
     @property
     def is_fsdp2(self) -> bool:
         return self.wrapper == "fsdp2"
+
+    @property
+    def runs_units_twice(self) -> bool:
+        """Whether a backward reaches a unit of FSDP2 from two forwards, and reduces the gradient of each by itself."""
+        return self.is_fsdp2 and (self.layers == "twice" or self.forwards != "one by one")
 
     @property
     def steps_by_torch(self) -> bool:
@@ -260,7 +274,7 @@ def _shards_parameters(c: Composition) -> bool:
 def _has_two_units_in_one_slot(c: Composition) -> bool:
     """Whether both layers are gathered into the same memory: equal ones, none of them gathered ahead."""
     are_equal = c.trained == "all" and c.unused == "nothing" and c.layers != "share a weight"
-    are_equal &= c.replicated == "nothing" and c.base == "floating"
+    are_equal &= c.replicated == "nothing" and c.base == "floating" and c.memory == "in rows"
     reshards = c.reshard == "yes" and c.overrides == "none"
     gathers_ahead = c.forward_prefetch != "0" or c.backward_prefetch != "0"
     return c.wrapper == "zero3" and c.shards_over > 1 and are_equal and reshards and not gathers_ahead
@@ -293,6 +307,33 @@ def _divides(c: Composition) -> bool:
     return c.shape.dp * c.number % _shapes(c)[-1].dp == 0
 
 
+def _keeps_replicas(c: Composition) -> bool:
+    """Whether there are as many replicas where it continues: the same micro-batches then run at a time."""
+    return len({shape.dp for shape in _shapes(c)}) == 1
+
+
+def _writes_alike(c: Composition) -> bool:
+    """Whether statistics of a rank's tokens are those of whole sequences, and of the same micro-batches all along."""
+    cuts = any(shape.cp > 1 or shape.sequence_parallel for shape in _shapes(c))
+    # A mistake is a forward more; one process has run one micro-batch when a backward of two fails, and has only
+    # looked ahead when a forward does.
+    runs_alike = c.mistake == "none" and (c.fails != "backward" or c.forwards == "one by one")
+    runs_alike &= c.fails != "forward" or c.experts != "balanced over replicas"
+    return _keeps_replicas(c) and not cuts and runs_alike
+
+
+def _adds_up_alike(c: Composition) -> bool:
+    """Whether gradients that nothing zeroes add up in one process as they do in a training like this."""
+    # What overflowed would stay.
+    is_whole_run = c.continues == "no" and c.mistake == "none" and c.gradients == "kept" and c.fails != "overflow"
+    # In low precision what is clipped or scaled is a copy in fp32; a frozen layer's gradient would stay.
+    is_trained = c.trained != "a layer at times" and (c.pipeline == "none" or c.trained != "one norm")
+    return is_whole_run and c.precision == "fp32" and is_trained
+
+
+_IN_TRAINING_MODE = ("before the update", "after the update", "in inference mode")
+"""Evaluations of which one at least does not set the mode of evaluation."""
+
 Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
 
 RULES: tuple[Rule, ...] = (
@@ -302,7 +343,13 @@ RULES: tuple[Rule, ...] = (
     ("pipeline", ("ZBVZeroBubble",), lambda c: c.embeddings == "untied"),
     ("micro_batches", ("5",), lambda c: c.pipeline != "Interleaved1F1B"),
     # Stages have several micro-batches under way, all of one shape; a layer is on one stage.
-    *((axis, (), _has_one_stage) for axis in ("dropout", "lengths", "layers", "mistake")),
+    *((axis, (), _has_one_stage) for axis in ("lengths", "layers", "mistake", "forwards", "jitter")),
+    ("dropout", ("yes",), _has_one_stage),
+    # Stages draw for themselves, in the order of their forwards: of virtual ones that depends on the schedule. What
+    # continues has one stage.
+    ("dropout", ("by stages",), lambda c: c.pipeline in ("1F1B", "GPipe") and c.continues == "no"),
+    # A forward in training mode that no backward follows draws as the loop does.
+    ("dropout", ("by stages",), lambda c: c.evaluates not in _IN_TRAINING_MODE),
     ("unused", ("on some ranks",), _has_one_stage),
     ("evaluates", ("between micro-batches",), _has_one_stage),
     # What one stage raises, its neighbours wait for.
@@ -320,6 +367,10 @@ RULES: tuple[Rule, ...] = (
     ("cut", (), lambda c: c.wrapper == "zero3"),
     ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
+    ("whole_gradients", (), lambda c: c.loop == "written out" and not c.steps_by_torch),
+    # One rank that shards nothing may have them, or not.
+    ("whole_gradients", (), lambda c: c.wrapper not in ("zero2", "zero3") or c.shards_over > 1),
+    ("streams", (), lambda c: c.trained != "adapters"),  # which it merges
     ("replicated", (), lambda c: c.wrapper != "ddp"),  # which replicates everything
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
@@ -337,6 +388,8 @@ RULES: tuple[Rule, ...] = (
     # The parameter that is left unused is none that materialize knows how to draw, and codes are not drawn.
     ("start", ("meta",), lambda c: c.unused == "nothing" and c.base == "floating"),
     ("start", ("meta",), lambda c: c.tables == "none" and c.hooks == "none"),
+    # Values are drawn by names, which a module around another changes after they were drawn here.
+    ("start", ("meta",), lambda c: c.buffers == "read" and c.memory == "in rows"),
     ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
     ("start", ("ranks differ",), lambda c: c.experts != "over ranks"),  # each rank's experts start as its own
     # What `train_step` does by itself.
@@ -355,8 +408,16 @@ RULES: tuple[Rule, ...] = (
     # A unit that torch recomputes is not gathered for a backward that reaches it by another way than its outputs.
     ("tables", ("objects", "attributes"), lambda c: c.recompute not in ("units", "products of units")),
     ("tables", ("read by the model",), lambda c: not c.is_fsdp2 and not c.continues.startswith("fsdp2")),
-    # Its masks are drawn for whole sequences, by kernels that all draw in the same order.
-    ("dropout", (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c))),
+    # Masks are drawn for whole sequences, by kernels that all draw in the same order.
+    *(
+        (axis, (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c)))
+        for axis in ("dropout", "jitter")
+    ),
+    # The counts of a micro-batch are those of all replicas at its place in the step.
+    ("experts", ("balanced over replicas",), _keeps_replicas),
+    ("buffers", (), _writes_alike),
+    ("forwards", (), lambda c: c.loop == "written out"),
+    ("forwards", (), lambda c: c.shape.dp * c.number % (2 * _shapes(c)[-1].dp) == c.number % 2 == 0),
     ("gradients", (), lambda c: c.loop == "written out"),
     ("gradients", ("halved",), _shows_gradients),
     ("optimizer", ("torch's sgd",), _may_step_by_torch),
@@ -364,10 +425,17 @@ RULES: tuple[Rule, ...] = (
     ("schedule", (), lambda c: not c.steps_by_torch),
     ("averaged", (), lambda c: not c.steps_by_torch),
     ("zeroes", ("optimizer",), lambda c: not c.steps_by_torch),
+    ("zeroes", ("never",), _adds_up_alike),
+    # An orthogonal update of low precision is one of its rounding.
+    ("optimizer", ("muon",), lambda c: c.precision == "fp32"),
+    ("evaluates", ("the average inside whole_parameters",), lambda c: c.averaged != "no"),
     # Each call that ends a step moves biases.
     ("experts", ("balanced by a bias",), lambda c: c.mistake != "finalizes twice"),
     ("experts", ("over ranks",), _may_share_experts),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
+    # What needs experts.
+    ("jitter", (), lambda c: c.experts != "none"),
+    ("buffer_dtype", (), lambda c: _shards_parameters(c) and c.experts == "balanced by a bias"),
 )
 """By axis and values, all but the first where none are named, when they mean something."""

@@ -118,6 +118,14 @@ def _with(pair: Pair) -> Composition | None:
         fixed = {"wrapper": "zero3", "forward_prefetch": "0", "backward_prefetch": "0"} | fixed
     if fixed.get("pipeline") in ("Interleaved1F1B", "ZBVZeroBubble"):  # whose virtual stages take a layer each
         fixed = {"depth": "four", "embeddings": "untied"} | fixed
+    if fixed.get("evaluates") == "the average inside whole_parameters":
+        fixed = {"averaged": "equally"} | fixed
+    if fixed.get("dropout") == "by stages":
+        fixed = {"pipeline": "1F1B"} | fixed
+    if fixed.get("buffer_dtype") == "bf16":
+        fixed = {"experts": "balanced by a bias"} | fixed
+    if fixed.get("jitter") == "yes":
+        fixed = {"experts": "balanced by losses"} | fixed
     # What rules ask for, the most often last: a precision, micro-batches that can be dealt out, ranks, a wrapper.
     helpful = ("precision", "micro_batches", "layout", "wrapper")
     free = {axis: SAMPLED[axis] for axis in helpful if axis not in fixed}

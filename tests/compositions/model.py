@@ -51,6 +51,56 @@ class Adapted(nn.Module):
         return output + x @ (numbers * self.codes.quant_state.scale).to(x.dtype)
 
 
+class Counted(nn.Module):
+    """An MLP that keeps a running mean of what it is given in training, which nothing reads.
+
+    Attributes:
+        mean: `[h]` in fp32.
+        is_counting: whether a forward changes it.
+    """
+
+    buffers_keep_dtype = True
+    mean: Tensor
+
+    def __init__(self, inner: nn.Module, config: TransformerConfig, assigns: bool) -> None:
+        super().__init__()
+        self.inner, self.assigns = inner, assigns
+        self.register_buffer("mean", torch.zeros(config.hidden_size, dtype=torch.float32))
+        self.is_counting = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.is_counting:
+            seen = x.detach().float().flatten(0, -2).mean(0)
+            if self.assigns:
+                self.mean = 0.75 * self.mean + 0.25 * seen
+            else:
+                self.mean.lerp_(seen, 0.25)
+        output: Tensor = self.inner(x)
+        return output
+
+
+class Strided(nn.Module):
+    """An MLP with a path around it, of a weight that is a part of a larger matrix and a buffer that repeats one
+    number."""
+
+    shift: Tensor
+
+    def __init__(self, inner: nn.Module, config: TransformerConfig) -> None:
+        super().__init__()
+        self.inner = inner
+        same_on_any_stage = torch.Generator().manual_seed(torch.initial_seed())
+        size = config.hidden_size
+        large = torch.randn(size, 2 * size, generator=same_on_any_stage, dtype=torch.float32) * 0.1
+        self.weight = nn.Parameter(large[:, ::2])
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        shift = torch.rand(1, generator=same_on_any_stage, dtype=torch.float32)
+        self.register_buffer("shift", shift.expand(size), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output + (x + self.shift.to(x.dtype)) @ self.weight.to(x.dtype)
+
+
 class Held:
     """A plain object, in which pytree finds no tensor."""
 
@@ -139,6 +189,12 @@ def build(
     if composition.unused != "nothing":
         for layer in cast(list[Any], layers_of(model, 1)):
             layer.mlp = Gated(layer.mlp, model.config)
+    if composition.memory == "strided":
+        for layer in cast(list[Any], layers_of(model, 1)):
+            layer.mlp = Strided(layer.mlp, model.config)
+    if composition.buffers != "read":
+        for layer in cast(list[Any], layers_of(model, 0)):
+            layer.mlp = Counted(layer.mlp, model.config, composition.buffers == "assigned")
     if composition.layers == "twice":
         model.decoder.layers = nn.ModuleList([*model.decoder.layers, model.decoder.layers[0]])
     elif composition.layers == "share a weight":
@@ -174,6 +230,10 @@ _BALANCING: dict[str, dict[str, Any]] = {
         "moe_shared_expert_gate": True,
     },
 }
+_BALANCING["balanced over replicas"] = {
+    **_BALANCING["balanced by losses"],
+    "moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"],
+}
 _BALANCING["over ranks"] = {**_BALANCING["balanced by losses"], "moe_token_dispatcher_type": "alltoall"}
 
 
@@ -195,7 +255,7 @@ def _config(composition: Composition, layout: Layout) -> TransformerConfig:
         "activation_func": "silu",
         "normalization": "RMSNorm" if is_odd else "LayerNorm",
         "qk_layernorm": is_odd,
-        "hidden_dropout": 0.1 if composition.dropout == "yes" else 0.0,
+        "hidden_dropout": 0.0 if composition.dropout == "no" else 0.1,
         "attention_dropout": 0.0,
         "init_method_std": 0.2,
         "calculate_per_token_loss": composition.loss == "per token",
@@ -211,6 +271,7 @@ def _config(composition: Composition, layout: Layout) -> TransformerConfig:
         fields[composition.precision] = True
     if composition.experts != "none":
         fields |= _EXPERTS | _BALANCING[composition.experts] | expert_parallel_size(composition)
+        fields["moe_input_jitter_eps"] = 0.1 if composition.jitter == "yes" else None
         # Rounding decides between experts of almost equal scores: in low precision, often, so that all are taken.
         fields |= {} if composition.precision == "fp32" else {"moe_router_topk": 4, "moe_router_dtype": "fp32"}
     if composition.recompute == "full":

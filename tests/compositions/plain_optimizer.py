@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.compositions.composition import Composition
+from tests.compositions.own_muon import OwnMuon
 from tests.compositions.settings import DECAYS, is_matrix, optimizer_config, parameter_groups
 
 SCHEDULE = ((0.25, 0.5), (1.0, 0.75), (0.7, 1.0))
@@ -43,14 +44,17 @@ class PlainOptimizer:
             }
             for name, p in self._params.items()
         ]
-        self._rule: torch.optim.Optimizer
-        if config.optimizer == "adam":
+        self._rule: torch.optim.Optimizer | OwnMuon
+        if config.optimizer == "muon":
+            self._rule = OwnMuon(composition, module)
+        elif config.optimizer == "adam":
             betas = (config.adam_beta1, config.adam_beta2)
             self._rule = torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, foreach=False)
         else:
             self._rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=False)
         self.scale = (config.initial_loss_scale or 1.0) if config.fp16 else 1.0
         self._finite_steps = 0
+        self._keeps_gradients = composition.zeroes == "never"  # those of a step are added to what was clipped
         self._is_constant = composition.schedule == "constant"
         self._updates = 0
         self._decay = None if composition.averaged == "no" else DECAYS[composition.averaged]
@@ -80,6 +84,9 @@ class PlainOptimizer:
         rate, decay = (1.0, 1.0) if self._is_constant else SCHEDULE[self._updates]
         for group in self._rule.param_groups:
             group["lr"], group["weight_decay"] = rate * group["peak"], decay * group["decay"]
+        if self._keeps_gradients or isinstance(self._rule, OwnMuon):
+            for name, p in self._params.items():
+                p.main_grad = self.masters[name].grad  # type: ignore[attr-defined]
         self._rule.step()
         self._updates += 1
         self._publish(self.masters)

@@ -18,6 +18,20 @@ class Refusal:
     applies: Callable[[Composition], bool]
 
 
+_KEEP_SHARDS = ("zero2", "zero3", "fsdp2")
+"""Wrappers that keep no whole gradients."""
+
+
+def _adds_sums(c: Composition) -> bool:
+    """Whether gradients are added up, over tokens, or over ranks after their mean over replicas."""
+    shares_a_weight = c.pipeline != "none" and c.embeddings == "tied" and c.trained in ("all", "without a layer")
+    has_experts_apart = c.experts == "over ranks" and not c.is_fsdp2 and c.trained not in ("one norm", "adapters")
+    # Norms of heads, and routers, are on every tensor-parallel rank for a part of the heads or of each expert.
+    has_parts = c.shape.tp > 1 and (c.widths == "odd" or c.experts != "none")
+    has_parts &= c.trained not in ("one norm", "adapters")
+    return c.loss == "per token" or c.shape.sequence_parallel or has_parts or shares_a_weight or has_experts_apart
+
+
 REFUSALS = (
     Refusal(
         "num_distributed_optimizer_instances is 2 without use_distributed_optimizer",
@@ -48,6 +62,31 @@ REFUSALS = (
         "reduce_scatter_with_fp32_accumulation is True, which adds fp16 and bf16 gradients in fp32",
         "FSDP2 has no reduction that sends low precision and adds in fp32",
         lambda c: c.is_fsdp2 and c.policy == "fp32 accumulation",
+    ),
+    Refusal(
+        "force_all_reduce asks for whole gradients",
+        "ranks that have sent their gradients to those who keep a shard have none",
+        lambda c: c.whole_gradients == "yes" and c.wrapper in _KEEP_SHARDS,
+    ),
+    Refusal(
+        "a backward added gradients after those of the step had been reduced",
+        "what was reduced would be reduced again: a mean stays as it is, a shard and a sum do not",
+        lambda c: c.zeroes == "never" and (c.wrapper in ("zero1", "zero2", "zero3") or _adds_sums(c)),
+    ),
+    Refusal(
+        "none of the 1 trained parameters is a matrix of a hidden layer",
+        "there is nothing for Muon to update",
+        lambda c: c.optimizer == "muon" and c.trained == "one norm",
+    ),
+    Refusal(
+        "is not contiguous in memory, as FSDP2 needs it",
+        "torch cuts rows of what lies in rows",
+        lambda c: c.is_fsdp2 and c.memory == "strided",
+    ),
+    Refusal(
+        r"inside whole_parameters\(\), where the model shows copies of them",
+        "the average would be written into shards, and the model would show whole copies of before",
+        lambda c: c.wrapper == "zero3" and c.evaluates == "the average inside whole_parameters",
     ),
 )
 

@@ -11,7 +11,7 @@ from core.distributed import (
     FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
 )
-from core.optimizer import OptimizerConfig
+from core.optimizer import MegatronOptimizer, OptimizerConfig, OptimizerParamScheduler
 from tests.compositions.composition import Composition
 
 STRATEGIES = {"ddp": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -50,6 +50,8 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
     fields["replicated"] = _REPLICATED[composition.replicated]
     if composition.is_hybrid:
         fields["num_distributed_optimizer_instances"] = 2
+    if composition.buffers != "read":
+        fields["broadcast_buffers"] = True
     if composition.policy == "by dtypes":
         fields |= {"param_dtype": composition.precision, "reduce_dtype": "fp32", "output_dtype": "fp32"}
     else:
@@ -67,6 +69,7 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
         "backward_prefetch": int(composition.backward_prefetch),
     }
     fields |= {"cpu_offload": composition.offload == "yes", "pin_memory": False}
+    fields["buffer_dtype"] = None if composition.buffer_dtype == "kept" else composition.buffer_dtype
     if composition.wrapper == "zero3":
         outer = "optim" if composition.outer == "optim" else "no_shard"
         fields |= {"shard_cut": _CUTS.get(composition.cut, composition.cut), "outer_dp_sharding_strategy": outer}
@@ -89,6 +92,10 @@ def optimizer_config(composition: Composition) -> OptimizerConfig:
     if composition.optimizer == "adam":
         # A large epsilon: where a gradient is all rounding, Adam would make a whole step of it.
         fields |= {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3}
+    elif composition.optimizer == "muon":
+        # Few iterations, which amplify less of what is rounding in a gradient (`compare.MUON_SLOPE`).
+        fields |= {"optimizer": "muon", "lr": 2e-2, "adam_eps": 1e-3, "muon_num_ns_steps": 2}
+        fields["muon_fp32_matmul_prec"] = "highest"
     else:
         momentum = 0.9 if composition.optimizer in ("sgd", "torch's sgd") else 0.0
         fields |= {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": momentum}
@@ -112,3 +119,16 @@ def parameter_groups(composition: Composition) -> dict[str, Any]:
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Returns whether a parameter decays where matrices do; biases of experts are `[experts, out]`."""
     return parameter.ndim > 1 and not name.endswith(".bias")
+
+
+def scheduler_of(composition: Composition, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Builds the schedule: constant rates of the optimizer's config, or `plain_optimizer.SCHEDULE`."""
+    config = optimizer_config(composition)
+    lr, decay = config.lr or 0.0, config.weight_decay
+    if composition.schedule == "constant":
+        fields: dict[str, Any] = {"init_lr": lr, "min_lr": lr, "lr_warmup_steps": 0, "lr_decay_style": "constant"}
+        fields |= {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"}
+    else:
+        fields = {"init_lr": 0.25 * lr, "min_lr": 0.1 * lr, "lr_warmup_steps": 1, "lr_decay_style": "linear"}
+        fields |= {"start_wd": 0.5 * decay, "end_wd": 1.5 * decay, "wd_incr_style": "linear"}
+    return OptimizerParamScheduler(optimizer, max_lr=lr, lr_decay_steps=4, wd_incr_steps=4, **fields)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.dist_checkpointing.global_view import whole_view
 from core.pipeline_parallel import get_forward_backward_func
 from tests.compositions.data import ROWS, SEQUENCE, MicroBatch, micro_batch
 from tests.compositions.training import load
@@ -78,12 +77,13 @@ class Staged(Wrapped):
         mean, ranks = total / batch.tokens_with_loss, parallel_state.get_context_parallel_world_size()
         return mean, torch.stack([ranks * mean.detach().double(), torch.ones(()).double()])
 
-    def _weights(self) -> dict[str, Tensor]:
-        self.optimizer.finish_step()  # type: ignore[union-attr]
-        state = self.optimizer.state_tensors()  # type: ignore[union-attr]
-        views = {name: tensor for name, tensor in state.items() if name.startswith("average.")}
-        for module in self.module:
-            tensors = module.state_dict(keep_vars=True)
-            for name, _ in module.named_parameters():
-                views[name] = state.get(f"master.{name}", whole_view(tensors[name]))
+    @property
+    def _modules(self) -> Sequence[nn.Module]:
+        return list(self.module)
+
+    def _whole(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
         return whole(views)
+
+    def seed(self, step: int, number: int) -> int:
+        """Returns what a step's random numbers begin with, from which stages draw for each micro-batch."""
+        return 100 * step + self.replica

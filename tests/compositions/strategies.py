@@ -15,6 +15,11 @@ COMPILES_ONE_OF = 60
 ONE_STAGE = 8
 """So many trainings have one pipeline stage for each of a schedule's, with which many values mean nothing."""
 
+OFTEN_REFUSED = ("whole_gradients", "memory", "zeroes")
+FIRST_VALUE = 5
+"""So many times the first value is drawn for each other one on these axes, of which a value is refused under most
+wrappers."""
+
 
 def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
     """Draws a training under several wrappers; it shrinks to one, with the first value of each axis.
@@ -25,6 +30,7 @@ def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
     axes = {axis: st.sampled_from(layouts if axis == "layout" else values) for axis, values in AXES.items()}
     axes["pipeline"] = st.sampled_from(AXES["pipeline"][:1] * ONE_STAGE + AXES["pipeline"][1:])
     axes["compiled"] = st.sampled_from(("no",) * COMPILES_ONE_OF + ("units",))
+    axes |= {axis: st.sampled_from(AXES[axis][:1] * FIRST_VALUE + AXES[axis][1:]) for axis in OFTEN_REFUSED}
     training = st.fixed_dictionaries({axis: drawn for axis, drawn in axes.items() if axis not in WRAPPER_AXES})
     wrapper = st.fixed_dictionaries({axis: axes[axis] for axis in WRAPPER_AXES})
     wrappers = st.lists(wrapper, min_size=1, max_size=FAMILY)

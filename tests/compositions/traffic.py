@@ -46,7 +46,9 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
     with recorded_collectives() as recorded:
         yield
     counted = Counter(
-        (kind, size, ranks) for kind, what, size, ranks in recorded if what.startswith("the gradients of")
+        (kind, size, ranks)
+        for kind, what, size, ranks in recorded
+        if what.startswith("the gradients of") and kind != "all-gather"  # as whole ones are, after their reduction
     )
     planned = _planned(training)
     if planned is not None:
@@ -56,16 +58,17 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
 def _planned(training: Wrapped) -> Calls | None:
     """Returns the planned reductions; None where a layer is frozen now, or a unit of FSDP2 runs twice."""
     part = training.part
-    if part.trained == "a layer at times" or (part.is_fsdp2 and part.layers == "twice"):
+    if part.trained == "a layer at times" or part.runs_units_twice:
         return None
     planned: Calls = Counter()
+    backwards = training.number if part.forwards == "one by one" else training.number // 2
     for model in training.models:
         if part.is_fsdp2:
             policy = model.plan.root.precision
             planned_dtype = policy.reduce_dtype or policy.param_dtype or torch.float32
             assert planned_dtype == _reduce_dtype(part), f"the plan reduces in {planned_dtype}"
         for unit in model.plan.units:
-            for entry in model.plan.traffic(training.number, unit):
+            for entry in model.plan.traffic(backwards, unit):
                 # torch sums shards over the replicas of a hybrid by itself, unrecorded.
                 is_recorded = not part.is_fsdp2 or unit.kind == "replicated"
                 if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and is_recorded):

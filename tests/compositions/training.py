@@ -17,7 +17,7 @@ from core.distributed import TorchFullyShardedDataParallel
 from core.optimizer import MegatronOptimizer
 from tests.compositions.composition import Composition
 from tests.compositions.data import MicroBatch, micro_batch
-from tests.compositions.model import Gated
+from tests.compositions.model import Counted, Gated
 from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.functional._runs import Curve
@@ -71,11 +71,27 @@ class Training(ABC):
         return batch.own()
 
     def prepare(self, step: int, number: int) -> None:
-        """Sets what a micro-batch's dropout draws, and whether it uses the parameter that only some use."""
-        torch.manual_seed(100 * step + number)
+        """Sets what a micro-batch's dropout draws, whether it uses the parameter that only some use, and whether it
+        moves running means."""
+        torch.manual_seed(self.seed(step, number))
         for module in self.module.modules():
             if isinstance(module, Gated):
                 module.is_used = self._uses_gain(step, number)
+            elif isinstance(module, Counted):
+                module.is_counting = self.counts(number)
+
+    def seed(self, step: int, number: int) -> int:
+        return 100 * step + number
+
+    def counts(self, number: int) -> bool:
+        """Whether the next forward, of a micro-batch, moves running means: each rank's own do."""
+        return True
+
+    def together(self, index: int) -> range:
+        """Returns the micro-batches of a replica that the call of `backward` with this index runs."""
+        if self.composition.forwards == "one by one":
+            return range(index, index + 1)
+        return range(index - 1, index + 1) if index % 2 else range(0)
 
     def evaluate(self, step: int) -> None:
         """Runs the forward of one micro-batch on all replicas, and reports its loss."""
@@ -98,7 +114,8 @@ class Training(ABC):
 
     def begin_step(self) -> None:
         self.of_step = torch.zeros(2, dtype=torch.float64)
-        self.zero()
+        if self.composition.zeroes != "never":
+            self.zero()
 
     def make_step(self, step: int, between: Any) -> None:
         for index in range(self.number):
@@ -122,8 +139,9 @@ class Training(ABC):
         self.curve.scales.append(self._scale)
 
     def finish(self) -> Curve:
-        """Records weights and losses, and returns the curve; collective."""
+        """Records weights, buffers and losses, and returns the curve; collective."""
         self.curve.masters = self._weights()
+        self.curve.buffers = self._buffers()
         self.curve.losses = self._whole_losses()
         return self.curve
 
@@ -150,6 +168,10 @@ class Training(ABC):
         """Lets the model hold the average of its weights inside the context."""
 
     @abstractmethod
+    def averaged_inside(self) -> AbstractContextManager[None]:
+        """Does the same inside `whole_parameters` of every wrapper."""
+
+    @abstractmethod
     def zero(self) -> None: ...
 
     @abstractmethod
@@ -167,6 +189,10 @@ class Training(ABC):
     @abstractmethod
     def _weights(self) -> dict[str, Tensor]:
         """Returns the weights of the whole model, in fp32; collective."""
+
+    @abstractmethod
+    def _buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers of the whole model that checkpoints have; collective."""
 
     @property
     @abstractmethod

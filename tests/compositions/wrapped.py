@@ -14,22 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.dist_checkpointing import load, load_metadata, save
-from core.dist_checkpointing.global_view import whole_view
+from core.dist_checkpointing.global_view import global_view, whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.engine.unit import POISONS
 from core.distributed.model import offloaded_activations
-from core.optimizer import AveragedWeights, MegatronOptimizer, OptimizerParamScheduler, get_megatron_optimizer
-from core.training.checkpointing import state_tensors
-from core.training.state import TrainingState
+from core.optimizer import AveragedWeights, MegatronOptimizer, RunState, get_megatron_optimizer
 from core.training.train_step import train_step
+from core.weights import WeightStream
 from tests.compositions.composition import Composition
 from tests.compositions.data import loaded_batches, micro_batch
 from tests.compositions.model import build, expert_parallel_size
-from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, wrapper_config
+from tests.compositions.settings import DECAYS, optimizer_config, parameter_groups, scheduler_of, wrapper_config
 from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Training
-from tests.functional._runs import _whole, in_precision
+from tests.functional._runs import Curve, _whole, in_precision
 
 
 class Wrapped(Training):
@@ -62,9 +60,12 @@ class Wrapped(Training):
             self.optimizer = TorchOptimizer(composition, self.module)
         else:
             self.optimizer = get_megatron_optimizer(config, self.wrappers, **parameter_groups(composition))
-            self.scheduler = _scheduler(composition, self.optimizer)
+            self.scheduler = scheduler_of(composition, self.optimizer)
         if composition.averaged != "no":
             self._average = AveragedWeights(self.optimizer, DECAYS[composition.averaged])
+        self._stream = WeightStream(self.wrappers, "module") if part.streams != "no" else None
+        self._gradients: dict[str, Tensor] = {}
+        """Whole gradients of the last step, before its update, as `global_view` shows them."""
         self._loaded: Iterator[Mapping[str, Tensor]] = iter(())
         if composition.loop == "train_step on a loader":
             self._loaded = loaded_batches(composition, first)
@@ -89,6 +90,15 @@ class Wrapped(Training):
                 stack.enter_context(wrapper.whole_parameters())
         return stack
 
+    @contextmanager
+    def averaged_inside(self) -> Iterator[None]:
+        """Does the same inside `whole_parameters` of every wrapper."""
+        with ExitStack() as stack:
+            for wrapper in self.wrappers:
+                stack.enter_context(wrapper.whole_parameters())
+            with self.averaged():
+                yield
+
     def averaged(self) -> AbstractContextManager[None]:
         return self._average.swapped()
 
@@ -99,7 +109,7 @@ class Wrapped(Training):
         elif how == "module":
             for wrapper in self.wrappers:
                 wrapper.zero_grad()
-        else:
+        elif how == "wrapper":
             self.zero()
         self.of_step = torch.zeros(2, dtype=torch.float64)
 
@@ -139,17 +149,26 @@ class Wrapped(Training):
             self.scheduler.step(1)
 
     def backward(self, step: int, index: int) -> None:
+        numbers = [self._number_of(i) for i in self.together(index)]
+        if not numbers:
+            return
         is_last = index == self.number - 1
         with nullcontext() if is_last else self.wrapper.no_sync():
             if not is_last:
                 with self.wrapper.no_sync():
                     pass  # leaving it does not end the outer one
-            loss, reported = self.loss(step, self._number_of(index))
-            self.optimizer.scale_loss(loss).backward()
-        self.of_step += reported
+            losses, reports = zip(*(self.loss(step, number) for number in numbers), strict=True)
+            self.optimizer.scale_loss(torch.stack(losses).sum()).backward()
+        self.of_step += torch.stack(reports).sum(0)
 
     def finish_gradients(self) -> None:
-        finalize_model_grads(self.wrappers, self.of_step[1] if self.composition.loss == "per token" else None)
+        num_tokens = self.of_step[1] if self.composition.loss == "per token" else None
+        is_whole = self.part.whole_gradients == "yes"
+        finalize_model_grads(self.wrappers, num_tokens, force_all_reduce=is_whole)
+        if is_whole:
+            named = {name: p for module in self._modules for name, p in module.named_parameters()}
+            whole = {name: (p, p.main_grad) for name, p in named.items() if p.requires_grad}  # type: ignore
+            self._gradients = {name: global_view(p, gradient.clone()) for name, (p, gradient) in whole.items()}
 
     def change_gradient(self, parameter: nn.Parameter, factor: float | None) -> None:
         if factor is None:
@@ -157,11 +176,49 @@ class Wrapped(Training):
         elif parameter.grad is not None:
             parameter.grad.mul_(factor)
 
+    @property
+    def _modules(self) -> Sequence[nn.Module]:
+        """The model, or this rank's stages, whose parameters have the names of the whole model."""
+        return [self.module]
+
+    def finish(self) -> Curve:
+        """Does the same with whole gradients, and with a check of the stream of weights."""
+        super().finish()
+        self.curve.gradients = self._whole(self._gradients)
+        if self._stream is not None:
+            self._check_stream(self._stream)
+        return self.curve
+
+    def _check_stream(self, stream: WeightStream) -> None:
+        sent = {name: tensor.clone() for name, tensor in stream}
+        for wrapper in self.wrappers:
+            wrapper.settle_parameters()
+        held = {name: t for m in self._modules for name, t in m.state_dict(keep_vars=True).items()}
+        held = self._whole({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
+        wrong = [name for name in held.keys() & sent.keys() if not torch.equal(held[name], sent[name].to(held[name]))]
+        assert not wrong, f"a stream that was kept over steps sends other values of {sorted(wrong)}"
+        known = {name for name in held if name in self.curve.masters or name in self.curve.buffers}
+        assert known <= sent.keys(), f"a stream that was kept over steps sends nothing of {known - sent.keys()}"
+
     def _weights(self) -> dict[str, Tensor]:
-        state, tensors = self.optimizer.state_tensors(), self.module.state_dict(keep_vars=True)
+        if not self.composition.steps_by_torch:
+            self.optimizer.finish_step()  # type: ignore[union-attr]
+        state = self.optimizer.state_tensors()
         views = {name: tensor for name, tensor in state.items() if name.startswith("average.")}
-        for name, _ in self.module.named_parameters():
-            views[name] = state.get(f"master.{name}", whole_view(tensors[name]))
+        for module in self._modules:
+            tensors = module.state_dict(keep_vars=True)
+            for name, _ in module.named_parameters():
+                views[name] = state.get(f"master.{name}", whole_view(tensors[name]))
+        return self._whole(views)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        found = {}
+        for module in self._modules:
+            tensors, names = module.state_dict(), {name for name, _ in module.named_buffers()}
+            found |= {name: whole_view(tensor) for name, tensor in tensors.items() if name in names}
+        return self._whole(found)
+
+    def _whole(self, views: dict[str, Tensor]) -> dict[str, Tensor]:
         return _whole(views)
 
     @property
@@ -175,34 +232,15 @@ class Wrapped(Training):
         return [(total / weight).item() for total, weight in totals]
 
     def save(self, folder: Path) -> None:
-        metadata = {"optimizer": self.optimizer.state_scalars(), "scheduler": self.scheduler.state_dict()}
-        save(state_tensors(self._state()), folder, metadata=metadata)
+        self._state().save(folder)
 
     def load(self, folder: Path) -> None:
         """Continues from what another wrapper, on other ranks, has written."""
-        metadata = load_metadata(folder)
-        load(state_tensors(self._state()), folder, cast=True)
-        self.optimizer.load_state_scalars(metadata["optimizer"])
-        self.scheduler.load_state_dict(metadata["scheduler"])
+        self._state().load(folder)
 
-    def _state(self) -> TrainingState:
-        first, *later = self.wrappers
-        return TrainingState(
-            model=first, later_stages=later, optimizer=self.optimizer, scheduler=self.scheduler, vocab_size=64
-        )
-
-
-def _scheduler(composition: Composition, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Builds the schedule: constant rates of the optimizer's config, or `plain_optimizer.SCHEDULE`."""
-    config = optimizer_config(composition)
-    lr, decay = config.lr or 0.0, config.weight_decay
-    if composition.schedule == "constant":
-        fields: dict[str, Any] = {"init_lr": lr, "min_lr": lr, "lr_warmup_steps": 0, "lr_decay_style": "constant"}
-        fields |= {"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"}
-    else:
-        fields = {"init_lr": 0.25 * lr, "min_lr": 0.1 * lr, "lr_warmup_steps": 1, "lr_decay_style": "linear"}
-        fields |= {"start_wd": 0.5 * decay, "end_wd": 1.5 * decay, "wd_incr_style": "linear"}
-    return OptimizerParamScheduler(optimizer, max_lr=lr, lr_decay_steps=4, wd_incr_steps=4, **fields)
+    def _state(self) -> RunState:
+        assert isinstance(self.optimizer, MegatronOptimizer)
+        return RunState(self.wrappers, self.optimizer, self.scheduler)
 
 
 def _engine(composition: Composition) -> str:

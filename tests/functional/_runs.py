@@ -105,6 +105,8 @@ class Curve:
     """What the model computes with."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     """The same in fp32."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Those that checkpoints have, at the end."""
 
 
 def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel:

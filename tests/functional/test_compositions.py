@@ -28,6 +28,11 @@ REFUSED = (
     Composition(layout="dp2", wrapper="zero3", replicated="an mlp", experts="over ranks"),
     Composition(layout="dp2", wrapper="fsdp2", replicated="norms", recompute="products of units"),
     Composition(layout="dp2", wrapper="fsdp2", precision="bf16", policy="fp32 accumulation"),
+    Composition(layout="dp2", wrapper="zero3", whole_gradients="yes"),
+    Composition(layout="dp2", wrapper="ddp", zeroes="never", loss="per token"),
+    Composition(layout="dp1", pipeline="1F1B", optimizer="muon", trained="one norm"),
+    Composition(layout="dp2", wrapper="fsdp2", memory="strided"),
+    Composition(layout="dp2", wrapper="zero3", averaged="equally", evaluates="the average inside whole_parameters"),
 )
 
 

@@ -76,6 +76,18 @@ def test_sparse_embedding_gradient_equals_dense_rows(dtype):
     assert torch.equal(sparse.to_dense(), dense)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embedding_gradients_of_two_forwards_add_in_one_backward(dtype):
+    ids, gradients = torch.tensor([[1, 4, 1], [7, 4, 2]]), []
+    for function in (embedding, F.embedding):
+        weight = nn.Parameter(numbers(50, K, dtype=dtype))
+        if function is embedding:
+            Memory(weight)
+        (function(ids[0], weight).sum() + function(ids[1], weight).sum()).backward()
+        gradients.append(weight.grad.to_dense())
+    assert torch.equal(*gradients)
+
+
 def _asks_for_gradients(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return torch.autograd.grad(linear(x, weight).square().sum(), weight)[0]
 
