@@ -111,6 +111,7 @@ def _masks(seeding: str, sizes: dict[str, Any], fields: dict[str, Any]) -> tuple
                 num_microbatches=MICRO_BATCHES,
                 seq_length=LENGTH,
                 micro_batch_size=2,
+                forward_only=sizes.get("forward_only", False),
             )
     finally:
         get_rng_tracker().reset()
@@ -126,7 +127,13 @@ def _assert_independent(masks: list[Tensor]) -> None:
 @pytest.mark.parametrize("seeding", SEEDINGS)
 @pytest.mark.parametrize(
     ("sizes", "fields"),
-    [({}, {}), ({}, RECOMPUTED), ({"vpp": 2}, {}), ({"vpp": 2}, {"pipeline_parallel_schedule": "ZBVZeroBubble"})],
+    [
+        ({}, {}),
+        ({"forward_only": True}, {}),
+        ({}, RECOMPUTED),
+        ({"vpp": 2}, {}),
+        ({"vpp": 2}, {"pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    ],
     ids=str,
 )
 def test_stages_and_micro_batches_have_masks_of_their_own(seeding, sizes, fields):
