@@ -31,6 +31,11 @@ def as_message(tensor: Tensor) -> Tensor:
     return message if message.dtype in _SENT_AS_THEY_ARE else as_bytes(message)
 
 
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Returns whether a tensor has one memory for several elements, as of `Tensor.expand`."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def write_back(tensor: Tensor, message: Tensor) -> None:
     """Copies the values of a message into the tensor that it was made of, on any device. Nothing if it is that tensor.
 

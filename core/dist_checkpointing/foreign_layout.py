@@ -88,6 +88,8 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
                 before = shape_so_far[len(leading) : -1] if run.transposed else shape_so_far[len(leading) + 1 :]
                 rest = tuple(map(max, zip(rest, before, strict=True)))
             shapes[run.source] = (*leading, *rest, count) if run.transposed else (*leading, count, *rest)
+            if not ours[recipe.name]:  # a number
+                shapes[run.source] = ()
     return shapes
 
 

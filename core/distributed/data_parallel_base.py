@@ -27,7 +27,7 @@ from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
-from .plan.unit_choice import UnitChoice, default_unit_classes
+from .plan.unit_choice import UnitChoice, default_units
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
 
@@ -109,7 +109,7 @@ class _BaseDataParallel(EngineVerbs):
         Args:
             module: the argument of the constructor.
             model: what is planned: `module`, or the model inside it.
-            unit_classes: None means `default_unit_classes` of the model.
+            unit_classes: None means `default_units` of the model.
             options: keyword arguments of `plan_model`.
 
         Raises:
@@ -133,7 +133,7 @@ class _BaseDataParallel(EngineVerbs):
         unfit_models.reject_unfit(module)
         if cls.engine is Engine.FSDP2:
             unfit_models.reject_unfit_for_fsdp2(module)
-        classes = default_unit_classes(model) if unit_classes is None else unit_classes
+        classes = default_units(model) if unit_classes is None else unit_classes
         return plan_model(
             model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options
         )

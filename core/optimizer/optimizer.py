@@ -79,8 +79,11 @@ class MegatronOptimizer(OptimizerState):
         # phases if the device skipped the update. Never cleared.
         self._phases: list[Phase] = []
 
-    def step(self) -> tuple[bool, float | None, int | None]:  # type: ignore[override]
+    def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:  # type: ignore[override]
         """Makes one update, or skips it on all ranks, and waits until the device has decided.
+
+        Args:
+            closure: torch's argument, None: run forward and backward before.
 
         Returns:
             ``(True, grad_norm, num_zeros_in_grad)`` after an update: the norm before clipping, without the loss scale;
@@ -93,6 +96,8 @@ class MegatronOptimizer(OptimizerState):
             OptimizerError: a parameter whose storage was replaced, or that was made trainable since the optimizer was
                 built, or a gradient that does not fit its parameter.
         """
+        if closure is not None:
+            raise OptimizerError("step() takes no closure; run forward, backward and finalize_model_grads before it")
         outcomes: list[StepOutcome] = []
         self.start_step(on_outcome=outcomes.append)
         self.finish_step()

@@ -96,10 +96,25 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             "call optimizer.scale_loss(loss).backward() and optimizer.step()"
         )
 
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The settings that groups have if they are given none."""
+        return self.optimizer.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)  # of any object, where torch's has groups and state alone
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)  # torch's would replace `step` of the class
+
     _NOT_TORCHS = "its groups, hooks and state are those of the update rule, optimizer.optimizer"
     add_param_group = absent_method("add_param_group", f"{_NOT_TORCHS}; build it when the model is complete")
     register_step_pre_hook = absent_method("register_step_pre_hook", _NOT_TORCHS)
     register_step_post_hook = absent_method("register_step_post_hook", _NOT_TORCHS)
+    register_state_dict_pre_hook = absent_method("register_state_dict_pre_hook", _NOT_TORCHS)
+    register_state_dict_post_hook = absent_method("register_state_dict_post_hook", _NOT_TORCHS)
+    register_load_state_dict_pre_hook = absent_method("register_load_state_dict_pre_hook", _NOT_TORCHS)
+    register_load_state_dict_post_hook = absent_method("register_load_state_dict_post_hook", _NOT_TORCHS)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

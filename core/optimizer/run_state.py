@@ -67,10 +67,15 @@ class RunState:
         """
         scheduler, tensors = None, dict[str, Tensor]()
         if self.scheduler is not None:
-            scheduler = encode(self.scheduler.state_dict(), "the scheduler", tensors)
+            scheduler = {"kind": self._kind(), **encode(self.scheduler.state_dict(), "the scheduler", tensors)}
         if tensors:
             raise CheckpointError(f"the scheduler keeps tensors ({', '.join(tensors)}); save it by itself")
         return {"optimizer": self.optimizer.state_scalars(), "scheduler": scheduler}
+
+    def _kind(self) -> str:
+        """Returns the names of the scheduler's class, and of those that it is made of, as `SequentialLR` is."""
+        inner = getattr(self.scheduler, "_schedulers", ())
+        return " ".join(type(scheduler).__name__ for scheduler in (self.scheduler, *inner))
 
     def save(
         self,
@@ -90,8 +95,10 @@ class RunState:
         Raises:
             CheckpointError: on all ranks, if it failed on one.
         """
-        write = save if saver is None else saver.save
-        write(self.tensors(), folder, metadata={**(metadata or {}), **self.metadata()}, keep=keep)
+        write, own = save if saver is None else saver.save, self.metadata()
+        if taken := own.keys() & (metadata or {}).keys():
+            raise CheckpointError(f"metadata has {', '.join(sorted(taken))}, names of the state's own; rename them")
+        write(self.tensors(), folder, metadata={**(metadata or {}), **own}, keep=keep)
 
     def load(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues from a checkpoint of any wrapper and number of ranks. Collective over all ranks.
@@ -119,7 +126,8 @@ class RunState:
         self._check(metadata)
         self.optimizer.load_state_scalars(metadata["optimizer"])
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(decode(metadata["scheduler"], dict[str, Tensor]().__getitem__))
+            state = {name: value for name, value in metadata["scheduler"].items() if name != "kind"}
+            self.scheduler.load_state_dict(decode(state, dict[str, Tensor]().__getitem__))
 
     def _check(self, metadata: Mapping[str, Any]) -> None:
         for name, own in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
@@ -129,4 +137,9 @@ class RunState:
                     f"the checkpoint has {has} of the {name}'s states, and this run needs {needs}; build what the run "
                     "had that saved it, or load the model alone, by core.dist_checkpointing.load"
                 )
+        if self.scheduler is not None and metadata["scheduler"].get("kind") != self._kind():
+            raise CheckpointError(
+                f"the checkpoint has the state of a {metadata['scheduler'].get('kind')}, and the scheduler here is a "
+                f"{self._kind()}; build the one that was saved"
+            )
         self.optimizer.check_state_scalars(metadata["optimizer"])

@@ -42,15 +42,14 @@ class RecordedForward:
     """A forward that will be recomputed. Make it before the forward begins.
 
     Args:
-        modules: those whose buffers the forward may write. They are copied, which the forward's end frees but for
-            those of modules that it has written.
+        modules: those whose buffers the forward may read and write. Copies of these live as long as its graph.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # Of each module with buffers: where it holds them; as they were, by identity and version; and their values.
-        # From the forward's end only of modules that it may have written.
+        copies: Copies = {}
         self._states = [
-            (module._buffers, _versions(module._buffers), _copies(module._buffers))
+            (module._buffers, _versions(module._buffers), _copied(module._buffers, copies))
             for root in modules
             for module in root.modules()
             if module._buffers
@@ -66,12 +65,11 @@ class RecordedForward:
                 yield
         finally:
             _recording.pop()
-        # Kernels of batch norm write running statistics, vectors, and leave `_version` as it was.
-        self._states = [
-            (held, versions, copies)
-            for held, versions, copies in self._states
-            if _versions(held) != versions or any(copy is not None and copy.ndim == 1 for copy in copies.values())
-        ]
+        for held, versions, values in self._states:
+            now = _versions(held)
+            for name in [name for name, value in values.items() if _is_code(value)]:
+                if now.get(name) == versions[name]:
+                    del values[name]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -79,8 +77,9 @@ class RecordedForward:
         global _recording, _replayed
         outer, now = (_recording, _replayed), [(held, dict(held)) for held, _, _ in self._states]
         _recording, _replayed = [], iter(self._notes)
-        for held, _, copies in self._states:
-            held.update(_copies(copies))  # another backward through a kept graph recomputes again
+        copies: Copies = {}  # anew: another backward through a kept graph recomputes again
+        for held, _, values in self._states:
+            held.update(_copied(values, copies))
         try:
             yield
         finally:
@@ -89,9 +88,22 @@ class RecordedForward:
                 held.update(buffers)
 
 
-def _versions(buffers: Buffers) -> list[tuple[int, int]]:
-    return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in buffers.values()]
+Copies = dict[Tensor, Tensor]
+"""The copy of each buffer: one for all modules that hold it."""
 
 
-def _copies(buffers: Buffers) -> Buffers:
-    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+def _is_code(buffer: Tensor | None) -> bool:
+    """Returns whether a buffer holds packed codes, as quantized weights do: too large to be kept, and never written by
+    `Tensor.data` or by kernels that leave the version as it was."""
+    return buffer is not None and buffer.dim() > 1 and (buffer.itemsize == 1 or not buffer.is_floating_point())
+
+
+def _versions(buffers: Buffers) -> dict[str, tuple[int, int]]:
+    return {name: (id(b), 0 if b is None or b.is_inference() else b._version) for name, b in buffers.items()}
+
+
+def _copied(buffers: Buffers, copies: Copies) -> Buffers:
+    for buffer in buffers.values():
+        if buffer is not None and buffer not in copies:
+            copies[buffer] = buffer.detach().clone()
+    return {name: None if buffer is None else copies[buffer] for name, buffer in buffers.items()}

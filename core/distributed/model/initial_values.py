@@ -26,7 +26,7 @@ from ...base import device
 from ...base.errors import WrapError
 from ...base.parameters import local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
-from ...comm.messages import write_back
+from ...comm.messages import overlaps_itself, write_back
 from ...tensor_parallel.groups import copy_shard
 from ...tensor_parallel.initialization import initialize_parameters
 from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
@@ -178,14 +178,21 @@ class InitialValues:
     ) -> Iterator[tuple[str, bool, bool]]:
         """Yields the names of a group's tensors, whether its first rank has each on meta, and whether any rank has."""
         names = [name for name in tensors if self._group_of[name] is group]
-        own = torch.tensor([tensors[name].is_meta for name in names], dtype=torch.int32)
+        flags = [(tensors[name].is_meta, overlaps_itself(local_part(tensors[name]))) for name in names]
+        own = torch.tensor(flags, dtype=torch.int32).view(-1, 2).t()
         of_first = own if group.rank() == 0 else torch.zeros_like(own)
         both = torch.stack([of_first, own]).to(device.current_device())
         if dist.get_backend(group) == "fake":
             both = torch.stack([own, own])  # a simulated group has no other rank
         else:
             all_reduce_by_backend(both, group, what="which values are on the meta device", op=dist.ReduceOp.MAX)
-        first, anywhere = both.bool().tolist()
+        (first, overlaps_first), (anywhere, overlaps) = both.bool().tolist()
+        for name, on_first, on_any in zip(names, overlaps_first, overlaps, strict=True):
+            if on_any and not on_first:
+                raise WrapError(
+                    f"{name} has one memory for several elements (Tensor.expand) on some ranks, and not on the first, "
+                    "whose values all of them get; build it equally on all ranks"
+                )
         yield from zip(names, first, anywhere, strict=True)
 
 

@@ -30,13 +30,26 @@ CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
 
 
-def default_unit_classes(root: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Returns the classes of units of a model whose user names none.
+def default_units(root: nn.Module) -> tuple[UnitChoice, ...]:
+    """Returns the units of a model whose user names none.
 
-    Megatron's where the model has them, or marks its own in ``_fsdp_modules``, else the items of its outermost lists.
+    Megatron's classes where the model has them, or marks its own in ``_fsdp_modules``, else its outermost lists of
+    repeated layers, whose items become units.
     """
     is_marked = any(isinstance(m, DEFAULT_UNIT_CLASSES) or hasattr(m, "_fsdp_modules") for m in root.modules())
-    return DEFAULT_UNIT_CLASSES if is_marked else CONTAINERS
+    lists = () if is_marked else tuple(_lists_of_layers(root))
+    return lists or DEFAULT_UNIT_CLASSES
+
+
+def _lists_of_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the outermost lists and dicts in which a class repeats, and lists of one layer."""
+    for child in module.children():
+        kinds = Counter(type(item) for item in child.children())
+        repeats = max(kinds.values(), default=0) > 1 or (isinstance(child, nn.ModuleList) and len(child) == 1)
+        if isinstance(child, CONTAINERS) and repeats:
+            yield child
+        else:
+            yield from _lists_of_layers(child)
 
 
 def warn_of_large_root(
@@ -57,7 +70,8 @@ def warn_of_large_root(
             sizes[type(layer)] += _bytes_of(layer.parameters())
     if 2 * in_root <= in_all or 2 * sizes.total() <= in_root:
         return
-    used = [c for c in classes if isinstance(c, type) and (c in CONTAINERS or any(isinstance(m, c) for m in members))]
+    kinds = dict.fromkeys(c if isinstance(c, type) else type(c) for c in classes)
+    used = [kind for kind in kinds if kind in CONTAINERS or any(isinstance(m, kind) for m in members)]
     names = [kind.__name__ for kind in (*(used if members else ()), *(kind for kind, _ in sizes.most_common()))]
     warn_once(
         f"{readable_bytes(in_root)} of {readable_bytes(in_all)} of {type(units[-1].modules[0]).__name__} are in no "

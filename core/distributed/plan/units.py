@@ -163,7 +163,7 @@ def _match_modules(
             visited.add(child)
             matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
             matches = matches or stands_for_items or child in singled_out
-            is_container = isinstance(child, CONTAINERS) and not _has_forward(child)
+            is_container = (isinstance(child, CONTAINERS) or stands_for_items) and not _has_forward(child)
             yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
             if matches and not is_container and any(kind_of(p) != "ignored" for p in child.parameters()):
                 yield child

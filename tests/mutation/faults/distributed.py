@@ -455,7 +455,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of somebody's own model are in the root",
-        "core.distributed.plan.unit_choice.default_unit_classes",
+        "core.distributed.plan.unit_choice.default_units",
         r"if is_marked",
         "if True",
         ("tests/unit/distributed/plan/test_unit_choice.py",),

@@ -99,15 +99,15 @@ MUTATIONS = (
     Mutation(
         "a recomputation reads the buffers of now",
         "core.tensor_parallel.replay.RecordedForward.replaying",
-        r"held\.update\(_copies\(copies\)\)",
+        r"held\.update\(_copied\(values, copies\)\)",
         "pass",
         (_REPLAY,),
     ),
     Mutation(
         "a recomputation does not know of statistics that a kernel writes",
         "core.tensor_parallel.replay.RecordedForward.recording",
-        r"copy\.ndim == 1",
-        "False",
+        r"_is_code\(value\)",
+        "True",
         (_REPLAY,),
     ),
     Mutation(

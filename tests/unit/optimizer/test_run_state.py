@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,23 @@ def test_half_of_a_state_is_refused_before_anything_changes(tmp_path: Path) -> N
 
 
 @on_ranks(2)
+def test_another_scheduler_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    one = Training("zero1")
+    one.train(range(2))
+    one.state.save(tmp_path / "now")
+    for name in ("cosine", "sequence", "plateau"):
+        other = Training("zero1", name)
+        before, kept = other.whole(), dict(vars(other.scheduler))
+        with pytest.raises(CheckpointError, match=r"has the state of a StepLR, and the scheduler here is a \w+"):
+            other.state.load(tmp_path / "now")
+        assert all(torch.equal(tensor, before[key]) for key, tensor in other.whole().items())
+        assert vars(other.scheduler).keys() == kept.keys() and other.optimizer.param_groups[0]["lr"] != 0.0125
+    with pytest.raises(CheckpointError, match="metadata has scheduler, names of the state's own"):
+        one.state.save(tmp_path / "again", metadata={"scheduler": "mine"})
+    dist.barrier()
+
+
+@on_ranks(2)
 def test_a_state_is_saved_in_the_background(tmp_path: Path) -> None:
     one = Training("zero3")
     one.train(range(2))
@@ -223,3 +242,22 @@ def test_a_sharded_state_dict_is_loaded_without_code(tmp_path: Path) -> None:
     two.model.load_state_dict(torch.load(file, weights_only=True))
     expected = one.model.state_dict()
     assert all(torch.equal(t.elements, expected[name].elements) for name, t in two.model.state_dict().items())
+
+
+def test_an_optimizer_is_copied_pickled_and_stepped_as_torchs() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    for step in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step(None)
+        optimizer.zero_grad()
+        if step == 0:
+            copied, again = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    assert [other.state_scalars()["step"] for other in (copied, again)] == [1, 1]
+    assert optimizer.state_scalars()["step"] == 2  # its class steps as before
+    with pytest.raises(OptimizerError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)
+    schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)  # which reads the defaults
+    schedule.step()
+    assert optimizer.defaults["lr"] == 0.1 and "MegatronOptimizer" in repr(optimizer)

@@ -62,6 +62,30 @@ class Average(nn.Module):
         return torch.sin(x + self.average.clone() * self.constant[0, 0])
 
 
+class ByData(nn.Module):
+    """Writes its codebook by `Tensor.data`, as layers of vector quantization do: no version counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return torch.sin(x + self.codes[0].clone())
+
+
+class Shared(nn.Module):
+    """Two modules have one buffer: the first one writes it, the second reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.reader = Average(1, WIDTH), Average(1, WIDTH)
+        self.reader.average = self.writer.average
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.writer(x) * self.reader.average.clone()
+
+
 class Unit(nn.Module):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -79,6 +103,8 @@ UNITS = {
     "in place, a matrix": partial(Average, 1, WIDTH),
     "in place, a number": Average,
     "assigned": partial(Average, WIDTH, assigns=True),
+    "by data": ByData,
+    "shared": Shared,
     "assigned at first": partial(Average, assigns=True, from_nothing=True),
 }
 
@@ -200,3 +226,29 @@ def test_a_forward_that_raised_records_no_more() -> None:
     with pytest.raises(ZeroDivisionError):
         recompute(fail, torch.ones(2, requires_grad=True))
     assert not replay._recording
+
+
+class _Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x / self.temperature)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_buffer_set_between_forwards_is_that_of_each(kind: str) -> None:
+    gradients = []
+    for prepare in (lambda model: model, partial(_by_unit, kind)):
+        torch.manual_seed(3)
+        model = Unit(_Tempered)
+        call, total = prepare(model), torch.zeros(())
+        for step in range(2):
+            for tempered in (model.inner, model.again):
+                tempered.temperature = torch.tensor(1.0 + step)  # assigned by the loop, as a schedule does
+            total = total + call(torch.ones(4, WIDTH)).square().sum()
+        total.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert model.inner.temperature.item() == 2.0
+    assert all(map(torch.equal, *gradients))

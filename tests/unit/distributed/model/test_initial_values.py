@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.base.errors import ConfigError
+from core.base.errors import ConfigError, WrapError
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.groups import DataParallelGroups
 from core.distributed.model.initial_values import start_equal
@@ -249,10 +249,19 @@ class _OddTensors(nn.Module):
         self.register_buffer("strided", torch.randn(6, 8)[:, ::2])
         self.register_buffer("turned", torch.randn(3, 4).t() if dist.get_rank() else torch.randn(4, 3))
         self.register_buffer("expanded", torch.randn(6).expand(4, 6))
+        self.register_buffer("number", torch.randn(()))
         self.register_buffer("unsigned", torch.randint(99, (5,)).to(torch.uint16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) + self.expanded + x @ self.frozen8.to(x.dtype) + x @ self.frozen16.to(x.dtype)
+
+
+@on_ranks(2)
+def test_a_buffer_that_overlaps_on_one_rank_is_refused_on_all() -> None:
+    module = nn.Linear(6, 6)
+    module.register_buffer("table", torch.ones(6).expand(4, 6) if dist.get_rank() else torch.rand(4, 6))
+    with pytest.raises(WrapError, match=r"^table has one memory for several elements .* on some ranks"):
+        build("ddp", module)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

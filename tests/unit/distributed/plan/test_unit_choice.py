@@ -16,7 +16,7 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.plan.unit_choice import CONTAINERS, DEFAULT_UNIT_CLASSES, default_unit_classes
+from core.distributed.plan.unit_choice import DEFAULT_UNIT_CLASSES, default_units
 from tests.unit._spawn import on_ranks
 
 SHARDED = {"zero3": FullyShardedDataParallelConfig, "fsdp2": TorchFullyShardedDataParallelConfig}
@@ -68,7 +68,34 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 def test_items_of_outermost_lists_are_units_where_none_are_named(kind: str) -> None:
     assert _wrap(Gpt(), SHARDED[kind]()) == (BLOCKS, [])
     inner = nn.ModuleDict({"first": nn.ModuleList([Gpt()]), "second": Gpt()})
-    assert default_unit_classes(inner) == CONTAINERS
+    assert default_units(inner) == (inner["first"], inner["second"].blocks)
+    assert default_units(nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})) == DEFAULT_UNIT_CLASSES
+
+
+class _Heads(nn.Module):
+    """Has no forward: its parts are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+@on_ranks(2)
+def test_items_without_a_forward_are_looked_into(kind: str) -> None:
+    class Split(Gpt):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([_Heads(), _Heads()])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for heads in self.blocks:
+                x = heads.down(heads.up(x))
+            return self.head(x)
+
+    parts = [f"blocks.{index}.{name}" for index in range(2) for name in ("up", "down")]
+    assert _wrap(Split(), SHARDED[kind]())[0] == parts
 
 
 @pytest.mark.parametrize("kind", SHARDED)
@@ -80,9 +107,7 @@ def test_a_large_root_is_warned_of_with_the_list_that_helps(kind: str) -> None:
     assert "sub_modules_to_wrap=[Block, " in message
     assert _wrap(Gpt("sequential"), config, sub_modules_to_wrap=[Block]) == (BLOCKS, [])
     _, (message,) = _wrap(Gpt(vocabulary=4096), config)  # whose blocks are the smaller part
-    assert "sub_modules_to_wrap=[ModuleList, ModuleDict, Linear, Embedding]" in message or (
-        "sub_modules_to_wrap=[ModuleList, ModuleDict, Embedding, Linear]" in message
-    )
+    assert "sub_modules_to_wrap=[ModuleList, Embedding, Linear]" in message
     units, none = _wrap(Gpt(vocabulary=4096), config, sub_modules_to_wrap=[nn.ModuleList, nn.Embedding, nn.Linear])
     assert sorted(units) == sorted(["embedding", "head", *BLOCKS]) and none == []
     tied = [nn.ModuleList, nn.Embedding, nn.Linear]  # which become one unit
@@ -121,5 +146,6 @@ def test_replicas_have_no_units_to_warn_of() -> None:
 def test_a_model_that_marks_its_units_keeps_megatrons() -> None:
     marked = Gpt()
     marked._fsdp_modules = [Block]
-    assert default_unit_classes(marked) == DEFAULT_UNIT_CLASSES
-    assert default_unit_classes(Gpt()) == CONTAINERS
+    assert default_units(marked) == DEFAULT_UNIT_CLASSES
+    plain = Gpt()
+    assert default_units(plain) == (plain.blocks,)
