@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,12 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any], groups: l
     """
     step = Counter(counts.values()).most_common(1)[0][0]
     step_of = {name: count for name, count in counts.items() if count != step}
-    return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler, "groups": groups}
+    names_of: dict[str, set[str]] = {}  # by settings, in an order that no cut of the model changes
+    for group in groups:
+        settings = json.dumps({key: value for key, value in group.items() if key != "params"}, sort_keys=True)
+        names_of.setdefault(settings, set()).update(group["params"])
+    merged = [{**json.loads(key), "params": sorted(names)} for key, names in sorted(names_of.items()) if names]
+    return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler, "groups": merged}
 
 
 class Average(Protocol):

@@ -219,12 +219,8 @@ def _is_bias_or_vector(name: str, param: nn.Parameter) -> bool:
     return name.rpartition(".")[2] == "bias" or param.ndim <= 1
 
 
-_NOT_SAVED = frozenset(
-    (
-        *("params", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config"),
-        *("foreach", "fused", "capturable", "differentiable"),
-    )
-)
+_OF_CONFIG = ("params", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config")
+_KERNELS = ("foreach", "fused", "capturable", "differentiable")
 """What groups have from their construction, by which schedules compute, and torch's choices of kernels. A run that
 continues has its own."""
 
@@ -240,7 +236,7 @@ def groups_to_json(groups: Iterable[Mapping[str, Any]], names: Mapping[Tensor, s
     """
     saved: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
-        values = {k: v.item() if _is_number(v) else v for k, v in group.items() if k not in _NOT_SAVED}
+        values = {k: v.item() if _is_number(v) else v for k, v in group.items() if k not in (*_OF_CONFIG, *_KERNELS)}
         tensors: dict[str, Tensor] = {}
         saved.append(encode(values, f"group {index} of the optimizer", tensors))
         if tensors:

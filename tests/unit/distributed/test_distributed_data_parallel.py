@@ -243,10 +243,8 @@ def test_instances_must_be_those_of_the_process_groups(kind: str) -> None:
     with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
         build(kind, toy(), num_distributed_optimizer_instances=2)
     parallel_state.initialize_model_parallel()
-    for instances, message in (
-        (3, "3 does not divide the data-parallel size 2"),
-        (2, "is 2, but .* initialised with 1"),
-    ):
+    for instances in (3, 2):
         ddp_config = settings(kind, num_distributed_optimizer_instances=instances)
-        with pytest.raises(ParallelConfigError, match=f"num_distributed_optimizer_instances {message}"):
+        message = f"num_distributed_optimizer_instances is {instances}, but .* initialised with 1"
+        with pytest.raises(ParallelConfigError, match=message):
             wrap_model(toy(), SimpleNamespace(), ddp_config)
