@@ -136,9 +136,9 @@ def pipeline_ranks(error: type[ShardstackError] = CheckpointError) -> Ranks:
 
 def joined_by_rank(messages: Sequence[str]) -> str:
     """Joins the ranks' messages into one: once if all are the same, else by rank. Empty ones count as none."""
-    told = [(rank, text) for rank, text in enumerate(messages) if text]
-    is_same = len({text for _, text in told}) == 1
-    return told[0][1] if is_same else "; ".join(texts_by_rank(told))
+    by_rank = [(rank, text) for rank, text in enumerate(messages) if text]
+    is_same = len({text for _, text in by_rank}) == 1
+    return by_rank[0][1] if is_same else "; ".join(texts_by_rank(by_rank))
 
 
 def error_text(error: BaseException) -> str:

@@ -109,7 +109,7 @@ MUTATIONS = (
         ("tests/unit/dist_checkpointing/test_model_state.py::test_load_hooks_run_on_a_plain_module",),
     ),
     Mutation(
-        "nobody is told that a checkpoint has filled tensors",
+        "an optimizer does not learn that a checkpoint has filled its tensors",
         "core.dist_checkpointing.loading.note_loaded",
         r"call\(\)",
         "pass",
