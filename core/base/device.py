@@ -13,11 +13,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from .errors import ConfigError
 from .host_memory import host_memory_bytes
+from .job_secret import job_secret
 from .rendezvous import set_launcher_variables, store_of_round
+from .signed_store import SignedStore
 from .text import choices
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -86,7 +88,9 @@ def _join(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a store that outlives the ranks, and their round
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+        store: Store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+        if secret := job_secret():
+            store = SignedStore(store, secret)
         of_round = store_of_round(store, rank, size, timeout)
         dist.init_process_group(backend, store=of_round, rank=rank, world_size=size, timeout=timeout)
     else:
