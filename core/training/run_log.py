@@ -27,7 +27,7 @@ from ..base.errors import CheckpointError, import_extra
 from ..base.files import BoundsError, make_folders, parse_json, write_durably
 from ..distributed import _BaseDataParallel
 from .config import PretrainConfig
-from .launch.generations import Generation
+from .launch.messages import Generation
 from .train_step import StepResult
 
 LOG_FILE = "log.jsonl"

@@ -19,7 +19,8 @@ from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
 from core.training.checkpointing import find_checkpoint, is_checkpoint
 from core.training.config import PretrainConfig
-from core.training.launch.entry import RUN_STARTED, environment_restart_count
+from core.training.launch.entry import environment_restart_count
+from core.training.launch.messages import RUN_STARTED
 
 
 def name_run_folder(config: PretrainConfig) -> PretrainConfig:

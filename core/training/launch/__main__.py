@@ -15,6 +15,7 @@ import argparse
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -29,11 +30,15 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from ...base.errors import ConfigError
-from .entry import RUN_STARTED, STARTED_FORMAT, USER_ERROR_STATUS
+from ...base.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, listen
+from ...base.text import rank_list
+from .entry import USER_ERROR_STATUS
+from .follower import follow
 from .generations import COPIES_FOLDER
-from .nodes import POLICIES, Joining, LostRankPolicy, follow
-from .processes import Process, SignalCount, how_it_ended, kill, say
-from .supervisor import Supervisor
+from .joining import POLICIES, Job, LostRankPolicy
+from .messages import RUN_STARTED, STARTED_FORMAT
+from .processes import SignalCount, kill, open_standard_files, say
+from .supervisor import Supervisor, Worker
 
 GRACE_S = 5.0
 """Time for the other ranks to end by themselves after one has failed."""
@@ -41,6 +46,7 @@ GRACE_S = 5.0
 SECOND_SIGNAL_GRACE_S = 1.0
 """Time for ranks to end after a second signal: a rank that waits for another one cannot react."""
 
+_FLAGS = "--master-addr", "--master-port"
 _POLL_S = 0.05
 _DESCRIPTION = "Starts a program's ranks, on this machine and others."
 
@@ -48,6 +54,8 @@ _DESCRIPTION = "Starts a program's ranks, on this machine and others."
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
     options = _parse(arguments)
+    if options.secret_file:
+        os.environ[SECRET_FILE] = options.secret_file  # for the ranks too
     try:
         return run_ranks(
             options.nproc_per_node,
@@ -57,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             num_nodes=options.nnodes,
             node=options.node_rank,
             address=(options.master_addr, options.master_port),
+            run=options.run_id,
         )
     except ConfigError as error:
         say(f"error: {error}")
@@ -71,6 +80,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     number("--node-rank", help="number of this machine; 0, the default, decides")
     parser.add_argument("--master-addr", default="127.0.0.1", help="where machine 0 is reached by the others")
     parser.add_argument("--master-port", type=int, default=29500, help="its port, 29500 by default")
+    parser.add_argument(
+        "--run-id", default="", help="names the job on all machines; by default the scheduler's number"
+    )
+    parser.add_argument(
+        "--secret-file", help=f"has the secret that launchers of several machines share; otherwise {SECRET} does"
+    )
     number("--max-restarts", help="how many times to start all ranks again after a failure; 0 by default")
     parser.add_argument(
         "--on-lost-rank",
@@ -116,6 +131,7 @@ def run_ranks(
     num_nodes: int = 1,
     node: int = 0,
     address: tuple[str, int] = ("127.0.0.1", 0),
+    run: str = "",
 ) -> int:
     """Runs ranks of this Python with a command line that begins with a script or ``-m module``.
 
@@ -127,24 +143,27 @@ def run_ranks(
         num_nodes: machines; more than one with a policy alone.
         node: number of this machine. Number 0 decides for all.
         address: where launchers of other machines reach that of number 0.
+        run: names the job to the launchers of all its machines; empty takes the scheduler's number of it.
 
     Returns:
         the exit status: 0, or that of the first rank to fail.
 
     Raises:
-        ConfigError: the machines do not find each other, or are one.
+        ConfigError: the machines do not find each other, are one, or have no secret in common.
     """
     policy, status, reason = policy or LostRankPolicy(), 1, ""
     start_text = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
+    job = Job.of(policy, command, job_secret(address[0]) if num_nodes > 1 else b"", run)
+    open_standard_files()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored, as a parent may have set it, hides statuses
     with (
         SignalCount() as signals,
         _memory_for_copies(is_needed=policy.kind != "restart") as copies,
-        _listener(address) if num_nodes > 1 and node == 0 else nullcontext() as listener,
+        listen(address, _FLAGS) if num_nodes > 1 and node == 0 else nullcontext() as listener,
     ):
         if node > 0:
-            return follow(node, num_ranks, command, address, copies, signals, policy)
-        joining = Joining(listener, num_nodes, policy)
-        supervisor = Supervisor(policy, num_ranks, command, joining, signals)
+            return follow(node, num_ranks, command, address, copies, signals, job)
+        supervisor = Supervisor(job, num_ranks, command, copies, listener, num_nodes, signals)
         try:
             supervisor.join()
             for restarts in range(max_restarts + 1):
@@ -155,8 +174,7 @@ def run_ranks(
                     "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
                     "TORCHELASTIC_RESTART_COUNT": str(restarts),
                     "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-                    RUN_STARTED: joining.started or start_text,
-                    **copies,
+                    RUN_STARTED: supervisor.joining.started or start_text,
                 }
                 status, reason = _run_once(supervisor, environment, signals)
                 if status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
@@ -175,12 +193,12 @@ def run_ranks(
 def _run_once(supervisor: Supervisor, environment: Mapping[str, str], signals: SignalCount) -> _Ended:
     """Starts all ranks and waits until the last one has ended."""
     host = environment["MASTER_ADDR"]
-    with _listener((host, 0)) as listener:
+    with listen((host, 0)) as listener:
         port = listener.getsockname()[1]
         # Serve the store on a socket that is open before any rank starts, so that no other program can take the port.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     try:
-        return _wait_for_all(supervisor.watch({**environment, "MASTER_PORT": str(port)}), signals)
+        return _wait_for_all(supervisor, supervisor.watch({**environment, "MASTER_PORT": str(port)}), signals)
     finally:
         supervisor.end_processes()
         del store
@@ -190,53 +208,41 @@ _Ended = tuple[int, str]
 """Exit status, and why the ranks ended, if they could not print it themselves, or empty."""
 
 
-def _wait_for_all(ranks: Sequence[Process], signals: SignalCount) -> _Ended:
+def _wait_for_all(supervisor: Supervisor, ranks: Sequence[Worker], signals: SignalCount) -> _Ended:
     """Waits for all ranks. After one has failed, ends the others after a grace period."""
-    deadline = float("inf")
-    first: tuple[int, int] | None = None
+    deadline, first, before = float("inf"), None, list[int]()
     passed_on = 0
-    while any(process.poll() is None for process in ranks):
+    while not all(worker.has_ended for worker in ranks):
         if first is None and (first := _first_failure(ranks)) is not None:
-            deadline = time.monotonic() + (0.0 if signals.ended_by(first[1]) else GRACE_S)
+            deadline = time.monotonic() + (0.0 if signals.ended_by(first.status) else GRACE_S)
+            before = [worker.rank or 0 for worker in ranks if worker.has_ended and not worker.is_lost]
         if passed_on < signals.count:
             passed_on = signals.count
             if passed_on == 2:
                 deadline = min(deadline, time.monotonic() + SECOND_SIGNAL_GRACE_S)
-            for process in ranks:
-                process.send_signal(signals.sent)
+            for worker in ranks:
+                worker.process.send_signal(signals.sent)
         if time.monotonic() > deadline or signals.count > 2:
-            kill(ranks)
+            kill(worker.process for worker in ranks)
             break
-        time.sleep(_POLL_S)
+        supervisor.read(_POLL_S)
     first = first or _first_failure(ranks)
     if signals.count > 1:
         return 128 + signals.number, f"ended at once by a second {signals.name}, without saving"
     if first is None:
         return 0, ""
-    rank, code = first
-    if signals.ended_by(code):
+    if signals.ended_by(first.status):
         return 128 + signals.number, f"ended by {signals.name} before there was anything to save"
-    if code < 0:
-        return 128 - code, how_it_ended(rank, code)
-    return code, ""
+    why = first.why() if first.status < 0 or first.process.poll() == 0 else ""
+    if before:
+        how = why or f"rank {first.rank} failed with status {first.status}"
+        why = f"{how}; {rank_list(before)} had ended with status 0 before"
+    return first.status if first.status > 0 else 128 - first.status, why
 
 
-def _first_failure(ranks: Sequence[Process]) -> tuple[int, int] | None:
-    failures = [(rank, code) for rank, process in enumerate(ranks) if (code := process.poll())]
+def _first_failure(ranks: Sequence[Worker]) -> Worker | None:
     # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
-    return min(failures, key=lambda item: item[1], default=None)
-
-
-def _listener(address: tuple[str, int]) -> socket.socket:
-    """Returns a socket that listens at an address: on the loopback interface alone, or on all."""
-    try:
-        return socket.create_server((address[0] if _is_loopback(address[0]) else "", address[1]))
-    except OSError as error:
-        raise ConfigError(f"--master-port {address[1]} cannot be used ({error}); choose another one") from None
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")
+    return min((worker for worker in ranks if worker.is_lost), key=lambda worker: worker.status, default=None)
 
 
 def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
@@ -248,7 +254,7 @@ def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
     }
     defaults = {"OMP_NUM_THREADS": "1"}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None and _is_loopback(host):
+    if loopback is not None and is_loopback(host):
         # By default both choose an interface that other machines may reach.
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return common | {name: value for name, value in defaults.items() if name not in os.environ}

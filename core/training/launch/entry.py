@@ -20,16 +20,15 @@ from ... import parallel_state
 from ...base.device import barrier
 from ...base.errors import ConfigError, MemoryLimitError, OutOfStepError, ShardstackError
 from ...base.rendezvous import set_launcher_variables
+from .generations import current_generation
+from .link import tell_launcher
+from .messages import Began, Leaves
+from .processes import keep_going_without_output, say
 
 CRASH_STATUS = 1
 USER_ERROR_STATUS = 2
 RUN_ERROR_STATUS = 3
 INTERRUPTED_STATUS = 130
-
-RUN_STARTED = "SHARDSTACK_RUN_STARTED"
-"""Environment variable: when the launcher started, in `STARTED_FORMAT`. It does not change when ranks start again, by
-this launcher or by one of other machines' that takes the place of the first."""
-STARTED_FORMAT = "%Y%m%d-%H%M%S"
 
 
 def environment_rank() -> int:
@@ -105,10 +104,17 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     for example with a full disk. 1: any other exception; the first rank to fail prints its traceback. Ranks out of
     step and failed allocations count as such, because their place and table matter. 130: an interrupt.
     """
+    keep_going_without_output()
+    tell_launcher(Began())
     try:
         set_launcher_variables()
         main(sys.argv[1:] if arguments is None else arguments)
         _shut_down()
+        _say_that_it_ends()
+    except SystemExit as end:
+        if not end.code:
+            _say_that_it_ends()
+        raise
     except (OutOfStepError, MemoryLimitError) as error:
         _leave_after_crash(error)
     except ShardstackError as error:
@@ -117,6 +123,11 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
         _leave(INTERRUPTED_STATUS, "interrupted\n")
     except Exception as error:
         _leave_after_crash(error)
+
+
+def _say_that_it_ends() -> None:
+    generation = current_generation()
+    tell_launcher(Leaves(-1 if generation is None else generation.number))
 
 
 def one_line(error: BaseException) -> str:
@@ -169,8 +180,7 @@ def _speaks_for_all() -> bool:
 def _tell(report: str) -> None:
     # One write, so that the lines of several ranks do not interleave. The line break keeps a progress bar visible.
     on_terminal = sys.stderr.isatty() and dist.is_initialized()
-    sys.stderr.write(("\n" if on_terminal else "") + report)
-    sys.stderr.flush()
+    say(("\n" if on_terminal else "") + report.removesuffix("\n"))
 
 
 def _claim_first_failure(status: int) -> int | None:

@@ -16,19 +16,15 @@ It also reaches collectives inside torch (FSDP2, object collectives), and leaves
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 import stat
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -39,10 +35,13 @@ from ...base.rendezvous import GENERATION
 from ...comm.lane import wait_for_lanes
 from ...comm.record import call_counts
 from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
+from .link import LAUNCHER_FD, launcher_socket, tell_launcher
+from .messages import AskWhere, Done, Generation, Sizes, Step, ToRank, Where, decode
+from .processes import say
 
-LAUNCHER_FD, COPIES_FOLDER = "SHARDSTACK_LAUNCHER_FD", "SHARDSTACK_COPIES_FOLDER"
-"""Environment variables: the open file of the socket to the launcher, and the folder for copies in memory, which is
-empty or absent under a launcher that keeps no survivors."""
+COPIES_FOLDER = "SHARDSTACK_COPIES_FOLDER"
+"""Environment variable: the folder for copies in memory. It is empty or absent under a launcher that keeps no
+survivors."""
 
 LOST_STATUS = 75
 """Exit status of a rank that could not leave its generation in time."""
@@ -54,41 +53,26 @@ _STORE_AFTER_S = 1.0
 """When the connection to the store is closed too, for a rank that waits in the store. Torch then logs a trace."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """A rank's place among the ranks that work together until one is lost."""
-
-    number: int = 0
-    """Counts from 0 over all restarts of a launcher."""
-    rank: int = 0
-    """-1: the process waits as a spare."""
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    """Ranks on this machine."""
-    node: int = 0
-    """Number of this machine."""
-    lost: str = ""
-    """Which rank was lost before it, and how. Empty for the first."""
-    lost_at: float = 0.0
-    """When the launcher saw that (`time.time`). 0 for the first."""
-    policy: str = "restart"
-    """What survivors do: ``replace`` or ``shrink``."""
-    limit_s: float = 0.0
-    """Seconds in which a rank has to leave the generation before."""
-
-
 def generations(can_run: Callable[[int], object] | None = None) -> Iterator[AbstractContextManager[Generation]]:
     """Yields a context manager for each generation of ranks, until the block inside it ends on all ranks.
 
     Args:
         can_run: raises ConfigError for a number of ranks that the program cannot run on. None: it takes any number.
+
+    Raises:
+        ConfigError: the environment is that of a rank, and its launcher is not there.
     """
     if not os.environ.get(COPIES_FOLDER):
         yield nullcontext(Generation())
         return
     if not _launcher:
-        _launcher.append(_Launcher(int(os.environ[LAUNCHER_FD])))
+        connection = launcher_socket()
+        if connection is None:
+            raise ConfigError(
+                f"{COPIES_FOLDER} is set and {LAUNCHER_FD} is no socket to this process's launcher; start it with "
+                "core.training.launch, or unset both"
+            )
+        _launcher.append(_Launcher(connection))
     while not _launcher[0].is_over:
         yield _Block(_launcher[0], can_run)
 
@@ -107,15 +91,14 @@ def copies_root() -> Path | None:
 def report_step(iteration: int, seconds: float) -> None:
     """Tells the launcher that this rank goes on. Without such news for its limit it looks for a rank that hangs."""
     if _launcher:
-        _launcher[0].tell({"step": iteration, "seconds": seconds})
+        tell_launcher(Step(_launcher[0].number, int(iteration), max(0.0, float(seconds))))
 
 
 class _Launcher:
     """This process's end of the socket to the launcher, and the thread that listens to it."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.set_inheritable(False)
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         # Guards what follows. The thread notifies when a place in a generation has come, or the end.
         self._news = threading.Condition()
         # The place that the launcher has announced last; the thread sets it. None before the first.
@@ -130,10 +113,10 @@ class _Launcher:
         self.is_over = False
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
-    def tell(self, message: dict[str, Any]) -> None:
-        number = self.current.number if self.current is not None else -1
-        with suppress(OSError):  # the launcher is gone, and this process ends with it
-            self._socket.sendall(json.dumps({"generation": number, **message}).encode() + b"\n")
+    @property
+    def number(self) -> int:
+        """Number of the generation whose block runs, or ran last; -1 before the first."""
+        return self.current.number if self.current is not None else -1
 
     def enter(self) -> Generation:
         """Waits for a place in a generation, and takes it."""
@@ -170,17 +153,17 @@ class _Launcher:
         return self._announced is not self.current
 
     def _listen(self) -> None:
-        with self._socket.makefile("r") as lines:
+        with self._socket.makefile("rb") as lines:
             for line in lines:
-                message = json.loads(line)
-                if "where" in message:
-                    self.tell({"where": call_counts()})
+                message = decode(line, ToRank)
+                if isinstance(message, AskWhere):
+                    tell_launcher(Where(self.number, call_counts()))
                     continue
                 with self._news:
-                    if "over" in message:
-                        self.is_over = True
+                    if isinstance(message, Generation):
+                        self._announced = message
                     else:
-                        self._announced = Generation(**message)
+                        self.is_over = True
                     self._news.notify_all()
                 self._free_main_thread()
 
@@ -193,8 +176,7 @@ class _Launcher:
                     return
                 _close_connections(self._kept, store_too=time.monotonic() - began_at > _STORE_AFTER_S)
             if self._announced is not None and time.monotonic() - began_at > self._announced.limit_s:
-                sys.stderr.write(f"rank {os.environ['RANK']} did not leave the generation that has ended\n")
-                sys.stderr.flush()
+                say(f"rank {os.environ['RANK']} did not leave the generation that has ended")
                 os._exit(LOST_STATUS)
             time.sleep(_CLOSE_INTERVAL_S)
 
@@ -213,7 +195,7 @@ class _Block(AbstractContextManager[Generation]):
         generation = self._launcher.enter()
         defer_explanations(True)
         if not generation.lost and self._can_run is not None:
-            self._launcher.tell({"sizes": _sizes(generation, self._can_run)})
+            tell_launcher(Sizes(generation.number, _sizes(generation, self._can_run)))
         return generation
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
@@ -226,7 +208,7 @@ class _Block(AbstractContextManager[Generation]):
             else:
                 self._launcher.leave()
                 self._launcher.is_over = True
-                self._launcher.tell({"done": True})
+                tell_launcher(Done(self._launcher.number))
                 defer_explanations(False)
                 return False
         if not isinstance(error, Exception):

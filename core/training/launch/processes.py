@@ -13,13 +13,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (by the system, where memory ran out, or by a person)",
     signal.SIGBUS: " (a file that it had mapped became shorter, or the disk of shared memory is full)",
 }
@@ -28,25 +30,60 @@ _HINTS = {
 class Process(Protocol):
     """A rank's process, on this machine or on that of another launcher."""
 
-    @property
-    def returncode(self) -> int | None:
-        """None until it has ended and `poll` was called."""
+    def poll(self) -> int | None:
+        """Returns its exit status, or minus the signal that ended it; None before its end."""
 
-    def poll(self) -> int | None: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
+    def send_signal(self, sig: int, /) -> None:
+        """Sends a signal; SIGKILL to what it has started too, such as workers that read data."""
 
     def end(self) -> None:
-        """Kills it, with what it has started, such as workers that read data."""
+        """Kills it, with what it has started, and waits for `KILL_S` at most. Then it counts as ended."""
 
 
-class LocalProcess(subprocess.Popen[bytes]):
-    """A process of this machine, in a session of its own."""
+KILL_S = 5.0
+"""How long a process that was killed is waited for: one that waits in the kernel, for a disk or a device, may stay."""
+
+
+class LocalProcess:
+    """A process of this machine, in a session of its own.
+
+    Args:
+        arguments: of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[str], **arguments: Any) -> None:
+        self._process = subprocess.Popen(command, **arguments, start_new_session=True)
+        self.pid = self._process.pid
+        # How it ended; `poll` and `end` set it once. The process is not reaped before `end`: until then no other one
+        # gets its number, nor a process group that of its session.
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = _how_it_ended(self._process)
+        return self._code
+
+    def send_signal(self, sig: int) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                (os.killpg if sig == signal.SIGKILL else os.kill)(self.pid, sig)
 
     def end(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.wait()
+        self.send_signal(signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
+        if self.poll() is None:
+            self._code = -signal.SIGKILL
+            say(f"process {self.pid} was killed and does not end: it waits in the kernel, for a disk or a device")
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> int | None:
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll()
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()) -> LocalProcess:
@@ -57,33 +94,69 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequ
         fds: open files that it inherits.
     """
     guard = [sys.executable, "-I", __file__, str(os.getpid())]
-    return LocalProcess(
-        [*guard, sys.executable, *command],
-        env={**os.environ, **environment},
-        pass_fds=fds,
-        start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone, which passes it on
-    )
+    return LocalProcess([*guard, sys.executable, *command], env={**os.environ, **environment}, pass_fds=fds)
 
 
 def kill(processes: Iterable[Process]) -> None:
     """Kills the processes that have not ended, with those that they started."""
-    for process in processes:
-        if process.poll() is None:
-            process.end()
+    running = [process for process in processes if process.poll() is None]
+    for process in running:  # all of them before the first is waited for
+        process.send_signal(signal.SIGKILL)
+    for process in running:
+        process.end()
 
 
 def how_it_ended(rank: int, code: int) -> str:
     """Says how the process of a rank ended, given its return code."""
-    if code >= 0:
+    if code == 0:
+        return f"rank {rank} ended with status 0 before its program had"
+    if code > 0:
         return f"rank {rank} failed with status {code}"
-    number = signal.Signals(-code)
-    return f"rank {rank} was ended by {number.name}{_HINTS.get(number, '')}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"rank {rank} was ended by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
 
 
 def say(line: str) -> None:
-    """Writes a line of the launcher's."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """Writes a line of the launcher's, if there is still an output for it."""
+    with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a full disk, a closed or absent stream
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+class _Output:
+    """A stream whose reader may go away, or whose disk may be full: what cannot be written is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def keep_going_without_output() -> None:
+    """Lets no write to stdout or stderr end this process from now on."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, _Output):
+            setattr(sys, name, _Output(stream if stream is not None else Path(os.devnull).open("w")))  # noqa: SIM115
+
+
+def open_standard_files() -> None:
+    """Opens stdin, stdout and stderr where they are closed, on nothing: else the next socket would be one of them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
 ECHO_S = 0.5
@@ -128,6 +201,7 @@ class SignalCount(_SignalHandler):
         self.number = 0
         """Number of the last signal, 0 before the first. `_note` sets it."""
         self._at = -ECHO_S  # time of the last signal, echoes included; `_note` sets it
+        self._end: threading.Timer | None = None  # ends the launcher after a third signal; `_note` sets it once
 
     @property
     def name(self) -> str:
@@ -147,6 +221,15 @@ class SignalCount(_SignalHandler):
         if now - self._at > ECHO_S:
             self.count, self.number = self.count + 1, number
         self._at = now
+        if self.count > 2 and self._end is None:  # even if something else is waited for; ranks end with this process
+            self._end = threading.Timer(2 * KILL_S, os._exit, [128 + number])
+            self._end.daemon = True
+            self._end.start()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        if self._end is not None:
+            self._end.cancel()
 
 
 class StopRequest(_SignalHandler):

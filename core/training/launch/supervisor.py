@@ -1,30 +1,25 @@
 """The launcher's part of keeping survivors: sees a lost rank, kills one that hangs, and forms the next generation.
 
-A generation is a set of ranks with one process group. The launcher and each process write each other (`nodes`):
+A generation is a set of ranks with one process group. What the launcher and each process say is in `messages`.
 
-    launcher -> rank   {"number": 2, "rank": 1, ...}       a place in a generation (`generations.Generation`)
-                       {"where": true}                     asks how many collectives the rank has called
-                       {"over": true}                      the program has ended on every rank
-    rank -> launcher   {"generation": 2, ...}              in each of the following
-                       {"step": 12, "seconds": 0.4}        the rank goes on
-                       {"sizes": [1, 2, 4]}                numbers of ranks that the program can run on
-                       {"where": {group: [calls, waits]}}
-                       {"done": true}                      the program has ended on every rank
-
-A rank counts as lost once its process has ended: one that hangs or is stopped is killed first, so that it cannot come
-back into a group that has gone on.
+A rank counts as lost once its process has ended without having said that its program had, whatever its status. One
+that hangs or is stopped is killed first, so that it cannot come back into a group that has gone on.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .entry import INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
-from .generations import Generation
-from .nodes import Events, Joining, LostRankPolicy, Node, ThisNode
-from .processes import Process, SignalCount, how_it_ended, kill, say
+from ...base.text import rank_list
+from .entry import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
+from .joining import Job, Joining
+from .lines import Events
+from .messages import AskWhere, Began, Done, FromRank, Generation, Leaves, Over, Sizes, Step, ToRank, Where
+from .nodes import Node, ThisNode
+from .processes import SignalCount, how_it_ended, kill, say
 
 _POLL_S = 0.2
 """How often a signal and the limit are looked for. What processes do is seen at once."""
@@ -33,17 +28,22 @@ _TOGETHER_S = 0.05
 _ANSWER_S = 3.0
 """Time for a rank to say where it is. One that is stopped does not."""
 _MOST_LOSSES = 10
-"""Losses without a step in between that end the ranks."""
+"""Losses without a step that is further than those before, which end the ranks."""
+_LEAVE_S = 30.0
+"""How long a rank may stay after another one has ended, before a line names it."""
+_MOST_TEXT = 2000
 _START_LIMIT_S = 120.0
 """The least limit before a generation's first step: processes start, and the first step may compile."""
 _FINAL = (USER_ERROR_STATUS, RUN_ERROR_STATUS, INTERRUPTED_STATUS)
 """Exit statuses of errors that all ranks have: no replacement would fare better."""
 
 
-class _Worker:
+class Worker:
     """A process that is a rank, or waits to be one."""
 
-    def __init__(self, node: Node, number: int, place: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, node: Node, number: int, place: int, environment: Mapping[str, str], *, says_done: bool
+    ) -> None:
         # Its machine, and its LOCAL_RANK there, and so its GPU. A spare takes over the place of the rank that it
         # replaces, if that was on its machine.
         self.node, self.place, self._number = node, place, number
@@ -51,21 +51,38 @@ class _Worker:
         # Its rank in the current generation; None while it waits as a spare.
         self.rank: int | None = None
         # Its answer to the last question where it is; None until it comes.
-        self.where: dict[str, list[Any]] | None = None
+        self.where: Mapping[str, tuple[int, bool]] | None = None
         # Why the launcher killed it; empty if it did not.
         self.killed_for = ""
+        # Whether its program says when it has ended, whether it has for the current generation, and when its process
+        # was about to end. The supervisor sets all three, as the process says.
+        self.says_done, self.is_done, self.left_at = says_done, False, float("inf")
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, message: ToRank) -> None:
         self.node.tell(self._number, message)
 
     @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
     def is_lost(self) -> bool:
-        return self.process.poll() not in (None, 0)
+        code = self.process.poll()
+        if self.is_done and self.left_at < float("inf") and self.killed_for:
+            return False  # its exit hung, after all that it had to do
+        return code is not None and (code != 0 or (self.says_done and not self.is_done))
+
+    @property
+    def status(self) -> int:
+        """Its exit status as the launcher takes it, or minus the signal that ended it; 0 if it is not lost."""
+        return (self.process.poll() or CRASH_STATUS) if self.is_lost else 0
 
     def why(self) -> str:
         if self.node.is_lost:
-            return f"node {self.node.number} was lost with its ranks"
-        return self.killed_for or how_it_ended(self.rank or 0, self.process.returncode or 0)
+            return f"node {self.node.number} was lost with its ranks" + (
+                f" ({self.node.why})" if self.node.why else ""
+            )
+        return self.killed_for or how_it_ended(self.rank or 0, self.process.poll() or 0)
 
 
 class Supervisor:
@@ -74,36 +91,48 @@ class Supervisor:
     Args:
         num_ranks: to start on this machine.
         command: a command line that begins with a script or ``-m module``.
-        joining: where launchers of other machines join.
+        variables: of this machine, for its ranks.
+        listener: where launchers of other machines join; None if there is one machine.
+        num_nodes: how many machines there are.
         signals: to this launcher.
     """
 
     def __init__(
-        self, policy: LostRankPolicy, num_ranks: int, command: Sequence[str], joining: Joining, signals: SignalCount
+        self,
+        job: Job,
+        num_ranks: int,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        listener: socket.socket | None,
+        num_nodes: int,
+        signals: SignalCount,
     ) -> None:
-        self._policy, self._signals = policy, signals
+        self._policy, self._signals = job.policy, signals
         self._events = Events()
         # The machines that were not lost, in the order of their numbers at the start.
-        self._nodes: list[Node] = [ThisNode(0, num_ranks, command, self._events, self._take)]
-        self._joining = joining
+        self._nodes: list[Node] = [ThisNode(0, num_ranks, command, variables, self._events, self._take)]
+        self.joining = Joining(listener, num_nodes, job, self._events, self._take)
         # Number of the current generation, which never repeats, also after a restart of all ranks.
         self.number = -1
         # All processes by the number of their worker, ended ones too; `_start` adds one. The living ones, spares too,
         # and those of the current generation by rank; `watch` sets both.
-        self._by_number: list[_Worker] = []
-        self._workers: list[_Worker] = []
-        self._active: list[_Worker] = []
+        self._by_number: list[Worker] = []
+        self._workers: list[Worker] = []
+        self._active: list[Worker] = []
         # Environment of processes; `watch` sets it.
         self._environment: Mapping[str, str] = {}
         # Numbers of ranks that the program can run on, as it said; None before, and if it takes any.
         self._sizes: list[int] | None = None
         # Whether a rank said that the program has ended on all.
         self._is_over = False
-        # Losses since the last step, and when a rank last went on (`time.monotonic`).
-        self._losses = 0
+        # The furthest step so far, losses since it, and when a rank last went on (`time.monotonic`).
+        self._furthest, self._losses = -(2**63), 0
         self._last_news = 0.0
         # Whether the current generation has made a step, and whether a long one was warned about.
         self._has_stepped, self._has_warned = False, False
+        # The first rank of it that has ended well, and when; `_look_at_exits` sets both, and says once who stays.
+        self._first_end: tuple[int, float] | None = None
+        self._has_named = False
 
     def join(self) -> None:
         """Waits for the launchers of the other machines.
@@ -111,12 +140,11 @@ class Supervisor:
         Raises:
             ConfigError: one did not come.
         """
-        newcomers = self._joining.wait_for_all(self._events, self._take, self._signals)
-        self._nodes += sorted(newcomers, key=lambda node: node.number)
-        self.number = self._joining.generation
+        self._nodes += sorted(self.joining.wait_for_all(self._signals), key=lambda node: node.number)
+        self.number = self.joining.generation
 
-    def watch(self, environment: Mapping[str, str]) -> Sequence[Process]:
-        """Starts the ranks, and returns their processes when none of them will be replaced any more: all have ended,
+    def watch(self, environment: Mapping[str, str]) -> Sequence[Worker]:
+        """Starts the ranks, and returns them when none of them will be replaced any more: all have ended,
         a signal came, or ranks were lost that the policy cannot make up for.
 
         Args:
@@ -132,16 +160,16 @@ class Supervisor:
             self._start(self._nodes[0], self._nodes[0].num_ranks + place)
         try:
             self._announce(members, "", 0.0)
-            while not self._signals.count and any(worker.process.poll() is None for worker in self._active):
-                self._read(_POLL_S)
+            while not self._signals.count and not all(worker.has_ended for worker in self._active):
+                self.read(_POLL_S)
                 if any(worker.is_lost for worker in self._active):
                     if self._policy.kind == "restart" or not self._make_up_for_lost():
                         break
-                elif self._policy.kind != "restart" and self._is_overdue():
+                elif self._policy.kind != "restart" and not self._is_over and self._is_overdue():
                     self._kill_hanging()
         finally:
             kill(worker.process for worker in self._workers if worker not in self._active)
-        return [worker.process for worker in self._active]
+        return self._active
 
     def end_processes(self) -> None:
         """Kills every process that is left."""
@@ -157,18 +185,21 @@ class Supervisor:
         for node in self._nodes:
             node.close(status)
 
-    def _start(self, node: Node, place: int) -> _Worker:
-        worker = _Worker(node, len(self._by_number), place, self._environment)
+    def _start(self, node: Node, place: int) -> Worker:
+        says_done = self._policy.kind != "restart"
+        worker = Worker(node, len(self._by_number), place, self._environment, says_done=says_done)
         self._by_number.append(worker)
         self._workers.append(worker)
         return worker
 
-    def _announce(self, members: list[_Worker], lost_text: str, lost_at: float) -> None:
+    def _announce(self, members: list[Worker], lost_text: str, lost_at: float) -> None:
         """Gives every member its place in the next generation. Without members all leave the one before, and wait."""
         self.number += 1
         _give_places(members)
         self._active, self._has_stepped, self._last_news = members, False, time.monotonic()
+        self._first_end, self._has_named = None, False
         for worker in self._workers:
+            worker.is_done = False
             worker.rank = members.index(worker) if worker in members else None
             place = Generation(
                 number=self.number,
@@ -177,55 +208,89 @@ class Supervisor:
                 world_size=len(members),
                 local_world_size=sum(member.node is worker.node for member in members),
                 node=worker.node.number,
-                lost=lost_text,
+                lost=lost_text[:_MOST_TEXT],
                 lost_at=lost_at,
                 policy=self._policy.kind,
                 limit_s=self._policy.limit_s,
             )
-            worker.tell(vars(place))
+            worker.tell(place)
 
-    def _read(self, seconds: float) -> None:
+    def read(self, seconds: float) -> None:
         """Reads what the processes say, for `seconds` at most, and starts spares on machines that have joined."""
         self._events.wait(seconds)
-        for node in self._joining.read(self._events, self._take):
+        for node in self.joining.newcomers():
             self._nodes = [*(other for other in self._nodes if not other.is_lost), node]
             say(f"node {node.number} has joined")
             for place in range(node.num_ranks):
                 self._start(node, place)
+        self._look_at_exits()
 
-    def _take(self, number: int, message: Mapping[str, Any]) -> None:
-        if "where" in message:
-            self._by_number[number].where = message["where"]
-            return
-        if message.get("generation", self.number) != self.number:
-            return
-        self._last_news = time.monotonic()
-        self._is_over |= "done" in message
-        self._sizes = message.get("sizes", self._sizes)
-        if "step" in message:
-            self._has_stepped, self._losses = True, 0
-            if message["seconds"] > self._policy.limit_s / 2 and not self._has_warned:
-                self._has_warned = True
-                say(
-                    f"warning: a step took {message['seconds']:.1f} s, and --lost-rank-timeout is "
-                    f"{self._policy.limit_s:g} s, after which a rank counts as lost; raise it to several steps"
+    def _look_at_exits(self) -> None:
+        """Names ranks that stay long after another one has ended, and kills those that hang after their program."""
+        now, staying = time.monotonic(), [worker for worker in self._active if not worker.has_ended]
+        ended = [worker for worker in self._active if worker not in staying and not worker.is_lost]
+        if self._first_end is None and ended:
+            self._first_end = ended[0].rank or 0, now
+        if self._first_end and staying and not self._has_named and now - self._first_end[1] > _LEAVE_S:
+            self._has_named = True
+            say(
+                f"{rank_list([worker.rank or 0 for worker in staying])} has not ended {_LEAVE_S:g} s after rank "
+                f"{self._first_end[0]} had; it may hang in its exit, or do more work; a second signal ends it"
+            )
+        for worker in staying:
+            if now - worker.left_at > self._policy.limit_s:
+                worker.killed_for = (
+                    f"rank {worker.rank} hung in its exit for {self._policy.limit_s:g} s and was killed"
                 )
+                say(worker.killed_for)
+                worker.process.end()
+
+    def _take(self, number: int, message: FromRank) -> None:
+        worker = self._by_number[number]
+        if isinstance(message, Began):
+            worker.says_done = True
+        elif isinstance(message, Leaves):
+            worker.left_at = time.monotonic()
+            worker.is_done |= message.generation < 0 or self._is_over
+        elif isinstance(message, Where):
+            worker.where = message.calls
+        elif message.generation == self.number:
+            self._last_news = time.monotonic()
+            if isinstance(message, Done):
+                self._is_over = worker.is_done = True
+            elif isinstance(message, Sizes):
+                self._sizes = message.sizes
+            else:
+                self._note_step(message)
+
+    def _note_step(self, message: Step) -> None:
+        self._has_stepped = True
+        if message.step > self._furthest:
+            self._furthest, self._losses = message.step, 0
+        if message.seconds > self._policy.limit_s / 2 and not self._has_warned:
+            self._has_warned = True
+            say(
+                f"warning: a step took {message.seconds:.1f} s, and --lost-rank-timeout is "
+                f"{self._policy.limit_s:g} s, after which a rank counts as lost; raise it to several steps"
+            )
 
     def _make_up_for_lost(self) -> bool:
         """Forms the next generation without the ranks that were lost. Returns whether there is one."""
         time.sleep(_TOGETHER_S)
-        self._read(0.0)
+        self.read(0.0)
         before, losses = self._active, [worker for worker in self._active if worker.is_lost]
         self._end_lost()
         why = "; ".join(dict.fromkeys(worker.why() for worker in losses))
         if self._is_over:  # nothing is left to compute: the survivors only leave
             say(f"{why}, after the program had ended on all ranks")
+            if any(worker.status > 0 for worker in losses):  # it failed at something else, such as an export
+                return False
             self._active = [worker for worker in self._active if worker not in losses]
             for worker in self._active:
-                worker.tell({"over": True})
+                worker.tell(Over())
             return True
         self._losses += 1
-        if losses == before or any(worker.process.returncode in _FINAL for worker in losses):
+        if losses == before or any(worker.process.poll() in _FINAL for worker in losses):
             if all(worker.killed_for for worker in losses):
                 say(f"{why}; raise --lost-rank-timeout if a step takes longer")
             return False
@@ -254,14 +319,13 @@ class Supervisor:
 
     def _end_lost(self) -> None:
         losses = [worker for worker in self._workers if worker.is_lost]
-        for worker in losses:
-            worker.process.end()
+        kill(worker.process for worker in losses)
         self._workers = [worker for worker in self._workers if worker not in losses]
 
-    def _spares(self, members: Sequence[_Worker]) -> list[_Worker]:
+    def _spares(self, members: Sequence[Worker]) -> list[Worker]:
         return [worker for worker in self._workers if worker not in members and not worker.is_lost]
 
-    def _have_processes(self, members: Sequence[_Worker], why: str) -> bool:
+    def _have_processes(self, members: Sequence[Worker], why: str) -> bool:
         """Waits for lost machines to join again, unless spares of others take their ranks. Returns whether there are
         as many processes as ranks."""
         deadline, is_waiting = time.monotonic() + self._policy.limit_s, False
@@ -278,9 +342,9 @@ class Supervisor:
                 say(f"no launcher of nodes {nodes} came, and there is no spare process; use shrink, or start it again")
                 self._active = list(members)
                 return False
-            self._read(_POLL_S)
+            self.read(_POLL_S)
 
-    def _replacement(self, absent: _Worker, spares: list[_Worker]) -> _Worker:
+    def _replacement(self, absent: Worker, spares: list[Worker]) -> Worker:
         near = [worker for worker in spares if worker.node is absent.node]
         if not near and not (spares and absent.node.is_lost):
             return self._start(absent.node, absent.place)  # on a machine that is lost it counts as lost at once
@@ -297,10 +361,10 @@ class Supervisor:
         waited_s = time.monotonic() - self._last_news
         for worker in self._active:
             worker.where = None
-            worker.tell({"where": True})
+            worker.tell(AskWhere())
         deadline = time.monotonic() + _ANSWER_S
         while any(worker.where is None for worker in self._active) and time.monotonic() < deadline:
-            self._read(_POLL_S)
+            self.read(_POLL_S)
         hanging = [worker for worker in self._active if worker.where is None]
         why = "did not answer"
         if not hanging:
@@ -313,14 +377,14 @@ class Supervisor:
         self._last_news = time.monotonic()
 
 
-def _spread(able: Sequence[_Worker], size: int) -> list[_Worker]:
+def _spread(able: Sequence[Worker], size: int) -> list[Worker]:
     """Returns so many of the workers, in their order. Each machine keeps one, if they are enough: it reads the copies
     there."""
     turns = [sum(other.node is worker.node for other in able[:i]) for i, worker in enumerate(able)]
     return [able[i] for i in sorted(sorted(range(len(able)), key=turns.__getitem__)[:size])]
 
 
-def _give_places(members: Sequence[_Worker]) -> None:
+def _give_places(members: Sequence[Worker]) -> None:
     """Gives spares that become members the places of lost ranks of their machines, and so their GPUs."""
     for worker in members:
         places = {other.place for other in members if other.node is worker.node and other is not worker}

@@ -1,0 +1,46 @@
+"""A rank's end of the socket to the launcher of its machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+from .messages import FromRank, encode
+
+LAUNCHER_FD = "SHARDSTACK_LAUNCHER_FD"
+"""Environment variable: the open file of the socket to the launcher."""
+
+_sockets: list[socket.socket] = []
+"""The socket to the launcher, at most one. `launcher_socket` adds it. Never cleared."""
+
+
+def launcher_socket() -> socket.socket | None:
+    """Returns the socket to the launcher that has started this process, or None under another one, or none."""
+    number = os.environ.get(LAUNCHER_FD, "")
+    if not _sockets and number.isascii() and number.isdigit() and len(number) < 8:
+        with suppress(OSError):  # the variable is that of a process above this one, whose files are not open here
+            connection = socket.socket(fileno=os.dup(int(number)))
+            if connection.family == socket.AF_UNIX and _maker(connection) == os.getppid():
+                os.set_inheritable(int(number), False)
+                _sockets.append(connection)
+            else:
+                connection.close()
+    return _sockets[0] if _sockets else None
+
+
+def tell_launcher(message: FromRank) -> None:
+    """Says something to the launcher, if there is one."""
+    connection = launcher_socket()
+    if connection is not None:
+        with suppress(OSError):  # the launcher is gone, and this process ends with it
+            connection.sendall(encode(message))
+
+
+def _maker(connection: socket.socket) -> int:
+    """Returns the process that has made both ends of a socket."""
+    if not sys.platform.startswith("linux"):
+        return os.getppid()
+    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])

@@ -1,0 +1,317 @@
+"""What launchers and ranks say to each other: one type a message, and one function that reads them.
+
+Each process of a rank has a socket to the launcher of its machine, and each other launcher one to the first. Both ends
+write JSON, an object a line, whose ``kind`` is the name of one of these types. `decode` is the only reader: what is
+not exactly one of the types that an end expects raises, and ends the connection.
+
+Launchers prove to each other that they know the job's secret before they say more (`job_secret`): the first one
+sends a `Challenge`, the other one signs it in its `Hello`, and the first one signs what that chose in its `Welcome`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from ...base.files import brief, parse_json
+
+RUN_STARTED = "SHARDSTACK_RUN_STARTED"
+"""Environment variable: when the launcher started, in `STARTED_FORMAT`. It does not change when ranks start again, by
+this launcher or by one of other machines' that takes the place of the first."""
+STARTED_FORMAT = "%Y%m%d-%H%M%S"
+
+MOST_RANKS = 1024
+"""Of a machine: a stranger's number starts no more."""
+_MOST = 2**31
+_MOST_CHARACTERS = 4096
+
+VARIABLES = {
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("TORCHELASTIC_MAX_RESTARTS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", RUN_STARTED),
+}
+"""The environment variables that the first launcher may set for ranks of other machines: none that runs code."""
+
+
+class MessageError(ValueError):
+    """What came is no message of the types that this end expects. The text says what came, after "line 3"."""
+
+
+def _is_start(text: str) -> bool:  # it becomes the name of a folder
+    try:
+        return not text or bool(datetime.strptime(text, STARTED_FORMAT))
+    except ValueError:
+        return False
+
+
+Count = Annotated[int, lambda number: 0 <= number < _MOST]
+Number = Annotated[int, lambda number: -1 <= number < _MOST]
+"""-1 for none yet."""
+StartText = Annotated[str, _is_start]
+Variables = Annotated[dict[str, str], lambda variables: variables.keys() <= VARIABLES]
+Seconds = Annotated[float, lambda seconds: seconds >= 0]
+
+
+# ---- rank -> launcher. `generation` is that of the rank, -1 before its first.
+
+
+@dataclass(frozen=True)
+class Began:
+    """The program runs under `entry.run_command`, which says when it has ended."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of ranks that the program can run on."""
+
+    generation: Number
+    sizes: list[Count]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rank goes on."""
+
+    generation: Number
+    step: Annotated[int, lambda step: abs(step) < 2**63]
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Where:
+    """By group, how many collectives the rank has called, and whether it waits in one."""
+
+    generation: Number
+    calls: dict[str, tuple[Count, bool]]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The program of generations has ended on every rank."""
+
+    generation: Number
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The program has ended on this rank, whose process ends next. -1: it has entered no generation."""
+
+    generation: Number
+
+
+FromRank = Began | Sizes | Step | Where | Done | Leaves
+
+
+# ---- launcher -> rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A rank's place among the ranks that work together until one is lost."""
+
+    number: Count = 0
+    """Counts from 0 over all restarts of a launcher."""
+    rank: Number = 0
+    """-1: the process waits as a spare."""
+    local_rank: Count = 0
+    world_size: Count = 1
+    local_world_size: Count = 1
+    """Ranks on this machine."""
+    node: Count = 0
+    """Number of this machine."""
+    lost: str = ""
+    """Which rank was lost before it, and how. Empty for the first."""
+    lost_at: Seconds = 0.0
+    """When the launcher saw that (`time.time`). 0 for the first."""
+    policy: str = "restart"
+    """What survivors do: ``replace`` or ``shrink``."""
+    limit_s: Seconds = 0.0
+    """Seconds in which a rank has to leave the generation before."""
+
+
+@dataclass(frozen=True)
+class AskWhere:
+    """Asks how many collectives the rank has called."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """The program has ended on every rank."""
+
+
+ToRank = Generation | AskWhere | Over
+
+
+# ---- between launchers, before they know each other
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """What the other launcher has to sign, at random."""
+
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Joins; again after either launcher was lost, with the last generation and `RUN_STARTED`."""
+
+    node: Annotated[int, lambda number: abs(number) < _MOST]
+    machine: str
+    launcher: str
+    """Its own name, at random: one that joins again takes the place of what it was."""
+    num_ranks: Count
+    policy: str
+    generation: Number
+    started: StartText
+    run: str
+    """The scheduler's number of the job, or what ``--run-id`` says."""
+    command: str
+    """A hash of the command of the ranks."""
+    nonce: str
+    """What the first launcher has to sign."""
+    signature: str = ""
+    """Of the challenge, and of all other fields."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The launcher is taken in. `signature` is that of its nonce."""
+
+    signature: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The launcher is not taken in. `signature` is empty if the first one does not know it."""
+
+    reason: str
+    signature: str
+
+
+# ---- between launchers that know each other
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The launcher at this end is alive."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a worker's process, to be LOCAL_RANK `place`."""
+
+    worker: Count
+    place: Annotated[int, lambda place: 0 <= place < MOST_RANKS]
+    environment: Variables
+
+
+@dataclass(frozen=True)
+class Tell:
+    worker: Count
+    message: ToRank
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send a signal to a worker's process; 9 ends what it has started too."""
+
+    worker: Count
+    number: Annotated[int, lambda number: 0 < number < 65]
+
+
+@dataclass(frozen=True)
+class End:
+    """All is over."""
+
+    status: Annotated[int, lambda status: 0 <= status < 256]
+
+
+@dataclass(frozen=True)
+class Said:
+    worker: Count
+    message: FromRank
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's process has ended; -9 is a signal."""
+
+    worker: Count
+    code: Annotated[int, lambda code: -65 < code < 256]
+
+
+FromFirst = Beat | Start | Tell | Signal | End
+FromOther = Beat | Said | Ended
+Message = FromRank | ToRank | Challenge | Hello | Welcome | Refused | FromFirst | FromOther
+
+
+def encode(message: Message) -> bytes:
+    """Returns the line of a message, with its end."""
+    return json.dumps(_tagged(message)).encode() + b"\n"
+
+
+def _tagged(message: Any) -> dict[str, Any]:
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    tagged = {
+        name: _tagged(value) if hasattr(value, "__dataclass_fields__") else value for name, value in values.items()
+    }
+    return {"kind": type(message).__name__, **tagged}
+
+
+def decode(line: bytes, expected: Any) -> Any:
+    """Returns the message of a line.
+
+    Args:
+        expected: the types that may come, as a union.
+
+    Raises:
+        MessageError: it is none of them.
+    """
+    try:
+        value = parse_json(line.decode())
+    except ValueError as error:  # BoundsError, and bytes that are no text
+        raise MessageError(f"is no message: {brief(str(error))}") from None
+    return _message(value, get_args(expected) or (expected,))
+
+
+def _message(value: Any, kinds: Sequence[type]) -> Any:
+    kind = next((kind for kind in kinds if isinstance(value, dict) and value.get("kind") == kind.__name__), None)
+    if kind is None:
+        raise MessageError(f"is none of {', '.join(kind.__name__ for kind in kinds)}: {brief(value)}")
+    hints = _hints(kind)
+    if value.keys() - {"kind"} != hints.keys():
+        raise MessageError(f"has other fields than a {kind.__name__}: {brief(value)}")
+    return kind(**{name: _checked(value[name], hint, f"{kind.__name__}.{name}") for name, hint in hints.items()})
+
+
+_hints = cache(lambda kind: get_type_hints(kind, include_extras=True))
+
+
+def _checked(value: Any, hint: Any, name: str) -> Any:
+    """Returns a field's value as its annotation has it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        value = _checked(value, arguments[0], name)
+        if arguments[1](value):
+            return value
+    elif hint in (FromRank, ToRank):
+        return _message(value, arguments)
+    elif origin is dict and type(value) is dict:
+        return {_checked(key, str, name): _checked(inner, arguments[1], name) for key, inner in value.items()}
+    elif origin is list and type(value) is list:
+        return [_checked(inner, arguments[0], name) for inner in value]
+    elif origin is tuple and type(value) is list and len(value) == len(arguments):
+        return tuple(_checked(inner, argument, name) for inner, argument in zip(value, arguments, strict=True))
+    elif hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    elif hint is str and type(value) is str and len(value) <= _MOST_CHARACTERS and value.isprintable():
+        return value  # printable: no text from elsewhere moves the cursor of a terminal, or breaks a line
+    elif hint in (int, bool) and type(value) is hint:
+        return value
+    raise MessageError(f"has {brief(value)} for {name}")
