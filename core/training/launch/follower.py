@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...base.errors import ConfigError
 from ...base.job_secret import is_signed, signature
-from .joining import JOIN_S, Job, keep_alive, signed_parts
+from .joining import JOIN_S, Job, signed_parts
 from .lines import HELLO_S, Events, Lines
 from .messages import (
     RUN_STARTED,
@@ -108,16 +108,15 @@ def _join(
     while not signals.count:
         try:
             connection = socket.create_connection(address, timeout=HELLO_S)
-            keep_alive(connection)
         except OSError as error:
             failure = f"no launcher answers at {where} ({error})"
         else:
             meeting = _Meeting(connection, hello, job, begin)
-            failure = meeting.failure(may_refuse=may_refuse)
+            failure = meeting.failure(signals, may_refuse=may_refuse)
             if not failure:
                 return meeting.lines
             failure = f"who answers at {where} is not the first launcher of this job: {failure}"
-            if failure not in said:
+            if failure not in said and not signals.count:
                 said.add(failure)
                 say(f"{failure}; looking for it for {max(deadline - time.monotonic(), 0.0):.0f} s more")
         if time.monotonic() > deadline:
@@ -137,13 +136,13 @@ class _Meeting:
         self._answer: Welcome | Refused | None = None
         self.lines = Lines(connection, Challenge | Welcome | Refused, self._take, HELLO_S)
 
-    def failure(self, *, may_refuse: bool) -> str:
+    def failure(self, signals: SignalCount, *, may_refuse: bool) -> str:
         """Waits for the answer. Returns why it is none, or nothing if both ends know each other.
 
         Raises:
             ConfigError: the first launcher refuses this one.
         """
-        while not (self._answer or self.lines.is_over):
+        while not (self._answer or self.lines.is_over or signals.count):
             self.lines.read(_POLL_S)
             self.lines.look_at_time()
         answer = self._answer

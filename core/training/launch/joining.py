@@ -30,8 +30,6 @@ JOIN_S = 600.0
 _POLL_S = 0.2
 _MOST_STRANGERS = 64
 """Connections on which nobody has said who it is. The oldest one makes room: ours say it at once."""
-_KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
-"""The kernel ends a connection to a machine that does not answer for nine seconds."""
 _RUN_NAMES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
 """Environment variables in which schedulers number a job."""
 
@@ -158,7 +156,6 @@ class Joining:
             return
         self.generation = max(self.generation, hello.generation)
         self.started = self.started or hello.started
-        keep_alive(lines.connection)
         lines.send(Welcome(signature(self._job.secret, "welcome", hello.nonce)))
         self._machines[hello.node] = hello.machine
         node = self._nodes[hello.node] = OtherNode(hello.node, hello.num_ranks, hello.launcher, lines, self._take)
@@ -192,11 +189,3 @@ class Joining:
                 "one launcher a machine, with more --nproc-per-node"
             )
         return ""
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Makes a connection end once the machine at its other end does not answer."""
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

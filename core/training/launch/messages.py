@@ -27,7 +27,6 @@ STARTED_FORMAT = "%Y%m%d-%H%M%S"
 
 MOST_RANKS = 1024
 """Of a machine: a stranger's number starts no more."""
-_MOST = 2**31
 _MOST_CHARACTERS = 4096
 
 VARIABLES = {
@@ -49,8 +48,8 @@ def _is_start(text: str) -> bool:  # it becomes the name of a folder
         return False
 
 
-Count = Annotated[int, lambda number: 0 <= number < _MOST]
-Number = Annotated[int, lambda number: -1 <= number < _MOST]
+Count = Annotated[int, range(2**31)]
+Number = Annotated[int, range(-1, 2**31)]
 """-1 for none yet."""
 StartText = Annotated[str, _is_start]
 Variables = Annotated[dict[str, str], lambda variables: variables.keys() <= VARIABLES]
@@ -78,7 +77,7 @@ class Step:
     """The rank goes on."""
 
     generation: Number
-    step: Annotated[int, lambda step: abs(step) < 2**63]
+    step: Annotated[int, range(-(2**63), 2**63)]
     seconds: Seconds
 
 
@@ -161,7 +160,7 @@ class Challenge:
 class Hello:
     """Joins; again after either launcher was lost, with the last generation and `RUN_STARTED`."""
 
-    node: Annotated[int, lambda number: abs(number) < _MOST]
+    node: Annotated[int, range(-(2**31), 2**31)]
     machine: str
     launcher: str
     """Its own name, at random: one that joins again takes the place of what it was."""
@@ -207,7 +206,7 @@ class Start:
     """Start a worker's process, to be LOCAL_RANK `place`."""
 
     worker: Count
-    place: Annotated[int, lambda place: 0 <= place < MOST_RANKS]
+    place: Annotated[int, range(MOST_RANKS)]
     environment: Variables
 
 
@@ -222,14 +221,14 @@ class Signal:
     """Send a signal to a worker's process; 9 ends what it has started too."""
 
     worker: Count
-    number: Annotated[int, lambda number: 0 < number < 65]
+    number: Annotated[int, range(1, 65)]
 
 
 @dataclass(frozen=True)
 class End:
     """All is over."""
 
-    status: Annotated[int, lambda status: 0 <= status < 256]
+    status: Annotated[int, range(256)]
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class Ended:
     """A worker's process has ended; -9 is a signal."""
 
     worker: Count
-    code: Annotated[int, lambda code: -65 < code < 256]
+    code: Annotated[int, range(-64, 256)]
 
 
 FromFirst = Beat | Start | Tell | Signal | End
@@ -298,7 +297,8 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = _checked(value, arguments[0], name)
-        if arguments[1](value):
+        holds = value in arguments[1] if isinstance(arguments[1], range) else arguments[1](value)
+        if holds:
             return value
     elif hint in (FromRank, ToRank):
         return _message(value, arguments)

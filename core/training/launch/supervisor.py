@@ -295,7 +295,7 @@ class Supervisor:
                 say(f"{why}; raise --lost-rank-timeout if a step takes longer")
             return False
         if self._losses > _MOST_LOSSES:
-            say(f"{why}; {_MOST_LOSSES} losses without a step in between: no rank is replaced any more")
+            say(f"{why}; {_MOST_LOSSES} losses without a further step: no rank is replaced any more")
             return False
         if self._policy.kind == "replace":
             if not self._have_processes(before, why):
@@ -319,7 +319,8 @@ class Supervisor:
 
     def _end_lost(self) -> None:
         losses = [worker for worker in self._workers if worker.is_lost]
-        kill(worker.process for worker in losses)
+        for worker in losses:
+            worker.process.end()  # what it has started
         self._workers = [worker for worker in self._workers if worker not in losses]
 
     def _spares(self, members: Sequence[Worker]) -> list[Worker]:

@@ -6,9 +6,9 @@ import pytest
 
 from core.base.errors import ConfigError
 from core.training.launch.__main__ import main, run_ranks
-from core.training.launch.entry import RUN_STARTED
-from core.training.launch.generations import Generation, _sizes
-from core.training.launch.nodes import LostRankPolicy
+from core.training.launch.generations import _sizes
+from core.training.launch.joining import Job, LostRankPolicy
+from core.training.launch.messages import RUN_STARTED, Done, Generation, Sizes, Step
 from core.training.launch.processes import SignalCount
 from core.training.launch.supervisor import Supervisor, behind
 
@@ -17,22 +17,21 @@ class _Process:
     def __init__(self, node: _Machine, place: int) -> None:
         self.node, self.place, self.code, self.was_ended = node, place, None, False
 
-    @property
-    def returncode(self) -> int | None:
+    def poll(self) -> int | None:
         return -9 if self.node.is_lost else self.code
 
-    def poll(self) -> int | None:
-        return self.returncode
+    def send_signal(self, number: int) -> None:
+        pass
 
     def end(self) -> None:
-        self.code, self.was_ended = -9, True
+        self.code, self.was_ended = -9 if self.code is None else self.code, True
 
 
 class _Machine:
     """A machine whose processes do nothing. Keeps the last place that was announced to each."""
 
     def __init__(self, number: int, num_ranks: int) -> None:
-        self.number, self.num_ranks, self.is_lost = number, num_ranks, False
+        self.number, self.num_ranks, self.is_lost, self.why = number, num_ranks, False, ""
         self.processes, self.places = {}, {}
 
     def start(self, worker, place, environment):
@@ -40,7 +39,8 @@ class _Machine:
         return self.processes[worker]
 
     def tell(self, worker, message):
-        self.places[worker] = message
+        if isinstance(message, Generation):
+            self.places[worker] = message
 
     def close(self, status):
         pass
@@ -53,15 +53,18 @@ class _Script:
 
     def __init__(self, machines, happens) -> None:
         self.machines, self.happens = machines, happens(self)
+        # What the launcher does with a message of a worker, and its Supervisor; whoever makes them sets both.
+        self.take, self.supervisor = None, None
 
-    def wait_for_all(self, events, take, signals):
-        self.take = take
+    def wait_for_all(self, signals):
         return self.machines[1:]
 
-    def read(self, events, take):
+    def newcomers(self):
         for joined in self.happens:
             self.machines += joined
             return joined
+        for worker in self.supervisor._active:  # all have said so, and end
+            self.take(worker._number, Done(self.supervisor.number))
         for process in self.processes():
             process.code = process.code or 0
         return ()
@@ -72,21 +75,30 @@ class _Script:
 
 def _places(monkeypatch, kind, machines, happens, spares=0):
     """Returns the machine and the LOCAL_RANK of each rank at the end."""
-    monkeypatch.setattr("core.training.launch.supervisor.ThisNode", lambda *_: machines[0])
-    policy = LostRankPolicy(kind, spares=spares)
-    supervisor = Supervisor(policy, machines[0].num_ranks, [], _Script(machines, happens), SignalCount())
-    supervisor.join()
+    supervisor = _supervisor(monkeypatch, LostRankPolicy(kind, spares=spares), _Script(machines, happens))
     supervisor.watch({})
     told = [(place, machine.number) for machine in machines for place in machine.places.values()]
-    last = {p["rank"]: (number, p["local_rank"]) for p, number in told if p["number"] == supervisor.number}
+    last = {p.rank: (number, p.local_rank) for p, number in told if p.number == supervisor.number}
     return {rank: last[rank] for rank in sorted(last) if rank >= 0}
+
+
+def _supervisor(monkeypatch, policy, script):
+    machines = script.machines
+    monkeypatch.setattr("core.training.launch.supervisor.ThisNode", lambda *_: machines[0])
+    monkeypatch.setattr("core.training.launch.supervisor.Joining", lambda *_: script)
+    supervisor = Supervisor(
+        Job(policy, "", "", b""), machines[0].num_ranks, [], {}, None, len(machines), SignalCount()
+    )
+    script.take, script.supervisor = supervisor._take, supervisor
+    supervisor.join()
+    return supervisor
 
 
 def test_fewer_ranks_are_spread_over_all_machines(monkeypatch):
     machines = [_Machine(number, 2) for number in range(4)]
 
     def happens(script):
-        script.take(0, {"sizes": [1, 2, 4, 8]})
+        script.take(0, Sizes(0, [1, 2, 4, 8]))
         machines[3].is_lost = True
         yield []
         yield []
@@ -138,19 +150,62 @@ def test_a_rank_lost_while_others_wait_is_ended_too(monkeypatch):
 def test_a_run_without_a_machine_for_ranks_has_failed(monkeypatch, capsys):
     lost = _Machine(1, 1)
     lost.is_lost = True
-    monkeypatch.setattr("core.training.launch.__main__.Joining", lambda *_: _Script([None, lost], lambda _: iter([])))
+    monkeypatch.setattr(
+        "core.training.launch.supervisor.Joining", lambda *_: _Script([None, lost], lambda _: iter([]))
+    )
     policy = LostRankPolicy("replace", limit_s=1.0)
     assert run_ranks(0, ["-c", ""], max_restarts=1, policy=policy, num_nodes=2) == 1
     assert capsys.readouterr().err == "no machine is left to run ranks\n"
 
 
 def test_ranks_have_the_start_of_a_launcher_that_was_lost(monkeypatch, tmp_path):
-    joining = _Script([], lambda _: iter([]))
+    joining = _Script([], lambda _: iter([[]] * 10**6))
     joining.started = "20260131-235959"
-    monkeypatch.setattr("core.training.launch.__main__.Joining", lambda *_: joining)
+    monkeypatch.setattr("core.training.launch.supervisor.Joining", lambda *_: joining)
     program = f"import os, pathlib; pathlib.Path({str(tmp_path / 'start')!r}).write_text(os.environ[{RUN_STARTED!r}])"
-    assert run_ranks(1, ["-c", program], policy=LostRankPolicy("replace"), num_nodes=2) == 0
+    assert run_ranks(1, ["-c", program], policy=LostRankPolicy("replace"), num_nodes=2) == 1
     assert (tmp_path / "start").read_text() == "20260131-235959"
+
+
+def test_a_rank_that_leaves_without_a_word_is_lost_whatever_its_status(monkeypatch, capsys):
+    machine, said = _Machine(0, 2), []
+
+    def happens(script):
+        script.take(0, Step(0, 3, 0.1))
+        script.processes()[1].code = 0
+        yield []
+        yield []
+        said.append(capsys.readouterr().err)
+        script.take(0, Done(0))  # of the generation before
+        script.processes()[0].code = 0
+        yield []
+        yield []
+
+    assert _places(monkeypatch, "replace", [machine], happens) == {0: (0, 0), 1: (0, 1)}
+    assert said == ["rank 1 ended with status 0 before its program had; a new process takes its place\n"]
+    assert capsys.readouterr().err.startswith("rank 0 ended with status 0 before its program had; ")
+
+
+def test_a_rank_lost_at_the_same_step_each_time_is_given_up(monkeypatch, capsys):
+    def happens(script):
+        while True:
+            script.take(0, Step(script.supervisor.number, 3, 0.1))
+            script.processes()[-1].code = 1
+            yield []
+
+    _places(monkeypatch, "replace", [_Machine(0, 2)], happens)
+    assert "rank 1 failed with status 1; 10 losses without a further step" in capsys.readouterr().err
+
+
+def test_a_failure_after_the_last_step_is_one(monkeypatch):
+    def happens(script):
+        script.take(0, Done(0))
+        script.take(1, Done(0))
+        script.processes()[0].code, script.processes()[1].code = 3, 0
+        yield []
+
+    supervisor = _supervisor(monkeypatch, LostRankPolicy("shrink"), _Script([_Machine(0, 2)], happens))
+    assert [worker.status for worker in supervisor.watch({})] == [3, 0]
 
 
 @pytest.mark.parametrize(
