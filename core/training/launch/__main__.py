@@ -210,12 +210,11 @@ _Ended = tuple[int, str]
 
 def _wait_for_all(supervisor: Supervisor, ranks: Sequence[Worker], signals: SignalCount) -> _Ended:
     """Waits for all ranks. After one has failed, ends the others after a grace period."""
-    deadline, first, before = float("inf"), None, list[int]()
+    deadline, first = float("inf"), None
     passed_on = 0
     while not all(worker.has_ended for worker in ranks):
         if first is None and (first := _first_failure(ranks)) is not None:
-            deadline = time.monotonic() + (0.0 if signals.ended_by(first.status) else GRACE_S)
-            before = [worker.rank or 0 for worker in ranks if worker.has_ended and not worker.is_lost]
+            deadline = time.monotonic() + (0.0 if signals.ended_by(first[0]) else GRACE_S)
         if passed_on < signals.count:
             passed_on = signals.count
             if passed_on == 2:
@@ -226,23 +225,25 @@ def _wait_for_all(supervisor: Supervisor, ranks: Sequence[Worker], signals: Sign
             kill(worker.process for worker in ranks)
             break
         supervisor.read(_POLL_S)
-    first = first or _first_failure(ranks)
+    status, why = first or _first_failure(ranks) or (0, "")
     if signals.count > 1:
         return 128 + signals.number, f"ended at once by a second {signals.name}, without saving"
-    if first is None:
-        return 0, ""
-    if signals.ended_by(first.status):
+    if signals.ended_by(status):
         return 128 + signals.number, f"ended by {signals.name} before there was anything to save"
-    why = first.why() if first.status < 0 or first.process.poll() == 0 else ""
-    if before:
-        how = why or f"rank {first.rank} failed with status {first.status}"
-        why = f"{how}; {rank_list(before)} had ended with status 0 before"
-    return first.status if first.status > 0 else 128 - first.status, why
+    return status if status >= 0 else 128 - status, why
 
 
-def _first_failure(ranks: Sequence[Worker]) -> Worker | None:
+def _first_failure(ranks: Sequence[Worker]) -> _Ended | None:
+    """Returns how the first rank failed, given that one has: minus the signal that ended it is its status here."""
     # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
-    return min((worker for worker in ranks if worker.is_lost), key=lambda worker: worker.status, default=None)
+    first = min((worker for worker in ranks if worker.is_lost), key=lambda worker: worker.status, default=None)
+    if first is None:
+        return None
+    before = [worker.rank or 0 for worker in ranks if worker.has_ended and not worker.is_lost]
+    if before:
+        return first.status, f"{first.why()}; {rank_list(before)} had ended with status 0 before"
+    has_said = first.status > 0 and first.process.poll() != 0  # its traceback, or its line
+    return first.status, "" if has_said else first.why()
 
 
 def _common_environment(num_ranks: int, host: str) -> dict[str, str]:

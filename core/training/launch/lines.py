@@ -64,8 +64,10 @@ class Lines:
     def send(self, message: Message) -> None:
         try:
             self.connection.sendall(encode(message))
-        except OSError:  # a part of a line may have gone
-            self.end()
+        except TimeoutError:  # a part of a line may have gone
+            self.end(f"it took nothing more for {_SEND_S:g} s")
+        except OSError:
+            pass  # the other end has ended it, and what it said before is still to be read
 
     def end(self, why: str = "") -> None:
         """Ends the connection, for a reason that `why` has from now on."""

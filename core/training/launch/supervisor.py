@@ -238,7 +238,7 @@ class Supervisor:
                 f"{self._first_end[0]} had; it may hang in its exit, or do more work; a second signal ends it"
             )
         for worker in staying:
-            if now - worker.left_at > self._policy.limit_s:
+            if self._has_named and now - worker.left_at > self._policy.limit_s:
                 worker.killed_for = (
                     f"rank {worker.rank} hung in its exit for {self._policy.limit_s:g} s and was killed"
                 )

@@ -74,8 +74,8 @@ MUTATIONS = (
     ),
     Mutation(
         "two launchers of one machine are taken for two machines",
-        "core.training.launch.nodes.Joining._refusal",
-        r"name == machine and other != number",
+        "core.training.launch.joining.Joining._refusal",
+        r"name == hello\.machine and other != number",
         "False",
         ("tests/unit/training/launch/test_nodes.py",),
     ),

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from core.training.launch import processes
-from core.training.launch.processes import ECHO_S, StopRequest
+from core.training.launch.processes import ECHO_S, SignalCount, StopRequest
 
 
 def _signals_come_after(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +54,70 @@ def test_it_becomes_the_command_that_it_is_given():
     inner = f"import subprocess, sys, os; subprocess.run({command}'import sys; print(sys.argv)', 'a b'])"
     ended = subprocess.run([sys.executable, "-c", inner], capture_output=True, text=True, timeout=600)
     assert ended.stdout == "['-c', 'a b']\n"
+
+
+def _child(text: str) -> processes.LocalProcess:
+    return processes.start_rank(["-c", f"import os, subprocess, sys, time\n{text}"], {})
+
+
+def _wait_for_end(process: processes.LocalProcess) -> int:
+    while (code := process.poll()) is None:
+        time.sleep(0.01)
+    return code
+
+
+def test_a_process_keeps_its_number_until_it_is_ended():
+    process = _child("sys.exit(3)")
+    assert _wait_for_end(process) == 3
+    assert Path(f"/proc/{process.pid}/stat").read_text().split(")")[1].split()[0] == "Z"
+    process.end()
+    assert process.poll() == 3 and not Path(f"/proc/{process.pid}").exists()
+
+
+def test_no_other_process_is_killed_in_the_place_of_one_that_is_gone(monkeypatch):
+    process = _child("sys.exit(0)")
+    process.end()
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
+    monkeypatch.setattr(os, "killpg", lambda *arguments: killed.append(arguments))
+    process.send_signal(signal.SIGTERM)
+    process.end()
+    assert killed == []
+
+
+def test_what_a_failed_process_has_started_ends_with_it(tmp_path):
+    started = tmp_path / "started"
+    sleeps = f"open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    process = _child(f"subprocess.Popen([sys.executable, '-c', {'import os, time; ' + sleeps!r}])\ntime.sleep(600)")
+    while not (started.exists() and started.read_text()):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert _wait_for_end(process) == -9
+    process.end()
+    while Path(f"/proc/{started.read_text()}").exists():  # until its new parent has seen it
+        if "Z" in Path(f"/proc/{started.read_text()}/stat").read_text().split(")")[1]:
+            break
+        time.sleep(0.01)
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "KILL_S", 0.1)
+    process = _child("time.sleep(600)")
+    with monkeypatch.context() as without:
+        without.setattr(os, "killpg", lambda *_: None)
+        process.end()
+    assert process.poll() == -9 and "it waits in the kernel" in capsys.readouterr().err
+    os.killpg(process.pid, signal.SIGKILL)
+    os.waitpid(process.pid, 0)
+
+
+def test_a_third_signal_ends_a_launcher_that_waits_for_something_else(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(processes, "KILL_S", 0.05)
+    monkeypatch.setattr(processes, "ECHO_S", -1.0)
+    monkeypatch.setattr(os, "_exit", lambda status: status == 128 + signal.SIGTERM and ended.set())
+    with SignalCount():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not ended.is_set()
+        assert ended.wait(60)

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from core.training.launch.__main__ import main
-from core.training.launch.generations import COPIES_FOLDER, LAUNCHER_FD, Generation, copies_root, generations
+from core.training.launch.generations import COPIES_FOLDER, copies_root, generations
+from core.training.launch.link import LAUNCHER_FD
+from core.training.launch.messages import Generation
 from core.training.launch.processes import ECHO_S
 from tests._forked import FORKED
+from tests.functional._forked_launcher import ForkedLauncher
 
 LIMIT_S = 300.0
 """Seconds in which what takes a moment happens on any machine."""
@@ -157,6 +160,83 @@ def launched(program, tmp_path):
     for each in started:
         each.process.kill()
         each.process.join()
+
+
+REPORTS = """
+from core.training.launch.entry import run_command
+from core.training.launch.generations import generations
+def enter(_):
+    for generation in generations():
+        with generation:
+            os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "status", "said"),
+    [
+        (
+            "restart",
+            "run_command(lambda _: os._exit(0) if rank else time.sleep(600))",
+            1,
+            "rank 1 ended with status 0 ",
+        ),
+        ("restart", "run_command(lambda _: os._exit(0))", 1, "ended with status 0 before its program had"),
+        ("replace", "run_command(enter)", 1, "ended with status 0 before its program had"),
+        ("restart", "run_command(lambda _: sys.exit(0))", 0, ""),  # as --help does
+        ("replace", "run_command(lambda _: sys.exit(0))", 0, ""),
+        ("restart", "sys.exit(0)", 0, ""),  # a program that says nothing is believed
+        ("restart", "rank and sys.exit(0); time.sleep(1); sys.exit(7)", 7, "; rank 1 had ended with status 0 before"),
+    ],
+)
+def test_success_is_said_by_each_rank(program, tmp_path, policy, text, status, said):
+    launcher = ForkedLauncher(["--nproc-per-node", "2", "--on-lost-rank", policy, program(REPORTS + text)], tmp_path)
+    _, err = launcher.communicate(LIMIT_S)
+    assert launcher.returncode == status
+    assert said in err and (said or not err)
+
+
+def test_a_rank_that_hangs_in_its_exit_is_named_and_ended(program, capfd, monkeypatch):
+    monkeypatch.setattr("core.training.launch.supervisor._LEAVE_S", 0.3)
+    script = program(f"{REPORTS}import atexit\nrank and atexit.register(time.sleep, 600)\nrun_command(lambda _: None)")
+    assert main(["--nproc-per-node", "2", "--lost-rank-timeout", "2", script]) == 0
+    err = capfd.readouterr().err
+    assert (
+        "rank 1 has not ended 0.3 s after rank 0 had" in err and "rank 1 hung in its exit for 2 s and was kill" in err
+    )
+
+
+def test_statuses_are_seen_where_a_parent_ignores_them(program):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert main([program("sys.exit(7)")]) == 7
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+SPEAKS = """
+from core.training.launch.entry import run_command
+def speak(_):
+    for stream in (sys.stdout, sys.stderr):
+        print("x" * 100_000, file=stream, flush=True)
+run_command(speak)
+"""
+
+
+@linux
+@pytest.mark.parametrize(
+    "to",
+    [
+        "2>&1 | exec true",
+        ">&- 2>&- <&-",
+        *(pytest.param(to, marks=pytest.mark.long) for to in ("2>&-", ">&-", "2>/dev/full", ">/dev/full")),
+    ],
+)
+def test_output_that_is_gone_stops_nothing(program, tmp_path, to):
+    command = f"{sys.executable} -m core.training.launch --nproc-per-node 2 {program(SPEAKS)}"
+    shell = f"({command}; echo $? > {tmp_path}/status) {to}"
+    subprocess.run(["bash", "-c", shell], cwd=Path(__file__).parents[4], timeout=LIMIT_S)
+    assert (tmp_path / "status").read_text() == "0\n"
 
 
 DEAF = "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, lambda *_: open(sys.argv[1] + '.heard', 'w'))\n"
