@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from ... import parallel_state
 from ...base import device
+from ...base.environment import environment_socket
 from ...base.errors import ConfigError, OutOfStepError
 from ...base.rendezvous import GENERATION
 from ...comm.lane import wait_for_lanes
@@ -88,7 +89,7 @@ def generations(can_run: Callable[[int], object] | None = None) -> Iterator[Abst
         yield nullcontext(Generation())
         return
     if not _launcher:
-        _launcher.append(_Launcher(int(os.environ[LAUNCHER_FD])))
+        _launcher.append(_Launcher(environment_socket(LAUNCHER_FD)))
     while not _launcher[0].is_over:
         yield _Block(_launcher[0], can_run)
 

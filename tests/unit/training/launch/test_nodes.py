@@ -18,7 +18,7 @@ from core.training.launch.nodes import MACHINE, Events, Joining, Lines, LostRank
 from core.training.launch.processes import SignalCount
 
 HELLO = {"node": 1, "machine": "second", "launcher": "", "num_ranks": 1, "policy": "replace", "generation": 3}
-HELLO |= {"started": "20260131-235959"}
+HELLO |= {"started": "20260131-235959.000001"}
 MANY, ELSEWHERE = (json.dumps({**HELLO, **odd}).encode() for odd in ({"num_ranks": 10**6}, {"started": "../.."}))
 TALKS = "import os, socket; socket.socket(fileno=int(os.environ['SHARDSTACK_LAUNCHER_FD'])).sendall(b'{\"at\": 1}\\n')"
 
@@ -84,7 +84,7 @@ def test_ranks_end_with_the_first_launcher_and_wait_for_it(monkeypatch, capfd):
     first = _First(monkeypatch)
     first.follow(1, "import time; print('here', flush=True); time.sleep(600)")
     (node,) = first.join()
-    process = node.start(0, 0, {RUN_STARTED: "20260131-235959"})
+    process = node.start(0, 0, {RUN_STARTED: "20260131-235959.000001"})
     node.tell(0, {"number": 7})
     assert first.joining.started == ""
     node.lines.connection.shutdown(socket.SHUT_RDWR)
@@ -93,7 +93,7 @@ def test_ranks_end_with_the_first_launcher_and_wait_for_it(monkeypatch, capfd):
     monkeypatch.setenv(MACHINE, "first")
     first.joining = Joining(first.listener, 2, LostRankPolicy("replace"))  # of the launcher that starts again
     (node,) = first.join()
-    assert (first.joining.generation, first.joining.started) == (7, "20260131-235959")
+    assert (first.joining.generation, first.joining.started) == (7, "20260131-235959.000001")
     first.listener.close()
     node.lines.connection.shutdown(socket.SHUT_RDWR)
     first.wait(lambda: first.ended)
