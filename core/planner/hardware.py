@@ -139,7 +139,8 @@ PRESETS = {
 """By name, in the form that `calibrate` writes."""
 
 
-_TYPES = {entry.name: {"str": (str,), "int": (int,)}.get(entry.type, (int, float)) for entry in fields(Hardware)}
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_TYPES = {entry.name: _KINDS[str(entry.type)] for entry in fields(Hardware)}
 _MOST = 1e30
 """Largest rate, and the inverse of the smallest: products and quotients of two stay finite."""
 

@@ -103,12 +103,7 @@ def _place(num_ranks: int) -> dict[str, str]:
 
 
 def test_under_a_launcher_the_environment_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _free_port(),
-    }.items():
+    for name, value in _place(1).items():
         monkeypatch.setenv(name, value)
     device.init_process_group(timeout_minutes=3)
     try:
@@ -120,12 +115,7 @@ def test_under_a_launcher_the_environment_is_joined(monkeypatch: pytest.MonkeyPa
 
 def test_a_failed_attempt_to_join_leaves_the_names_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        for name, value in {
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": _free_port(),
-        }.items():
+        for name, value in _place(2).items():
             patch.setenv(name, value)
         with pytest.raises(dist.DistError):
             device.init_process_group(timeout_minutes=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.base.errors import ConfigError, MemoryLimitError
-from core.training.launch.entry import one_line, run_command
+from core.training.launch.entry import environment_restart_count, environment_threads, one_line, run_command
 
 
 def outcome(capsys, error: BaseException | None) -> tuple[int, str]:
