@@ -209,6 +209,13 @@ def test_settings_are_checked_before_anything_is_made(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+def test_processes_that_read_samples_are_bounded_before_any_starts(monkeypatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match="num_workers is 33; it takes 0 to 32 here: 16 processes a core"):
+        initialize(small_config(num_workers=33))
+    assert not torch.distributed.is_initialized()
+
+
 def test_the_ranks_of_a_machine_share_its_cores(monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
