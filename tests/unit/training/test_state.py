@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core import parallel_state
-from core.base.errors import CheckpointError, ParallelConfigError
+from core.base.errors import CheckpointError, ConfigError, ParallelConfigError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
