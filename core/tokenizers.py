@@ -201,8 +201,8 @@ class MegatronTokenizer:
     @staticmethod
     def from_pretrained(
         tokenizer_path: str | None = None,
-        metadata_path: str | Mapping[str, Any] | None = None,
-        metdata_path: str | Mapping[str, Any] | None = None,
+        metadata_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        metdata_path: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         *,
         vocab_size: int | None = None,
     ) -> NullTokenizer:
@@ -215,17 +215,20 @@ class MegatronTokenizer:
             vocab_size: number of ids without the end of document.
 
         Raises:
-            ConfigError: the metadata names another library, or `vocab_size` is missing.
+            ConfigError: the metadata cannot be read or names another library, or `vocab_size` is no positive number.
         """
         metadata = metadata_path if metadata_path is not None else metdata_path
-        if isinstance(metadata, str):
-            metadata = json.loads(Path(metadata).read_text(encoding="utf-8"))
-        library = None if metadata is None else metadata.get("library")
+        if isinstance(metadata, (str, os.PathLike)):
+            try:
+                metadata = read_json(Path(metadata))
+            except (OSError, ValueError) as error:  # BoundsError, and a path that is none
+                raise ConfigError(f"the tokenizer's metadata cannot be read from {metadata!r} ({error})") from None
+        library = metadata.get("library") if isinstance(metadata, Mapping) else metadata
         if library != "null-text":
             raise ConfigError(
-                f"MegatronTokenizer was asked for library {library!r} and makes 'null-text' alone; read a "
+                f"MegatronTokenizer was asked for library {brief(library)} and makes 'null-text' alone; read a "
                 "tokenizer.json by core.tokenizers.load_tokenizer"
             )
-        if vocab_size is None or vocab_size < 1:
-            raise ConfigError(f"a null tokenizer was given vocab_size {vocab_size}; it takes a positive number")
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ConfigError(f"a null tokenizer was given vocab_size {brief(vocab_size)}; it takes a positive number")
         return NullTokenizer(vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from ..base import device
+from ..base.environment import environment_int
 from ..base.errors import ConfigError, warn_once
 from ..base.text import choices
 from ..distributed import _BaseDataParallel
@@ -105,7 +105,7 @@ def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
 
 def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:
     """Returns the model sharded or replicated, as the config says. Unchanged on one rank (by ``WORLD_SIZE``)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    if environment_int("WORLD_SIZE", 1) <= 1:
         return model
     return fsdp(model, cfg) if cfg.use_fsdp else ddp(model, cfg)
 

@@ -6,7 +6,6 @@ A transform works over the ranks of a `MeshCollective`.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from ..base import device
 from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
+from ..base.environment import environment_int
 from ..base.errors import ParallelConfigError
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
@@ -161,9 +161,9 @@ class MeshCollective(Collective):
                 raise ParallelConfigError(f"{name} is {value}, but the process group has {actual}; leave it out")
         self.process_group = dist.group.WORLD
         self.default_device = device.current_device()
-        local_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        default_local_rank = os.environ.get("LOCAL_RANK", self.rank % local_size)
-        self.local_rank = int(default_local_rank) if local_rank is None else local_rank
+        local_size = local_world_size or environment_int("LOCAL_WORLD_SIZE", self.world_size, least=1)
+        default_local_rank = environment_int("LOCAL_RANK", self.rank % local_size)
+        self.local_rank = default_local_rank if local_rank is None else local_rank
         shard_size = sharding_world_size or max(1, local_size // tp_size)
         if self.world_size % (shard_size * tp_size):
             raise ParallelConfigError(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
+from .environment import check_environment, environment_int
 from .errors import ConfigError
 from .host_memory import host_memory_bytes
 from .job_secret import job_secret
@@ -59,7 +60,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         carries_host_tensors: carry tensors in host memory, such as offloaded shards, in addition to a GPU's.
 
     Raises:
-        ConfigError: the group exists and does not carry them; or variables that name no place of a rank.
+        ConfigError: the group exists and does not carry them; or what `check_environment` refuses.
     """
     set_backend_defaults()
     if dist.is_initialized():
@@ -71,6 +72,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         return
     set_launcher_variables()
     kind = device_type()
+    check_environment()
     if kind == "cuda":
         torch.cuda.set_device(_local_rank())
     timeout = timedelta(minutes=timeout_minutes)
@@ -125,15 +127,12 @@ def set_backend_defaults() -> None:
 def _local_rank() -> int:
     count = torch.cuda.device_count()
     if "LOCAL_RANK" in os.environ:
-        text = os.environ["LOCAL_RANK"]
-        if not (text.isascii() and text.isdigit()):
-            raise ConfigError(f"LOCAL_RANK is {text!r}, and torch sees {count} GPUs; they count from 0")
-        if int(text) < count or not count:
-            return int(text)
+        if (rank := environment_int("LOCAL_RANK", 0)) < count or not count:
+            return rank
         if count == 1 and _has_a_gpu_of_its_own():
             return 0
         raise ConfigError(
-            f"LOCAL_RANK is {text}, and torch sees {count} GPU{'s' if count > 1 else ''} on this machine; start one "
+            f"LOCAL_RANK is {rank}, and torch sees {count} GPU{'s' if count > 1 else ''} on this machine; start one "
             "rank for each GPU (make train NPROC=..., --nproc-per-node), set SHARDSTACK_DEVICE=cpu, or LOCAL_RANK=0 "
             "where every rank sees a GPU of its own"
         )

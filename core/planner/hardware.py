@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from ..base import device
 from ..base.device import barrier
+from ..base.environment import environment_int
 from ..base.errors import ConfigError
+from ..base.files import BoundsError, brief, read_json
 from ..comm import collectives, streams
-from ..training.launch.entry import environment_int
 from .recorder import HOST, Collective, Ranks, Work
 
 
@@ -138,6 +139,12 @@ PRESETS = {
 """By name, in the form that `calibrate` writes."""
 
 
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_TYPES = {entry.name: _KINDS[str(entry.type)] for entry in fields(Hardware)}
+_MOST = 1e30
+"""Largest rate, and the inverse of the smallest: products and quotients of two stay finite."""
+
+
 def find_hardware(name: str) -> Hardware:
     """Returns a preset, or what ``--calibrate`` wrote into a file.
 
@@ -146,21 +153,21 @@ def find_hardware(name: str) -> Hardware:
     """
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
-    if not Path(name).is_file():
-        raise ConfigError(
-            f"hardware {name!r} is neither known nor a file; take {', '.join(PRESETS)}, or a file that --calibrate "
-            "wrote"
-        )
     try:
-        hardware = Hardware(**json.loads(Path(name).read_text(encoding="utf-8")))
-        odd = [key for key, value in asdict(hardware).items() if key not in ("name", "source") and not value > 0]
-        if odd:
-            raise ValueError(f"{', '.join(odd)} cannot be")
-        return hardware
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{name} is no calibration ({type(error).__name__}: {error}); write one with --calibrate"
-        ) from error
+        return _checked(read_json(Path(name)))
+    except (OSError, ValueError) as error:  # BoundsError, and a name that no file has
+        known = f"hardware {brief(name)} is neither known nor a calibration ({error}); take {', '.join(PRESETS)}"
+        raise ConfigError(f"{known}, or a file that --calibrate wrote") from None
+
+
+def _checked(values: Any) -> Hardware:
+    if not isinstance(values, dict) or values.keys() != _TYPES.keys():
+        raise BoundsError(f"it takes a table of {', '.join(_TYPES)}, and has {brief(values)}")
+    for name, value in values.items():
+        types, least = _TYPES[name], 1 / _MOST
+        if type(value) not in types or (types != (str,) and not least <= value <= _MOST):
+            raise BoundsError(f"{name} is {brief(value)}; it takes a {types[-1].__name__}, a number within {_MOST:g}")
+    return Hardware(**values)
 
 
 _REPEATS = 7

@@ -5,6 +5,7 @@ Checks what a checkpoint says about the run that it shall continue.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from .. import parallel_state
 from ..base import device
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, check_range
 from ..base.rendezvous import set_launcher_variables
 from ..distributed import _BaseDataParallel
 from ..models.gpt import GPTModel
@@ -26,7 +27,10 @@ from ..tensor_parallel.random import seed_everything
 from ..transformer.moe_config import OPTIONS_OF_FUNCTION
 from ..transformer.pipeline_stages import pipeline_stage
 from .config import PretrainConfig, validate
-from .launch.entry import check_launcher, environment_rank, environment_threads, environment_world_size
+from .launch.entry import environment_rank, environment_threads, environment_world_size
+
+WORKERS_PER_CORE = 16
+"""Most processes that read samples, on each rank and for each core of the machine: so many wait for slow storage."""
 
 _SEEDS_OF_A_REPLICA = 10
 """Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``, as in Megatron-LM."""
@@ -44,8 +48,8 @@ def initialize(config: PretrainConfig) -> None:
     """
     set_launcher_variables()
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
-    if not dist.is_initialized():
-        check_launcher()
+    most = WORKERS_PER_CORE * (os.cpu_count() or 1)
+    check_range(config.data, "num_workers", most=most, takes=f"0 to {most} here: {WORKERS_PER_CORE} processes a core")
     if environment_rank() != 0:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bigram import bigram_validation_loss
 from corpus import prepare
 from pretrained import load_pretrained
-from run_folder import begin_or_continue, check_output_folders, name_run_folder, run_folder_held, say
+from run_folder import begin_or_continue, check_output_folders, run_folder_held, run_folder_named, say
 from sampling import SamplingConfig, generate_tokens, stream_text
 from text_sources import standard_library_sources
 
@@ -85,10 +85,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def run(config: PretrainConfig) -> None:
     initialize(config)
-    config = name_run_folder(config)
-    check_output_folders(config)
-    with run_folder_held(config.checkpoint.save):
-        pretrain(begin_or_continue(config))
+    with run_folder_named(config) as config:
+        check_output_folders(config)
+        with run_folder_held(config.checkpoint.save):
+            pretrain(begin_or_continue(config))
 
 
 def pretrain(config: PretrainConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from core.base import device
 from core.base.errors import ConfigError
+from core.base.files import BoundsError, brief, read_file, write_durably
 from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.folders import acquire_folder, complete_checkpoints, release_folder
@@ -22,19 +25,81 @@ from core.training.config import PretrainConfig
 from core.training.launch.entry import environment_restart_count
 from core.training.launch.messages import RUN_STARTED
 
+STARTED_FILE = ".started"
+"""In a folder under ``runs``: `RUN_STARTED` of the launcher whose run made it, which finds it again by that."""
+_RUNS = Path("runs")
+_folders: dict[str, Path] = {}
+"""Folders that this process has named, by `RUN_STARTED`: after another rank was lost, it knows the run's without the
+disk. `_agree_on_folder` adds them. Never cleared."""
 
-def name_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """Returns the settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+
+@contextmanager
+def run_folder_named(config: PretrainConfig) -> Iterator[PretrainConfig]:
+    """Yields the settings with a folder to write to: that of --save or --load, else a new one under ``runs``.
+
+    A new one is named by the time of the start, with -2, -3, ... if another run has that name. Ranks that start again,
+    or go on after others were lost, find the one that they had. Entering it is collective.
+
+    Raises:
+        ConfigError: on all ranks: --load has no checkpoint, or no folder can be made.
+    """
     save, load = config.checkpoint.save, config.checkpoint.load
     if save is None and load is not None:
         find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
         save = load.parent if is_checkpoint(load) else load
-    elif save is None:
-        # The time of the start; the launcher's, if it is known, is the same after a restart.
-        name = [os.environ.get(RUN_STARTED) or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
-        dist.broadcast_object_list(name, src=0)  # clocks differ
-        save = Path("runs") / name[0]
-    return replace(config, checkpoint=replace(config.checkpoint, save=save))
+    is_new = save is None
+    if save is None:
+        save = _agree_on_folder(Ranks(error=ConfigError))
+    try:
+        yield replace(config, checkpoint=replace(config.checkpoint, save=save))
+    finally:
+        if is_new and dist.get_rank() == 0 and {path.name for path in save.glob("*")} <= {STARTED_FILE}:
+            with suppress(OSError):  # another run has a folder there
+                (save / STARTED_FILE).unlink(missing_ok=True)
+                save.rmdir()
+                _RUNS.rmdir()
+
+
+def _agree_on_folder(ranks: Ranks) -> Path:
+    """Returns the folder under ``runs`` of a run without --save: the one that a rank knows, or a new one."""
+    started = os.environ.get(RUN_STARTED, "")
+    own = None
+    if started and environment_restart_count() > 0:
+        own = _folders.get(started) or next((path for path in _RUNS.glob("*") if _made_by(path, started)), None)
+    known = next((folder for folder in ranks.all_gather(own) if folder is not None), None)
+    _folders[started] = ranks.from_first(lambda: _make_folder(started, known))
+    return _folders[started]
+
+
+def _made_by(folder: Path, started: str) -> bool:
+    try:
+        return read_file(folder / STARTED_FILE, 64).decode(errors="replace") == started
+    except (OSError, BoundsError):
+        return False
+
+
+def _make_folder(started: str, known: Path | None) -> Path:
+    """Makes a folder that no other run has, also if both make theirs at one moment. Keeps one that is known."""
+    name = started.partition(".")[0] or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    if not re.fullmatch(r"[0-9-]+", name):
+        raise ConfigError(f"{RUN_STARTED} is {brief(started)} in the environment; only a launcher sets it: unset it")
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    try:
+        folder = known or next(folder for folder in map(_RUNS.joinpath, names) if _is_made_here(folder))
+        folder.mkdir(parents=True, exist_ok=True)  # a known one is not on a machine that takes another's place
+        if started:
+            write_durably(folder / STARTED_FILE, started)
+        return folder
+    except OSError as error:
+        raise ConfigError(f"{_RUNS} cannot be written ({error.strerror}); choose a folder with --save") from None
+
+
+def _is_made_here(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True)
+        return True
+    except FileExistsError:
+        return False
 
 
 def begin_or_continue(config: PretrainConfig) -> PretrainConfig:

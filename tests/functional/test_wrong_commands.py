@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from core.base import environment
 from core.dist_checkpointing.format.index import seal
 from tests.functional._program import TINY, one_line, run_program
 
@@ -84,16 +85,38 @@ HUGGING_FACE = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1,
 HUGGING_FACE |= {"intermediate_size": 16, "vocab_size": 16, "max_position_embeddings": 8}
 PAIR = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 """As a launcher sets them; the check comes before any rank waits."""
+MEETING = {**PAIR, "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 CASES = {
     "nowhere to meet": Wrong("RANK is set and MASTER_ADDR and MASTER_PORT not", environment=PAIR),
     "two thread counts": Wrong("OMP_NUM_THREADS is '4,2'", environment={"OMP_NUM_THREADS": "4,2"}),
     "restarts as text": Wrong("TORCHELASTIC_RESTART_COUNT is 'x'", environment={"TORCHELASTIC_RESTART_COUNT": "x"}),
     "a device that is none": Wrong("SHARDSTACK_DEVICE is 'tpu'", environment={"SHARDSTACK_DEVICE": "tpu"}),
+    "a port that is none": Wrong("MASTER_PORT is '99999'", environment={**MEETING, "MASTER_PORT": "99999"}),
+    "a machine that is none": Wrong(
+        "MASTER_ADDR is 'no.such.invalid'", environment={**MEETING, "MASTER_ADDR": "no.such.invalid"}
+    ),
+    "a rank beyond its machine's": Wrong("LOCAL_RANK is 2", environment={**MEETING, "LOCAL_RANK": "2"}),
+    "an interface that is none": Wrong("GLOO_SOCKET_IFNAME is 'eth99'", environment={"GLOO_SOCKET_IFNAME": "eth99"}),
+    "copies without a launcher": Wrong(
+        "SHARDSTACK_LAUNCHER_FD is not set", environment={"SHARDSTACK_COPIES_FOLDER": "copies"}
+    ),
+    "a launcher that is gone": Wrong(
+        "SHARDSTACK_LAUNCHER_FD is 999 in the environment, and no open socket",
+        environment={"SHARDSTACK_COPIES_FOLDER": "copies", "SHARDSTACK_LAUNCHER_FD": "999"},
+    ),
+    "threads without end": Wrong("OMP_NUM_THREADS is '999999999'", environment={"OMP_NUM_THREADS": "999999999"}),
+    "a start that no launcher writes": Wrong(
+        "SHARDSTACK_RUN_STARTED is 'a/../../b'", environment={"SHARDSTACK_RUN_STARTED": "a/../../b"}
+    ),
+    "workers without end": Wrong("num_workers is 100000; it takes 0 to", ("--num-workers", "100000")),
+    "an empty folder to save to": Wrong("value for --save: the path is empty", ("--save", "")),
+    "an empty folder to load from": Wrong("value for --load: the path is empty", ("--load=",)),
+    "no learning rate, in disguise": Wrong('--lr: "1e-400" is 0 or infinity in fp32', ("--lr", "1e-400")),
     "a stray value": Wrong("unexpected value 'corpus'; every value follows its flag", ("corpus",)),
     "global batch": Wrong(
         "global_batch_size 6 is no multiple of micro_batch_size 2 x data-parallel size 2",
         ("--global-batch-size", "6"),
-        environment={**PAIR, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        environment=MEETING,
     ),
     "warm-up fills the run": Wrong("lr_warmup_steps is 2", ("--lr-warmup-iters", "2")),
     "iterations without end": Wrong("samples of 32 tokens are asked for", ("--train-iters", "99999999999999")),
@@ -136,7 +159,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_cannot_work_is_one_line(corpus: Path, saved_run: Path, tmp_path: Path, kind: str) -> None:
+def test_what_cannot_work_is_one_line(
+    corpus: Path, saved_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(environment, "_PAUSE_S", 0.0)  # of programs, which are forked
     wrong = CASES[kind]
     for name, text in wrong.files.items():
         path = tmp_path / name

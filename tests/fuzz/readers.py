@@ -20,7 +20,9 @@ from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
-from core.tokenizers import load_tokenizer
+from core.planner.hardware import PRESETS, find_hardware
+from core.planner.recorder import Collective, Ranks, Work
+from core.tokenizers import MegatronTokenizer, load_tokenizer
 from core.training.run_log import read_log
 from core.transformer.transformer_config import TransformerConfig
 from examples.gpt.convert import save_weights
@@ -165,6 +167,18 @@ def _read_small_files(folder: Path) -> None:
     release_folder(acquire_folder(folder))
 
 
+def _make_hardware(folder: Path) -> None:
+    (folder / "hardware.json").write_text(PRESETS["h100"].to_json())
+    (folder / "metadata.json").write_text('{"library": "null-text"}')
+
+
+def _read_hardware(folder: Path) -> None:
+    MegatronTokenizer.from_pretrained(metadata_path=folder / "metadata.json", vocab_size=8)
+    hardware = find_hardware(str(folder / "hardware.json"))
+    hardware.work_seconds(Work("mm", 10**15, 10**9, 2, ()))
+    hardware.collective_seconds(Collective("all-reduce", 10**9, Ranks(range(16))))
+
+
 READERS = {
     "checkpoint": Reader(_make_checkpoint, _read_what_was_saved, ("iter_*/*", "latest")),
     "sealed checkpoint": Reader(_make_checkpoint, _read_checkpoint, ("iter_*/checkpoint.json",), _seal),
@@ -173,5 +187,6 @@ READERS = {
     "corpus": Reader(_make_corpus, _read_corpus, ("c.idx", "c.bin")),
     "hugging face": Reader(_make_hugging_face, _read_hugging_face, ("m/*",)),
     "tokenizer": Reader(_make_tokenizer, _read_tokenizer, ("*.json",)),
+    "hardware and metadata": Reader(_make_hardware, _read_hardware, ("*.json",)),
     "small files": Reader(_make_small_files, _read_small_files, ("log.jsonl", ".lock", "cache/*/*")),
 }

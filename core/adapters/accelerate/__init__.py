@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, TypeVar
 
+from ...base.environment import environment_int
 from ...base.errors import ConfigError
 from ...distributed import _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
@@ -73,7 +73,7 @@ def reject_settings(accelerator: Accelerator) -> None:
     parallelism = getattr(accelerator, "parallelism_config", None)
     sync_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     compiles = str(getattr(getattr(state.dynamo_plugin, "backend", None), "value", "NO")).upper() != "NO"
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = environment_int("WORLD_SIZE", 1)
     has_prepared, precision = accelerator._models or accelerator._optimizers, accelerator.mixed_precision
     plugins = {name: getattr(state, name, None) for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")}
     # Of ranks on CPU accelerate drops the plugin in silence.

@@ -40,7 +40,8 @@ def find_megatron(folder: Path) -> Path | None:
     """Returns the checkpoint in a folder of Megatron-LM's, or the folder itself if it is one, else None."""
     pointer = folder / POINTER_FILE
     if pointer.is_file():
-        target = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        with pointer.open("rb") as file:
+            target = file.read(64).decode("utf-8", errors="replace").strip()  # more is no name of its checkpoints
         folder = folder / (f"iter_{int(target):07d}" if target.isdecimal() else target)
         if target != Path(target).name or not (folder / TORCH_INDEX_FILE).is_file():
             raise CheckpointError(

@@ -7,10 +7,14 @@ cyclopts parses flags and prints help.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -64,7 +68,8 @@ def parse_call(
         help=description,
         version_flags=[],
         help_format="plaintext",
-        default_parameter=cyclopts.Parameter(allow_repeating=True),  # the last one wins, as in Megatron-LM's parser
+        # The last one wins, as in Megatron-LM's parser.
+        default_parameter=cyclopts.Parameter(allow_repeating=True, converter=_value),
     )
     app.default(function)
     if {"-h", "--help"} & set(arguments):
@@ -105,8 +110,8 @@ def _collector(defaults: dict[str, Any]) -> Any:
     def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
         if tuple in (get_origin(kind), *map(get_origin, get_args(kind))):
             settings["consume_multiple"] = True
-        if kind in (int, int | None):
-            settings["converter"] = _integer if kind is int and default is not None else _integer_or_none
+        if default is None or type(None) in get_args(kind):
+            settings["converter"] = _value_or_none
         parameter = cyclopts.Parameter(group=groups[section], **settings)
         annotation: Any = Annotated[kind if default is not None else kind | None, parameter]
         parameters[flag] = inspect.Parameter(
@@ -146,17 +151,27 @@ def _collector(defaults: dict[str, Any]) -> Any:
     return collect
 
 
-def _integer_or_none(kind: Any, tokens: Sequence[Any]) -> int | None:
-    return None if tokens[0].value.lower() == "none" else _integer(kind, tokens)
+def _value_or_none(kind: Any, tokens: Sequence[Any]) -> Any:
+    is_none = kind not in (str, Path) and tokens[0].value.lower() in ("none", "null")
+    return None if is_none else _value(kind, tokens)
 
 
-def _integer(_: Any, tokens: Sequence[Any]) -> int:
-    """Converts an integer strictly: cyclopts itself would round 1.5 to 2."""
+def _value(kind: Any, tokens: Sequence[Any]) -> Any:
+    """Converts a flag's words strictly.
+
+    Cyclopts itself would round 1.5 to the integer 2, take an empty path for the current folder, and a number that fp32
+    cannot hold for 0 or infinity.
+    """
     text = tokens[0].value
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f'"{text}" is not an integer.') from None
+    if kind is int and not re.fullmatch(r"[+-]?[0-9_]+", text):
+        raise ValueError(f'"{text}" is not an integer.')
+    if kind is Path and not text:
+        raise ValueError("the path is empty; give one, or leave the flag out.")
+    value = _library("cyclopts").convert(kind, tokens)
+    digits = text.lower().partition("e")[0]
+    if kind is float and re.search("[1-9]", digits) and abs(ctypes.c_float(value).value) in (0, math.inf):
+        raise ValueError(f'"{text}" is 0 or infinity in fp32, which holds 1e-45 to 3e38.')
+    return value
 
 
 def _flag_type(hint: Any) -> Any:

@@ -23,7 +23,8 @@ from ...base.files import brief, parse_json
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 """Environment variable: when the launcher started, in `STARTED_FORMAT`. It does not change when ranks start again, by
 this launcher or by one of other machines' that takes the place of the first."""
-STARTED_FORMAT = "%Y%m%d-%H%M%S"
+STARTED_FORMAT = "%Y%m%d-%H%M%S.%f"
+"""Of UTC. Microseconds tell launchers that start in one second from each other."""
 
 MOST_RANKS = 1024
 """Of a machine: a stranger's number starts no more."""

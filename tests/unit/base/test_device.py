@@ -1,6 +1,7 @@
 """The device of a rank and its backend: by machine, environment and existing group."""
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -94,8 +95,15 @@ def test_without_a_launcher_a_process_is_a_group_of_one(monkeypatch: pytest.Monk
         dist.destroy_process_group()
 
 
+def _place(num_ranks: int) -> dict[str, str]:
+    """Returns the first rank's variables, with a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+    return {"RANK": "0", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
 def test_under_a_launcher_the_environment_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in _place(1).items():
         monkeypatch.setenv(name, value)
     device.init_process_group(timeout_minutes=3)
     try:
@@ -107,7 +115,7 @@ def test_under_a_launcher_the_environment_is_joined(monkeypatch: pytest.MonkeyPa
 
 def test_a_failed_attempt_to_join_leaves_the_names_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        for name, value in _place(2).items():
             patch.setenv(name, value)
         with pytest.raises(dist.DistError):
             device.init_process_group(timeout_minutes=0.01)
@@ -121,7 +129,8 @@ def test_a_failed_attempt_to_join_leaves_the_names_of_groups(monkeypatch: pytest
 
 def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, True)
-    for name, value in {"SHARDSTACK_DEVICE": "cuda", "RANK": "5", "LOCAL_RANK": "1"}.items():
+    place = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"SHARDSTACK_DEVICE": "cuda", **place}.items():
         monkeypatch.setenv(name, value)
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -38,6 +39,30 @@ def test_a_null_tokenizer_gives_vocabulary_and_end_of_document(tmp_path: Path):
         MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"})
     with pytest.raises(ConfigError, match="eod is 3, and the tokenizer's is 64"):
         config(eod=3)
+
+
+def test_metadata_that_cannot_be_read_is_one_error(tmp_path: Path):
+    file = tmp_path / "metadata.json"
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "missing", tmp_path, tmp_path / "pipe", "x" * 300, "a\0b", ""):
+        with pytest.raises(ConfigError, match="the tokenizer's metadata cannot be read from"):
+            MegatronTokenizer.from_pretrained(metadata_path=path, vocab_size=8)
+    for text, said in (
+        (b"[" * 100000, "cannot be read"),
+        (b"\xff{}", "cannot be read"),
+        (b"", "cannot be read"),
+        (b"[1]", r"library \[1\]"),
+        (b"null", "library None"),
+        (b'{"library": ["null-text"]}', r"library \['null-text'\]"),
+        (b'{"library": "' + b"x" * 5000 + b'"}', "library 'xxx"),
+    ):
+        file.write_bytes(text)
+        with pytest.raises(ConfigError, match=said) as caught:
+            MegatronTokenizer.from_pretrained(metadata_path=file, vocab_size=8)
+        assert len(str(caught.value)) < 500
+    for size in (True, 1.5, "8", 0, None):
+        with pytest.raises(ConfigError, match="takes a positive number"):
+            MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=size)  # type: ignore
 
 
 def test_mock_documents_count_within_the_vocabulary():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -74,10 +75,25 @@ def test_a_file_holds_a_hardware(tmp_path: Path):
     file = tmp_path / "mine.json"
     file.write_text(replace(H100, name="mine").to_json())
     assert find_hardware(str(file)) == replace(H100, name="mine")
-    for damaged in ({"name": "x"}, {**asdict(H100), "node_size": 0}, {**asdict(H100), "more": 1}, []):
-        file.write_text(json.dumps(damaged))
-        with pytest.raises(ConfigError, match=r"mine\.json is no calibration"):
+    good = asdict(H100)
+    values = [0, -1.0, True, "1", None, [1], 10**40, 1e-200, 1e31, math.nan, math.inf]
+    changes = [{"launch_s": value} for value in values]
+    changes += [{"node_size": 8.0}, {"name": [1]}, {"source": None}, {"more": 1}]
+    texts = [json.dumps(good | change) for change in changes]
+    texts += ['{"name": "x"}', "[]", "1", "", "{", "[" * 100000, '{"a": ' * 100 + "1" + "}" * 100, "\ud800"]
+    for text in texts:
+        file.write_text(text, "utf-8", errors="surrogatepass")
+        with pytest.raises(ConfigError, match=r"mine\.json' is neither known nor a calibration") as caught:
             find_hardware(str(file))
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_what_is_no_file_is_no_hardware(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("", str(tmp_path), str(tmp_path / "pipe"), "x" * 300, "a\0b", str(tmp_path / "missing")):
+        with pytest.raises(ConfigError, match=r"is neither known nor a calibration .*take a100, h100") as caught:
+            find_hardware(name)
+        assert "\n" not in str(caught.value)
 
 
 def _links(local_ranks: int) -> dict[str, float]:

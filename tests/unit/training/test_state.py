@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from core import parallel_state
-from core.base.errors import CheckpointError, ParallelConfigError
+from core.base.errors import CheckpointError, ConfigError, ParallelConfigError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
@@ -206,6 +206,13 @@ def test_settings_are_checked_before_anything_is_made(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ParallelConfigError, match="3 ranks do not divide"):
         initialize(small_config(tensor_model_parallel_size=2))
+    assert not torch.distributed.is_initialized()
+
+
+def test_processes_that_read_samples_are_bounded_before_any_starts(monkeypatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match="num_workers is 33; it takes 0 to 32 here: 16 processes a core"):
+        initialize(small_config(num_workers=33))
     assert not torch.distributed.is_initialized()
 
 

@@ -237,3 +237,34 @@ def test_a_function_is_called_as_the_command_line_asks():
     assert parse_call(add, ["--first", "3"]) == 5
     with pytest.raises(ConfigError, match="--first"):
         parse_call(add, [])
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "said"),
+    [
+        *(
+            (flag, "", f"{flag}: the path is empty")
+            for flag in ("--save", "--load", "--data-path", "--tensorboard-dir")
+        ),
+        *(
+            ("--lr", text, f'--lr: "{text}" is 0 or infinity')
+            for text in ("1e-400", "1E-46", "-1e-50", "1e39", "1e400")
+        ),
+        ("--adam-eps", "1e-50", '--adam-eps: "1e-50" is 0'),
+        ("--train-iters", "1.5", '"1.5" is not an integer'),
+    ],
+)
+def test_words_that_would_become_another_value_are_refused(flag: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_arguments([flag, text], SMALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", 0.0), ("0e-9", 0.0), ("1e-45", 1e-45), ("3e38", 3e38), ("none", None)]
+)
+def test_words_that_fp32_holds_are_taken(text: str, value: float | None) -> None:
+    def program(*, lr: float | None = 1.0, save: Path = Path("x"), names: tuple[str, ...] = ()) -> object:
+        return lr, save, names
+
+    parsed = parse_call(program, ["--save", ".", "--names", "", *(["--lr", text] if value is not None else [])])
+    assert parsed == (1.0 if value is None else value, Path(), ("",))

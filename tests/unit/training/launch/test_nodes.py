@@ -34,7 +34,7 @@ from core.training.launch.messages import (
 from core.training.launch.nodes import MACHINE
 from core.training.launch.processes import SignalCount
 
-HELLO = Hello(1, "second", "", 1, "replace", 3, "20260131-235959", "", "", "", "")
+HELLO = Hello(1, "second", "", 1, "replace", 3, "20260131-235959.000001", "", "", "", "")
 TALKS = "import os, socket; s = socket.socket(fileno=int(os.environ['SHARDSTACK_LAUNCHER_FD'])); "
 TALKS += """s.sendall(b'{"kind": "Done", "generation": 4}\\n')"""
 
@@ -118,14 +118,14 @@ def test_ranks_end_with_the_first_launcher_and_wait_for_it(monkeypatch, capfd):
     first = _First(monkeypatch)
     first.follow(1, "import time; print('here', flush=True); time.sleep(600)")
     (node,) = first.join()
-    process = node.start(0, 0, {RUN_STARTED: "20260131-235959"})
+    process = node.start(0, 0, {RUN_STARTED: "20260131-235959.000001"})
     node.tell(0, Generation(number=7))
     assert first.joining.started == ""
     node.lines.end()
     assert process.poll() == -signal.SIGKILL
     first.start()
     (node,) = first.join()
-    assert (first.joining.generation, first.joining.started) == (7, "20260131-235959")
+    assert (first.joining.generation, first.joining.started) == (7, "20260131-235959.000001")
     first.listener.close()
     node.lines.end()
     _wait(lambda: first.ended)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from core.base.errors import ConfigError
 from core.training.launch.__main__ import main
 from core.training.launch.generations import COPIES_FOLDER, copies_root, generations
 from core.training.launch.link import LAUNCHER_FD
@@ -58,6 +59,16 @@ def test_a_launcher_in_a_rank_keeps_out_of_its_copies(program, tmp_path: Path, m
     with contextlib.ExitStack() as stack:  # of one generation, which is no launcher's
         assert [stack.enter_context(generation) for generation in generations()] == [Generation()]
     assert folder == "" and copies_root() is None
+
+
+@pytest.mark.parametrize("number", [None, "", "x", "99999999999999999999", "0", "12345"])
+def test_copies_without_a_launcher_are_refused(tmp_path, monkeypatch, number):
+    monkeypatch.setenv(COPIES_FOLDER, str(tmp_path))
+    monkeypatch.delenv(LAUNCHER_FD, raising=False)
+    if number is not None:
+        monkeypatch.setenv(LAUNCHER_FD, number)
+    with pytest.raises(ConfigError, match=f"{COPIES_FOLDER} is set and {LAUNCHER_FD} is no socket to this process"):
+        next(generations())
 
 
 def test_the_first_failing_rank_decides_status_and_ends_others(program, capsys, monkeypatch):
