@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from unittest import mock
 
 import pytest

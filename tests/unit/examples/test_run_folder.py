@@ -15,7 +15,7 @@ from run_folder import STARTED_FILE, run_folder_named
 from core.base import device
 from core.base.errors import ConfigError
 from core.training.config.build import build_config
-from core.training.launch.entry import RUN_STARTED
+from core.training.launch.messages import RUN_STARTED
 from tests.unit._spawn import run_distributed
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "micro_batch_size": 1}
