@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from core.dist_checkpointing import host_copies, load
 from core.dist_checkpointing.agreement import offers
-from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes, word_sum
+from core.dist_checkpointing.copy_files import word_sum
+from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes
 from tests.unit._spawn import run_distributed
 
 
@@ -94,13 +95,13 @@ def _loses(folder: str) -> None:
 
 def _counts_versions(folder: str) -> int:
     """Returns how many versions there are at most while copies of a second generation are made."""
-    counts, mapped = [], host_copies._map_file
+    counts, made = [], host_copies.make_file
 
-    def count(*arguments, **options):
-        counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {arguments[0].parent}))
-        return mapped(*arguments, **options)
+    def count(path, *size):
+        counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {path.parent}))
+        made(path, *size)
 
-    with mock.patch.object(host_copies, "_map_file", count):
+    with mock.patch.object(host_copies, "make_file", count):
         for first in (1, 2):
             copies = HostCopies(Path(folder), first, _state(first), {"step": first}, first)
             copies.start(_state(first + 1), {"step": first + 1}, first + 1)
@@ -113,7 +114,7 @@ def _counts_versions(folder: str) -> int:
 
 
 def _counts_versions_while_fetching(folder: str) -> int:
-    rank, counts, mapped = dist.get_rank(), [], host_copies._map_file
+    rank, counts, made = dist.get_rank(), [], host_copies.make_file
     root = Path(folder, f"node{rank}")
     expected = {f"rank{other}": torch.full((3,), 20.0 + other) for other in range(3)} | {"all": torch.full((5,), 2.0)}
     copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, rank)
@@ -122,13 +123,13 @@ def _counts_versions_while_fetching(folder: str) -> int:
     copies.wait()
     dist.barrier()
 
-    def count(path, num_bytes, *, new=True):
-        if new:
+    def count(path, num_bytes, *, has_memory):
+        if has_memory:
             counts.append(len({path.parent for path in root.rglob("*.bin")}))
-        return mapped(path, num_bytes, new=new)
+        made(path, num_bytes, has_memory=has_memory)
 
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    with mock.patch.object(host_copies, "_map_file", count):
+    with mock.patch.object(host_copies, "make_file", count):
         newest, _ = fetch_newest(root, lambda: loaded, rank)
     assert load(loaded, newest)["step"] == 2
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
