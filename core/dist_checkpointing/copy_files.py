@@ -13,47 +13,31 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.files import CONFIG_BYTES, JSON_BYTES, BoundsError, open_in_place, parse_json, read_file
+from ..base.files import JSON_BYTES, BoundsError, open_in_place, parse_json, read_file
 from ..base.job_secret import is_signed, signature
 from .format.index import decode_index, is_size
 
 PLAN_FILE, GENERATION, VERSIONS = "plan.json", "generation_{:05d}", ("version_0", "version_1")
-_UNFINISHED = b"\0"
-_FIELDS = {"step", "metadata", "sums"}
+_UNFINISHED, _SIGNATURE = b"\0", "signature"
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Mark:
-    """What a rank writes about a version of its pieces, once they are complete."""
+Mark = dict[str, Any]
+"""What a rank writes about a version of its pieces, once they are complete: `step`, an integer; `metadata`, a table;
+`sums`, the `word_sum` of each file."""
 
-    step: int
-    metadata: dict[str, Any]
-    sums: dict[str, int]
-    """`word_sum` of each file."""
-
-
-@dataclass
-class Version:
-    """What one rank has found of a version on its machine."""
-
-    plan: str
-    """The index of all copies of the version, without metadata."""
-    files: list[str]
-    """Those that the plan names."""
-    steps: dict[str, int] = field(default_factory=dict)
-    """Of the files that are complete, the step that they are of."""
-    metadata: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By step."""
+Version = tuple[str, list[str], dict[str, Mark]]
+"""What one rank has found of a version: its plan, the files that it names, the marks of those that are complete."""
 
 
 def mark_path(path: Path) -> Path:
@@ -67,8 +51,7 @@ def encode_mark(mark: Mark, secret: bytes, path: Path) -> bytes:
     Args:
         path: where it is written, on whichever machine: its last three parts are signed too.
     """
-    fields = {"step": mark.step, "metadata": mark.metadata, "sums": mark.sums}
-    return json.dumps({**fields, "signature": signature(secret, _place(path), json.dumps(fields))}).encode()
+    return json.dumps({**mark, _SIGNATURE: signature(secret, _place(path), json.dumps(mark))}).encode()
 
 
 def decode_mark(data: bytes, secret: bytes, path: Path) -> Mark | None:
@@ -79,13 +62,12 @@ def decode_mark(data: bytes, secret: bytes, path: Path) -> Mark | None:
     """
     if data[:1] == _UNFINISHED:
         return None
-    fields = parse_json(data.decode("utf-8"))
-    given = fields.pop("signature", None) if isinstance(fields, dict) else None
-    if not is_signed(given, secret, _place(path), json.dumps(fields)) or fields.keys() != _FIELDS:
+    mark: Mark = parse_json(data.decode("utf-8"))
+    given = mark.pop(_SIGNATURE, None) if isinstance(mark, dict) else None
+    if not is_signed(given, secret, _place(path), json.dumps(mark)):
         raise BoundsError("it is no mark of this place that this job has signed")
-    mark = Mark(**fields)
-    has_types = is_size(mark.step) and isinstance(mark.metadata, dict) and isinstance(mark.sums, dict)
-    if not has_types or not all(type(value) is int for value in mark.sums.values()):
+    step, metadata, sums = (mark.get(name) for name in ("step", "metadata", "sums"))
+    if not (is_size(step) and isinstance(metadata, dict) and isinstance(sums, dict)):
         raise BoundsError("its fields are of other types")
     return mark
 
@@ -147,38 +129,49 @@ def find_versions(root: Path, secret: bytes, share: int, num_shares: int) -> tup
         its rank ended, is not among those.
     """
     versions: dict[str, Version] = {}
-    damaged_files = []
+    damaged: list[str] = []
     for generation in sorted(root.glob("generation_*")):
-        try:
-            plan = read_file(generation / PLAN_FILE, JSON_BYTES, follow_link=False).decode("utf-8")
-            file_bytes = decode_index(plan).file_bytes
-        except FileNotFoundError:
+        path = generation / PLAN_FILE
+        if (plan := _unless_damaged(path, partial(_read_plan, path), damaged)) is None:
             continue
-        except Exception:  # of many kinds
-            damaged_files.append(str(generation / PLAN_FILE))
-            continue
+        text, file_bytes = plan
         for name in VERSIONS:
-            version = versions[f"{generation.name}/{name}"] = Version(plan, sorted(file_bytes))
-            for file in version.files[share::num_shares]:
-                damaged_files += _look_at(generation / name / file, file_bytes, secret, version)
-    return versions, damaged_files
+            marks: dict[str, Mark] = {}
+            for file in sorted(file_bytes)[share::num_shares]:
+                path = generation / name / file
+                mark = _unless_damaged(mark_path(path), partial(_read_mark, mark_path(path), secret), damaged)
+                if mark is not None and _has_sum(path, file_bytes[file], mark["sums"].get(file)):
+                    marks[file] = mark
+                elif mark is not None:
+                    damaged.append(str(path))
+            versions[f"{generation.name}/{name}"] = text, sorted(file_bytes), marks
+    return versions, damaged
 
 
-def _look_at(path: Path, file_bytes: Mapping[str, int], secret: bytes, version: Version) -> list[str]:
-    """Adds a file to a version if it is complete. Returns the path of what is damaged."""
+def _unless_damaged(path: Path, read: Callable[[], T], damaged: list[str]) -> T | None:
+    """Returns what is read, or None; notes the path of what is there and cannot be read."""
     try:
-        mark = decode_mark(read_file(mark_path(path), CONFIG_BYTES, follow_link=False), secret, mark_path(path))
+        return read()
     except FileNotFoundError:
-        return []
-    except (OSError, ValueError):
-        return [str(mark_path(path))]
-    if mark is None:
-        return []
+        return None
+    except Exception:  # of many kinds
+        damaged.append(str(path))
+        return None
+
+
+def _read_plan(path: Path) -> tuple[str, dict[str, int]]:
+    text = read_file(path, JSON_BYTES, follow_link=False).decode("utf-8")
+    return text, decode_index(text).file_bytes
+
+
+def _read_mark(path: Path, secret: bytes) -> Mark | None:
+    return decode_mark(read_file(path, JSON_BYTES, follow_link=False), secret, path)
+
+
+def _has_sum(path: Path, num_bytes: int, expected: Any) -> bool:
     with suppress(OSError, ValueError):
-        if word_sum(map_file(path, file_bytes[path.name])) == mark.sums.get(path.name):
-            version.steps[path.name], version.metadata[mark.step] = mark.step, mark.metadata
-            return []
-    return [str(path)]
+        return type(expected) is int and word_sum(map_file(path, num_bytes)) == expected
+    return False
 
 
 def _place(path: Path) -> str:

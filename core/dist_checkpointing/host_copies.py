@@ -41,22 +41,9 @@ from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
 from ..base.job_secret import job_secret
-from . import agreement
+from . import agreement, copy_files
 from .agreement import Key, Offer, Ranks
-from .copy_files import (
-    GENERATION,
-    PLAN_FILE,
-    VERSIONS,
-    Mark,
-    decode_mark,
-    encode_mark,
-    find_versions,
-    make_file,
-    map_file,
-    mark_path,
-    word_sum,
-    write_mark,
-)
+from .copy_files import PLAN_FILE, VERSIONS, map_file, word_sum, write_mark
 from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
 from .format.reader import PieceReader
 
@@ -95,7 +82,7 @@ class HostCopies:
     ) -> None:
         ranks = Ranks()
         self._secret, self._rank = job_secret(), ranks.rank
-        self._folder, self._name = root / GENERATION.format(generation), f"rank_{ranks.rank:05d}"
+        self._folder, self._name = root / copy_files.GENERATION.format(generation), f"rank_{ranks.rank:05d}"
         nodes = ranks.all_gather(node)  # behind it all have loaded what they continue from
         is_first_of_node = ranks.rank == nodes.index(node)
         ranks.on_all(lambda: _remove_all_but(root, _last_loaded(root)) if is_first_of_node else None)
@@ -177,7 +164,7 @@ class HostCopies:
             why this rank could not, or "", whether all have, and the bytes that the next mark may have.
         """
         folder, memory = self._folder / VERSIONS[number], self._memory[number]
-        path, text, problem = folder / f"{self._name}.json", b"", ""
+        path, text, mark, problem = folder / f"{self._name}.json", b"", b"", ""
         try:
             for rank in (self._rank, *self._sources):
                 write_mark(folder / f"rank_{rank:05d}.json")
@@ -185,40 +172,41 @@ class HostCopies:
                 copy.copy_(value.detach())
             own = (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")
             sums = {file: word_sum(memory[file]) for file in own if len(memory[file])}
-            text = encode_mark(Mark(step, metadata, sums), self._secret, path)
+            text = copy_files.encode_mark({"step": step, "metadata": metadata, "sums": sums}, self._secret, path)
             if len(text) > self._mark_bytes:  # the next one may be longer, on all ranks
                 raise OSError(errno.EFBIG, f"metadata has grown to {len(text)} bytes")
-            write_mark(path, text.ljust(self._mark_bytes))
+            mark = text[:-1].ljust(self._mark_bytes - 1) + text[-1:]
+            write_mark(path, mark)
         except OSError as error:
             problem = _skipped(path, step, error)
         if self._partner is not None:
-            problem = self._exchange(folder, memory, b"" if problem else text, step) or problem
+            problem = self._exchange(folder, memory, b"" if problem else mark, step) or problem
         agreed = torch.tensor([bool(problem), max(self._mark_bytes, 2 * len(text))])
         if self._group is not None:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         return problem, not agreed[0], int(agreed[1])
 
-    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], text: bytes, step: int) -> str:
+    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], mark: bytes, step: int) -> str:
         """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is.
 
         Args:
-            text: of the mark; empty if it could not be written, and the partner shall not write it either.
+            mark: its text; empty if it could not be written, and the partner shall not write it either.
 
         Returns:
             why the mark of one of those ranks was not written, or "".
         """
-        mark = torch.frombuffer(bytearray(text.ljust(self._mark_bytes, b" " if text else b"\0")), dtype=torch.uint8)
-        messages = [part for part in (mark, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)) if len(part)]
+        sent = torch.frombuffer(bytearray(mark or self._mark_bytes), dtype=torch.uint8)
+        messages = [part for part in (sent, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)) if len(part)]
         works = [dist.isend(part, self._partner, group=self._group) for part in messages]
         problem = ""
         for rank in self._sources:
-            received = torch.empty_like(mark)
+            received = torch.empty_like(sent)
             for part in (received, *memory[f"rank_{rank:05d}.bin"].split(_PIECE_BYTES)):
                 if len(part):
                     dist.recv(part, rank, group=self._group)
             path, data = folder / f"rank_{rank:05d}.json", bytes(received.numpy())
             try:
-                if decode_mark(data, self._secret, path) is not None:
+                if copy_files.decode_mark(data, self._secret, path) is not None:
                     write_mark(path, data)
             except (OSError, ValueError) as error:
                 problem = _skipped(path, step, error)
@@ -232,13 +220,13 @@ class HostCopies:
     ) -> None:
         """Makes the files of a version on all ranks, and the plan if this one writes it. Leaves none if one fails."""
         folder = self._folder / VERSIONS[len(self._memory)]
-        marks = {mark_path(Path(file)).name: self._mark_bytes for file in sizes}
+        marks = {copy_files.mark_path(Path(file)).name: self._mark_bytes for file in sizes}
 
         def make() -> None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file, size in (sizes | marks).items():
-                    make_file(folder / file, size)
+                    copy_files.make_file(folder / file, size)
                 self._memory.append({file: map_file(folder / file, size) for file, size in sizes.items()})
                 if plan:
                     write_durably(self._folder / PLAN_FILE, plan)
@@ -319,8 +307,12 @@ def fetch_newest(
     ranks, secret = Ranks(), job_secret()
     nodes = ranks.all_gather(node)
     local = [rank for rank, at in enumerate(nodes) if at == node]
-    found, damaged = ranks.on_all(lambda: find_versions(root, secret, local.index(ranks.rank), len(local)))
-    scans = ranks.all_gather(({name: (version.files, version.steps) for name, version in found.items()}, damaged))
+    found, damaged = ranks.on_all(lambda: copy_files.find_versions(root, secret, local.index(ranks.rank), len(local)))
+    steps_found = {
+        name: (files, {file: mark["step"] for file, mark in marks.items()})
+        for name, (_, files, marks) in found.items()
+    }
+    scans = ranks.all_gather((steps_found, damaged))
     of_ranks = [copies for copies, _ in scans]
     unread = list(dict.fromkeys(path for _, paths in scans for path in paths))
     holders: dict[tuple[str, str, int], list[int]] = {}
@@ -340,7 +332,10 @@ def fetch_newest(
     step, version, planner = max(complete)
     folder = root / version
     # What the planner has found, not read again: it may be damaged since.
-    description = (found[version].plan, found[version].metadata[step]) if ranks.rank == -planner else ("", {})
+    description: tuple[str, dict[str, Any]] = "", {}
+    if ranks.rank == -planner:
+        plan, _, marks = found[version]
+        description = plan, next(mark["metadata"] for mark in marks.values() if mark["step"] == step)
     text, metadata = ranks.all_gather(description)[-planner]
     index = dataclasses.replace(decode_index(text), metadata=metadata)
     loaded = targets()
@@ -384,7 +379,7 @@ def _make_readable(root: Path, folder: Path, index: CheckpointIndex, held: set[s
         write_durably(folder / INDEX_FILE, encode_index(index))
     for file, size in index.file_bytes.items():
         if file not in held:
-            make_file(folder / file, size, has_memory=file in missing)
+            copy_files.make_file(folder / file, size, has_memory=file in missing)
 
 
 def _last_loaded(root: Path) -> Path | None:

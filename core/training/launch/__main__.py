@@ -12,25 +12,21 @@ loopback interface only. Several machines need a policy for lost ranks, or ``tor
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from ...base.errors import ConfigError
+from .copies_folder import memory_for_copies
 from .entry import RUN_STARTED, STARTED_FORMAT, USER_ERROR_STATUS
-from .generations import COPIES_FOLDER
 from .nodes import POLICIES, Joining, LostRankPolicy, follow
 from .processes import Process, SignalCount, how_it_ended, kill, say
 from .supervisor import Supervisor
@@ -138,7 +134,7 @@ def run_ranks(
     start_text = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
     with (
         SignalCount() as signals,
-        _memory_for_copies(is_needed=policy.kind != "restart") as copies,
+        memory_for_copies(is_needed=policy.kind != "restart") as copies,
         _listener(address) if num_nodes > 1 and node == 0 else nullcontext() as listener,
     ):
         if node > 0:
@@ -253,38 +249,6 @@ def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return common | {name: value for name, value in defaults.items() if name not in os.environ}
 
-
-@contextmanager
-def _memory_for_copies(*, is_needed: bool) -> Iterator[dict[str, str]]:
-    """Makes a folder in memory for copies of the ranks' state, and removes it at the end.
-
-    Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
-
-    Returns:
-        the environment variable that names it to ranks. It is empty if no folder is needed, in the place of that of
-        a launcher that this one runs under.
-
-    Raises:
-        ConfigError: there is no file system in memory.
-    """
-    if not is_needed:
-        yield {COPIES_FOLDER: ""}
-        return
-    if not _MEMORY.is_dir():
-        raise ConfigError(f"--on-lost-rank keeps copies in {_MEMORY}, which this machine does not have; use restart")
-    for folder in _MEMORY.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-    with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_MEMORY, ignore_cleanup_errors=True) as own,
-        Path(own, "lock").open("w") as lock,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield {COPIES_FOLDER: own}
-
-
-_MEMORY, _PREFIX = Path("/dev/shm"), "shardstack-copies-"
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
