@@ -202,7 +202,8 @@ def _remove(entry: Path) -> None:
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:
-        entry.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            entry.unlink()
 
 
 def temporary_folder(folder: Path) -> Path:
