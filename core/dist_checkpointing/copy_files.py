@@ -31,7 +31,6 @@ PLAN_FILE, GENERATION, VERSIONS = "plan.json", "generation_{:05d}", ("version_0"
 _UNFINISHED, _SIGNATURE = b"\0", "signature"
 T = TypeVar("T")
 
-
 Mark = dict[str, Any]
 """What a rank writes about a version of its pieces, once they are complete: `step`, an integer; `metadata`, a table;
 `sums`, the `word_sum` of each file."""
@@ -97,13 +96,10 @@ def make_file(path: Path, num_bytes: int, *, has_memory: bool = True) -> None:
         OSError: the memory is full.
     """
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.ftruncate(descriptor, num_bytes)
+    with path.open("xb") as file:
+        file.truncate(num_bytes)
         if has_memory and num_bytes:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # else a write to memory that is full ends the process
-    finally:
-        os.close(descriptor)
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a write to memory that is full ends the process
 
 
 def map_file(path: Path, num_bytes: int) -> Tensor:

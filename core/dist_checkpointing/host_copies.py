@@ -149,7 +149,8 @@ class HostCopies:
         if is_complete:
             self._next = 1 - self._next
         if problem and not self._is_behind:
-            warnings.warn(f"rank {self._rank}: {problem}", stacklevel=2)
+            what = "a loss goes back to the one before; make room in the file system in memory"
+            warnings.warn(f"rank {self._rank}: a copy in memory is skipped ({problem}); {what}", stacklevel=2)
         self._is_behind = not is_complete
 
     def close(self) -> None:
@@ -178,15 +179,15 @@ class HostCopies:
             mark = text[:-1].ljust(self._mark_bytes - 1) + text[-1:]
             write_mark(path, mark)
         except OSError as error:
-            problem = _skipped(path, step, error)
+            problem = f"{path}: {error}"
         if self._partner is not None:
-            problem = self._exchange(folder, memory, b"" if problem else mark, step) or problem
+            problem = self._exchange(folder, memory, b"" if problem else mark) or problem
         agreed = torch.tensor([bool(problem), max(self._mark_bytes, 2 * len(text))])
         if self._group is not None:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
-        return problem, not agreed[0], int(agreed[1])
+        return problem and f"step {step}, {problem}", not agreed[0], int(agreed[1])
 
-    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], mark: bytes, step: int) -> str:
+    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], mark: bytes) -> str:
         """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is.
 
         Args:
@@ -209,7 +210,7 @@ class HostCopies:
                 if copy_files.decode_mark(data, self._secret, path) is not None:
                     write_mark(path, data)
             except (OSError, ValueError) as error:
-                problem = _skipped(path, step, error)
+                problem = f"{path}: {error}"
         for work in works:
             if work is not None:
                 work.wait()
@@ -407,14 +408,6 @@ def _places(
         pieces.setdefault(name, []).append(places[-1][0])
     entries = {name: TensorEntry(sources[name].dtype, sources[name].shape, tuple(of)) for name, of in pieces.items()}
     return entries, end, places
-
-
-def _skipped(path: Path, step: int, error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) else error
-    return (
-        f"the copy in memory of step {step} is skipped ({path}: {reason}); the one before stays, to which a loss goes "
-        "back, until a later one is complete; make room in the file system in memory"
-    )
 
 
 def _at_once(tensor: Tensor) -> Tensor:

@@ -75,16 +75,16 @@ MUTATIONS = (
     ),
     Mutation(
         "copies: both are of the last step",
-        "core.dist_checkpointing.host_copies.HostCopies.start",
+        "core.dist_checkpointing.host_copies.HostCopies.wait",
         r"1 - self\._next",
         "self._next",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
     ),
     Mutation(
         "copies: a damaged file is read",
-        "core.dist_checkpointing.host_copies._scan",
-        r"== mark\[_SUMS\]\[path\.name\]",
-        "is not None",
+        "core.dist_checkpointing.copy_files._has_sum",
+        r"\) == expected",
+        ") is not None",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
     ),
     Mutation(
@@ -93,6 +93,20 @@ MUTATIONS = (
         r"all\(\(\(version, file, step\)",
         "any(((version, file, step)",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
+    ),
+    Mutation(
+        "copies: the next one overwrites the one before though the last is not complete",
+        "core.dist_checkpointing.host_copies.HostCopies.wait",
+        r"if is_complete:",
+        "if True:",
+        (f"{_COPIES}::test_a_full_memory_skips_copies_and_keeps_the_one_before",),
+    ),
+    Mutation(
+        "copies: a mark that a stranger wrote is believed",
+        "core.dist_checkpointing.copy_files.decode_mark",
+        r"not is_signed\(",
+        "False and is_signed(",
+        (f"{_COPIES}::test_a_mark_is_of_its_place_and_job",),
     ),
     Mutation(
         "hooks that run before a load are left out",

@@ -313,7 +313,7 @@ def test_a_full_memory_skips_copies_and_keeps_the_one_before(tmp_path, nodes):
     assert [steps for steps, _ in of_ranks] == [[2, 2, 5, 6]] * 2
     (_, others), (_, (warned,)) = of_ranks
     assert others == []
-    assert warned.startswith("rank 1: the copy in memory of step 3 is skipped") and "No space left" in warned
+    assert warned.startswith("rank 1: a copy in memory is skipped (step 3, ") and "No space left" in warned
 
 
 def test_metadata_may_grow(tmp_path):
