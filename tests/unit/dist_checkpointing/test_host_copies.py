@@ -163,7 +163,7 @@ def _rewritten(change, path: Path) -> None:
     if path.name == "plan.json":
         path.write_text(json.dumps({**document, "sha256": seal(document)}))
     else:
-        write_mark(path, encode_mark(document, b"", path))
+        path.write_bytes(encode_mark(document, b"", path))
 
 
 def _replaced(make, path: Path) -> None:
