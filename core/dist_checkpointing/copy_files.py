@@ -35,8 +35,9 @@ Mark = dict[str, Any]
 """What a rank writes about a version of its pieces, once they are complete: `step`, an integer; `metadata`, a table;
 `sums`, the `word_sum` of each file."""
 
-Version = tuple[str, list[str], dict[str, Mark]]
-"""What one rank has found of a version: its plan, the files that it names, the marks of those that are complete."""
+Version = tuple[str, list[str], dict[str, int], dict[int, dict[str, Any]]]
+"""What one rank has found of a version: its plan, the files that it names, the step of those that are complete, and
+the metadata of each step."""
 
 
 def mark_path(path: Path) -> Path:
@@ -132,15 +133,16 @@ def find_versions(root: Path, secret: bytes, share: int, num_shares: int) -> tup
             continue
         text, file_bytes = plan
         for name in VERSIONS:
-            marks: dict[str, Mark] = {}
+            steps: dict[str, int] = {}
+            metadata: dict[int, dict[str, Any]] = {}
             for file in sorted(file_bytes)[share::num_shares]:
                 path = generation / name / file
                 mark = _unless_damaged(mark_path(path), partial(_read_mark, mark_path(path), secret), damaged)
                 if mark is not None and _has_sum(path, file_bytes[file], mark["sums"].get(file)):
-                    marks[file] = mark
+                    steps[file], metadata[mark["step"]] = mark["step"], mark["metadata"]
                 elif mark is not None:
                     damaged.append(str(path))
-            versions[f"{generation.name}/{name}"] = text, sorted(file_bytes), marks
+            versions[f"{generation.name}/{name}"] = text, sorted(file_bytes), steps, metadata
     return versions, damaged
 
 

@@ -309,25 +309,9 @@ def fetch_newest(
     nodes = ranks.all_gather(node)
     local = [rank for rank, at in enumerate(nodes) if at == node]
     found, damaged = ranks.on_all(lambda: copy_files.find_versions(root, secret, local.index(ranks.rank), len(local)))
-    steps_found = {
-        name: (files, {file: mark["step"] for file, mark in marks.items()})
-        for name, (_, files, marks) in found.items()
-    }
-    scans = ranks.all_gather((steps_found, damaged))
-    of_ranks = [copies for copies, _ in scans]
+    scans = ranks.all_gather(({name: (files, steps) for name, (_, files, steps, _) in found.items()}, damaged))
     unread = list(dict.fromkeys(path for _, paths in scans for path in paths))
-    holders: dict[tuple[str, str, int], list[int]] = {}
-    for rank, versions in enumerate(of_ranks):
-        for version, (_, steps) in versions.items():
-            for file, step in steps.items():
-                holders.setdefault((version, file, step), []).append(rank)
-    complete = [
-        (step, version, -rank)
-        for rank, versions in enumerate(of_ranks)
-        for version, (files, steps) in versions.items()
-        for step in set(steps.values())
-        if all((version, file, step) in holders for file in files)
-    ]
+    complete, holders = _complete_versions([steps for steps, _ in scans])
     if not complete:
         return None, unread
     step, version, planner = max(complete)
@@ -335,8 +319,8 @@ def fetch_newest(
     # What the planner has found, not read again: it may be damaged since.
     description: tuple[str, dict[str, Any]] = "", {}
     if ranks.rank == -planner:
-        plan, _, marks = found[version]
-        description = plan, next(mark["metadata"] for mark in marks.values() if mark["step"] == step)
+        plan, _, _, metadata_of = found[version]
+        description = plan, metadata_of[step]
     text, metadata = ranks.all_gather(description)[-planner]
     index = dataclasses.replace(decode_index(text), metadata=metadata)
     loaded = targets()
@@ -357,15 +341,39 @@ def fetch_newest(
     except (CheckpointError, OSError) as error:  # the memory is full
         return None, [*unread, f"{folder} ({agreement.error_text(error)})"]
     group = dist.new_group(backend="gloo") if missing else None
-    for file, at in sorted(missing):
+    for file, at in sorted(memory):
         source, target = holders[version, file, step][0], nodes.index(at)
-        for part in memory[file, at].split(_PIECE_BYTES) if ranks.rank in (source, target) else ():
+        for part in memory[file, at].split(_PIECE_BYTES):
             if ranks.rank == source:
                 dist.send(part, target, group=group)
             else:
                 dist.recv(part, source, group=group)
     ranks.all_gather(None)
     return folder, unread
+
+
+def _complete_versions(
+    of_ranks: Sequence[Mapping[str, tuple[list[str], Mapping[str, int]]]],
+) -> tuple[list[tuple[int, str, int]], dict[tuple[str, str, int], list[int]]]:
+    """Returns versions whose files are all left, as step, version and the negative of a rank that has its plan; and
+    the ranks whose machines hold each version's file of a step.
+
+    Args:
+        of_ranks: by version, the files that a machine's plan names, and the step of those that a rank has found whole.
+    """
+    holders: dict[tuple[str, str, int], list[int]] = {}
+    for rank, versions in enumerate(of_ranks):
+        for version, (_, steps) in versions.items():
+            for file, step in steps.items():
+                holders.setdefault((version, file, step), []).append(rank)
+    complete = [
+        (step, version, -rank)
+        for rank, versions in enumerate(of_ranks)
+        for version, (files, steps) in versions.items()
+        for step in set(steps.values())
+        if all((version, file, step) in holders for file in files)
+    ]
+    return complete, holders
 
 
 def _make_readable(root: Path, folder: Path, index: CheckpointIndex, held: set[str], missing: set[str]) -> None:

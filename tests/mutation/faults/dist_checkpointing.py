@@ -89,7 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "copies: a version counts of which a part is lost",
-        "core.dist_checkpointing.host_copies.fetch_newest",
+        "core.dist_checkpointing.host_copies._complete_versions",
         r"all\(\(\(version, file, step\)",
         "any(((version, file, step)",
         (f"{_COPIES}::test_either_machine_may_be_lost",),
