@@ -29,6 +29,8 @@ MEMORY_MULTIPLE = 128
 
 MEMORY_BASE_BYTES = 64 << 20
 
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
 JSON_BYTES = 512 << 20
 """Largest description of a checkpoint. One of 100,000 tensors in ten pieces each takes some 100 MB."""
 
@@ -46,16 +48,19 @@ class BoundsError(ValueError):
     """A file requires more than its size or kind allows. Readers raise an error that names the file."""
 
 
-def read_file(path: Path, limit_bytes: int) -> bytes:
+def read_file(path: Path, limit_bytes: int, *, follow_link: bool = True) -> bytes:
     """Reads a regular file.
+
+    Args:
+        follow_link: False: `path` itself must not be a link.
 
     Raises:
         BoundsError: it is larger than `limit_bytes`, or no regular file (a pipe, a device), whose size is unknown.
         OSError: it cannot be read.
     """
     # Without O_NONBLOCK, opening a pipe would wait for a program that writes into it.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(descriptor, "rb") as stream:
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (0 if follow_link else _NO_LINK)
+    with os.fdopen(os.open(path, flags), "rb") as stream:
         state = os.fstat(stream.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise BoundsError("it is no regular file")
@@ -201,14 +206,32 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replaces a file atomically: after a crash it has the old text or the new."""
+    """Replaces a file atomically: after a crash it has the old text or the new.
+
+    The temporary file has one name, so that a crash leaves one at most. It is made anew: others who may write into
+    the folder can put a link there, which would be written through.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        with temporary.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Opens a file of a fixed name, for ``os.fdopen``: never through a link, nor waiting at a pipe.
+
+    Raises:
+        OSError: it is a link, or a pipe that no program reads.
+    """
+    return os.open(path, flags | _NO_LINK | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def sync_folder(folder: Path) -> None:

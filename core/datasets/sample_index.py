@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 import uuid
@@ -35,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.errors import DataError
-from ..base.files import DISK_FULL, read_json
+from ..base.files import DISK_FULL, open_in_place, read_json
 from .indexed_dataset import IndexedDataset
 
 _BLOCK_DOCUMENTS = 1 << 21
@@ -239,7 +240,7 @@ def _one_at_a_time(directory: Path) -> Iterator[bool]:
     """Holds a lock, which the kernel releases if the process dies. Yields False if the system has no locks."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("ab")
+        file = os.fdopen(open_in_place(directory / "lock", os.O_WRONLY | os.O_CREAT), "wb")
     except OSError as error:
         raise _unwritable(directory, error) from error
     with file:

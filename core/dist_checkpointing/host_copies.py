@@ -5,7 +5,7 @@
         plan.json                        the index of the copies that this machine needs to continue alone
         version_0/  rank_00000.bin       the bytes of a rank's pieces, as in a checkpoint
                     shared_00000.bin     those that ranks of every machine hold
-                    rank_00000.json      the step that both are of, and their sums; absent while they are written
+                    rank_00000.json      the mark: the step that both are of, and their sums (`copy_files`)
         version_1/  ...                  the step before
 
 Each rank copies the pieces that it would write of a checkpoint: what several ranks hold, as parameters under DDP, is
@@ -13,20 +13,21 @@ copied once. With several machines each copies all that ranks of every machine h
 partner on another machine, in pieces over a group of gloo's, so that either machine may be lost. On one machine
 nothing is sent: a partner's memory would be lost with one's own.
 
-Of the two versions one is complete on every rank and partner at any moment, if ranks call `wait` between the start of
-a copy and a collective of all ranks before the next one. A version whose files are all left, undamaged, on any machine
-is read as a checkpoint, by any number of ranks in any layout.
+Of the two versions one is complete on every rank and partner at any moment: at its end ranks agree whether a copy is
+complete on all, and the next one overwrites it if not, else the one before. All files have their memory before the
+first step; a copy that cannot be written all the same is skipped, with a warning. A version whose files are all left,
+undamaged, on any machine is read as a checkpoint, by any number of ranks in any layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
-import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,17 @@ from torch import Tensor
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
-from . import agreement
+from ..base.job_secret import job_secret
+from . import agreement, copy_files
 from .agreement import Key, Offer, Ranks
+from .copy_files import PLAN_FILE, VERSIONS, map_file, word_sum, write_mark
 from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
 from .format.reader import PieceReader
 
-_PLAN_FILE, _GENERATION, _SUMS = "plan.json", "generation_{:05d}", "sums"
 _PIECE_BYTES = 1 << 23
 """Sent at a time, so that messages of the step get their turn."""
+_MARK_BYTES = 4096
+"""Of a mark, above twice the length of the first metadata."""
 
 
 class HostCopies:
@@ -62,7 +66,9 @@ class HostCopies:
         node: number of this machine.
 
     Raises:
-        CheckpointError: on all ranks: the memory is too small.
+        CheckpointError: on all ranks: the memory is too small. The version that was loaded last stays, or this one's
+            first.
+        ConfigError: the secret of the job cannot be used.
     """
 
     def __init__(
@@ -75,11 +81,11 @@ class HostCopies:
         node: int = 0,
     ) -> None:
         ranks = Ranks()
-        self._folder, self._name = root / _GENERATION.format(generation), f"rank_{ranks.rank:05d}"
+        self._secret, self._rank = job_secret(), ranks.rank
+        self._folder, self._name = root / copy_files.GENERATION.format(generation), f"rank_{ranks.rank:05d}"
         nodes = ranks.all_gather(node)  # behind it all have loaded what they continue from
         is_first_of_node = ranks.rank == nodes.index(node)
-        if is_first_of_node:
-            _remove_all_but_loaded(root)
+        ranks.on_all(lambda: _remove_all_but(root, _last_loaded(root)) if is_first_of_node else None)
         self._partner = partners(nodes)[ranks.rank]
         # Pieces that this rank copies, fixed: those in its own file, and in that of what all machines hold.
         decide = partial(spread_over_nodes, nodes=nodes)
@@ -88,7 +94,9 @@ class HostCopies:
         names = f"{self._name}.bin", f"shared_{ranks.rank:05d}.bin"
         entries, num_bytes, places = _places(agreement.offers(tensors), own, names[0])
         more_entries, more_bytes, more_places = _places(agreement.offers(tensors), shared, names[1])
-        of_ranks = ranks.all_gather((num_bytes, entries, more_entries))
+        of_ranks = ranks.all_gather((num_bytes, entries, more_entries, len(json.dumps(dict(metadata)))))
+        # The length of every mark, and of its message, on all ranks. `wait` sets what the last copy has agreed on.
+        self._mark_bytes = _MARK_BYTES + 2 * max(metadata_bytes for *_, metadata_bytes in of_ranks)
         self._sources = [rank for rank, partner in enumerate(partners(nodes)) if partner == ranks.rank]
         sizes = {names[0]: num_bytes, names[1]: more_bytes}
         sizes |= {f"rank_{rank:05d}.bin": of_ranks[rank][0] for rank in self._sources}
@@ -96,87 +104,145 @@ class HostCopies:
         # `_allocate` adds a version.
         self._memory: list[dict[str, Tensor]] = []
         self._copies: list[list[Tensor]] = []
-        ranks.on_all(lambda: self._allocate(sizes, places + more_places))
-        if is_first_of_node:
-            of_node = [more for (_, _, more), at in zip(of_ranks, nodes, strict=True) if at == node]
-            all_entries, file_bytes = agreement.join_entries([own for _, own, _ in of_ranks] + of_node)
-            write_durably(self._folder / _PLAN_FILE, encode_index(CheckpointIndex(all_entries, file_bytes)))
+        of_node = [more for (_, _, more, _), at in zip(of_ranks, nodes, strict=True) if at == node]
+        index = CheckpointIndex(*agreement.join_entries([own for _, own, _, _ in of_ranks] + of_node))
+        self._allocate(ranks, sizes, places + more_places, encode_index(index) if is_first_of_node else "")
         device.set_backend_defaults()  # the maker of the default group may not have asked for it
-        # For messages between partners alone, which the thread below waits for; None without partners.
-        self._group = dist.new_group(backend="gloo") if self._partner is not None else None
+        # For messages of the thread below alone. None after `close`, and for one rank.
+        self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
         # Writes one copy at a time. The last one is under way until `wait`, which clears it.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-copies")
-        self._running: Future[None] | None = None
-        # The version that the next copy overwrites: the older one.
+        self._running: Future[tuple[str, bool, int]] | None = None
+        # The version that the next copy overwrites: the older one, or that of a copy which is not complete on all
+        # ranks. `wait` sets it.
         self._next = 0
+        # Whether the last copy was skipped, so that no more is said of the next ones. `wait` sets it.
+        self._is_behind = False
         self.num_bytes = sum(sizes.values())
         """Bytes of one version that this rank writes, its partners' pieces among them."""
         self.num_bytes_sent = 0 if self._partner is None else num_bytes
         """Bytes that this rank sends to its partner in each copy."""
         self.start(tensors, metadata, step)
         self.wait()
-        ranks.all_gather(None)
+        if self._is_behind:
+            raise CheckpointError(f"{self._folder}: the first copy cannot be written; use --on-lost-rank restart")
         if is_first_of_node:
             for folder in root.glob("generation_*"):
                 if folder != self._folder:
                     shutil.rmtree(folder, ignore_errors=True)
         ranks.all_gather(None)  # the old versions make room for the second one
-        ranks.on_all(lambda: self._allocate(sizes, places + more_places))
+        self._allocate(ranks, sizes, places + more_places)
 
     def start(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
         """Begins to copy. Call `wait` before a tensor changes, buffers excepted, which are copied at once."""
         self.wait()
         pieces = agreement.held_pieces({name: _at_once(tensor) for name, tensor in tensors.items()})
         values = [pieces[key] for key in self._keys]
-        version, self._next = self._next, 1 - self._next
-        mark = {"step": step, "metadata": dict(metadata)}
-        self._running = self._thread.submit(self._copy, version, values, mark)
+        self._running = self._thread.submit(self._copy, self._next, values, step, dict(metadata))
 
     def wait(self) -> None:
-        """Waits until the last copy of this rank, and of those whose partner it is, is complete."""
+        """Waits until the last copy has ended on all ranks. Warns if it was skipped because of this one."""
         running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        if running is None:
+            return
+        problem, is_complete, self._mark_bytes = running.result()
+        if is_complete:
+            self._next = 1 - self._next
+        if problem and not self._is_behind:
+            what = "a loss goes back to the one before; make room in the file system in memory"
+            warnings.warn(f"rank {self._rank}: a copy in memory is skipped ({problem}); {what}", stacklevel=2)
+        self._is_behind = not is_complete
 
     def close(self) -> None:
         """Waits for the last copy, and ends the thread. The copies stay."""
         self._thread.shutdown()
         self._group = None
 
-    def _copy(self, version: int, values: list[Tensor], mark: dict[str, Any]) -> None:
-        folder, memory = self._folder / f"version_{version}", self._memory[version]
-        for rank in self._sources:
-            (folder / f"rank_{rank:05d}.json").unlink(missing_ok=True)
-        (folder / f"{self._name}.json").unlink(missing_ok=True)
-        for copy, value in zip(self._copies[version], values, strict=True):
-            copy.copy_(value.detach())
-        own = (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")
-        text = json.dumps({**mark, _SUMS: {file: word_sum(memory[file]) for file in own if len(memory[file])}})
-        _write_mark(folder / f"{self._name}.json", text)
-        if self._partner is not None:
-            self._exchange(folder, memory, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
+    def _copy(self, number: int, values: list[Tensor], step: int, metadata: dict[str, Any]) -> tuple[str, bool, int]:
+        """Overwrites a version.
 
-    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], text: Tensor) -> None:
-        """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is."""
-        messages = [torch.tensor([len(text)]), text, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)]
-        works = [dist.isend(part, self._partner, group=self._group) for part in messages if len(part)]
+        Returns:
+            why this rank could not, or "", whether all have, and the bytes that the next mark may have.
+        """
+        folder, memory = self._folder / VERSIONS[number], self._memory[number]
+        path, text, mark, problem = folder / f"{self._name}.json", b"", b"", ""
+        try:
+            for rank in (self._rank, *self._sources):
+                write_mark(folder / f"rank_{rank:05d}.json")
+            for copy, value in zip(self._copies[number], values, strict=True):
+                copy.copy_(value.detach())
+            own = (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")
+            sums = {file: word_sum(memory[file]) for file in own if len(memory[file])}
+            text = copy_files.encode_mark({"step": step, "metadata": metadata, "sums": sums}, self._secret, path)
+            if len(text) > self._mark_bytes:  # the next one may be longer, on all ranks
+                raise OSError(errno.EFBIG, f"metadata has grown to {len(text)} bytes")
+            mark = text[:-1].ljust(self._mark_bytes - 1) + text[-1:]
+            write_mark(path, mark)
+        except OSError as error:
+            problem = f"{path}: {error}"
+        if self._partner is not None:
+            problem = self._exchange(folder, memory, b"" if problem else mark) or problem
+        agreed = torch.tensor([bool(problem), max(self._mark_bytes, 2 * len(text))])
+        if self._group is not None:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+        return problem and f"step {step}, {problem}", not agreed[0], int(agreed[1])
+
+    def _exchange(self, folder: Path, memory: Mapping[str, Tensor], mark: bytes) -> str:
+        """Sends this rank's own file to its partner, and takes those of the ranks whose partner it is.
+
+        Args:
+            mark: its text; empty if it could not be written, and the partner shall not write it either.
+
+        Returns:
+            why the mark of one of those ranks was not written, or "".
+        """
+        sent = torch.frombuffer(bytearray(mark or self._mark_bytes), dtype=torch.uint8)
+        messages = [part for part in (sent, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)) if len(part)]
+        works = [dist.isend(part, self._partner, group=self._group) for part in messages]
+        problem = ""
         for rank in self._sources:
-            length = torch.empty(1, dtype=torch.int64)
-            dist.recv(length, rank, group=self._group)
-            mark = torch.empty(int(length), dtype=torch.uint8)
-            for part in (mark, *memory[f"rank_{rank:05d}.bin"].split(_PIECE_BYTES)):
+            received = torch.empty_like(sent)
+            for part in (received, *memory[f"rank_{rank:05d}.bin"].split(_PIECE_BYTES)):
                 if len(part):
                     dist.recv(part, rank, group=self._group)
-            _write_mark(folder / f"rank_{rank:05d}.json", bytes(mark.numpy()).decode())
+            path, data = folder / f"rank_{rank:05d}.json", bytes(received.numpy())
+            try:
+                if copy_files.decode_mark(data, self._secret, path) is not None:
+                    write_mark(path, data)
+            except (OSError, ValueError) as error:
+                problem = f"{path}: {error}"
         for work in works:
             if work is not None:
                 work.wait()
+        return problem
 
-    def _allocate(self, sizes: Mapping[str, int], places: Sequence[tuple[Piece, torch.dtype]]) -> None:
-        folder = self._folder / f"version_{len(self._memory)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        memory = {file: _map_file(folder / file, size) for file, size in sizes.items()}
-        self._memory.append(memory)
+    def _allocate(
+        self, ranks: Ranks, sizes: dict[str, int], places: Sequence[tuple[Piece, torch.dtype]], plan: str = ""
+    ) -> None:
+        """Makes the files of a version on all ranks, and the plan if this one writes it. Leaves none if one fails."""
+        folder = self._folder / VERSIONS[len(self._memory)]
+        marks = {copy_files.mark_path(Path(file)).name: self._mark_bytes for file in sizes}
+
+        def make() -> None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for file, size in (sizes | marks).items():
+                    copy_files.make_file(folder / file, size)
+                self._memory.append({file: map_file(folder / file, size) for file, size in sizes.items()})
+                if plan:
+                    write_durably(self._folder / PLAN_FILE, plan)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{folder}: no memory for {sum(sizes.values())} bytes of copies ({error.strerror}); enlarge the "
+                    "file system in memory, or use --on-lost-rank restart"
+                ) from None
+
+        try:
+            ranks.on_all(make)
+        except CheckpointError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        memory = self._memory[-1]
         in_bytes = [(memory[p.file][p.start : p.start + p.num_bytes], p.sizes, dtype) for p, dtype in places]
         self._copies.append([part.view(dtype).view(sizes) for part, sizes, dtype in in_bytes])
 
@@ -225,12 +291,6 @@ def spread_over_nodes(
     return list(zip(own, shared, strict=True))
 
 
-def word_sum(data: Tensor) -> int:
-    """Returns the sum of bytes read as 64-bit words, modulo 2^64, signed. It shows any change of one word."""
-    whole = len(data) // 8 * 8
-    return int(data[:whole].view(torch.int64).sum() + data[whole:].sum())
-
-
 def fetch_newest(
     root: Path, targets: Callable[[], Mapping[str, Tensor]], node: int = 0
 ) -> tuple[Path | None, list[str]]:
@@ -240,13 +300,67 @@ def fetch_newest(
         targets: returns what this rank loads: its machine fetches the files of them alone.
 
     Returns:
-        the folder to `load` from, each machine's own, or None, and the files that are damaged.
+        the folder to `load` from, each machine's own, or None, and what is damaged, or cannot be fetched.
+
+    Raises:
+        ConfigError: the secret of the job cannot be used.
     """
-    ranks = Ranks()
+    ranks, secret = Ranks(), job_secret()
     nodes = ranks.all_gather(node)
     local = [rank for rank, at in enumerate(nodes) if at == node]
-    scans = ranks.all_gather(_scan(root, local.index(ranks.rank), len(local)))
-    of_ranks, damaged_files = [copies for copies, _ in scans], [path for _, paths in scans for path in paths]
+    found, damaged = ranks.on_all(lambda: copy_files.find_versions(root, secret, local.index(ranks.rank), len(local)))
+    scans = ranks.all_gather(({name: (files, steps) for name, (_, files, steps, _) in found.items()}, damaged))
+    unread = list(dict.fromkeys(path for _, paths in scans for path in paths))
+    complete, holders = _complete_versions([steps for steps, _ in scans])
+    if not complete:
+        return None, unread
+    step, version, planner = max(complete)
+    folder = root / version
+    # What the planner has found, not read again: it may be damaged since.
+    description: tuple[str, dict[str, Any]] = "", {}
+    if ranks.rank == -planner:
+        plan, _, _, metadata_of = found[version]
+        description = plan, metadata_of[step]
+    text, metadata = ranks.all_gather(description)[-planner]
+    index = dataclasses.replace(decode_index(text), metadata=metadata)
+    loaded = targets()
+    files_of_ranks = ranks.all_gather(ranks.on_all(lambda: PieceReader(folder, index).files_of(loaded)))
+    held = {(file, nodes[rank]) for file in index.file_bytes for rank in holders[version, file, step]}
+    missing = {(file, at) for files, at in zip(files_of_ranks, nodes, strict=True) for file in files} - held
+
+    def prepare() -> dict[tuple[str, int], Tensor]:
+        """Returns the files that this rank sends or receives."""
+        if ranks.rank == local[0]:
+            of_node = [{file for file, at in places if at == node} for places in (held, missing)]
+            _make_readable(root, folder, index, *of_node)
+        ends = {(file, at): (holders[version, file, step][0], nodes.index(at)) for file, at in missing}
+        return {key: map_file(folder / key[0], index.file_bytes[key[0]]) for key in ends if ranks.rank in ends[key]}
+
+    try:
+        memory = ranks.on_all(prepare)
+    except (CheckpointError, OSError) as error:  # the memory is full
+        return None, [*unread, f"{folder} ({agreement.error_text(error)})"]
+    group = dist.new_group(backend="gloo") if missing else None
+    for file, at in sorted(memory):
+        source, target = holders[version, file, step][0], nodes.index(at)
+        for part in memory[file, at].split(_PIECE_BYTES):
+            if ranks.rank == source:
+                dist.send(part, target, group=group)
+            else:
+                dist.recv(part, source, group=group)
+    ranks.all_gather(None)
+    return folder, unread
+
+
+def _complete_versions(
+    of_ranks: Sequence[Mapping[str, tuple[list[str], Mapping[str, int]]]],
+) -> tuple[list[tuple[int, str, int]], dict[tuple[str, str, int], list[int]]]:
+    """Returns versions whose files are all left, as step, version and the negative of a rank that has its plan; and
+    the ranks whose machines hold each version's file of a step.
+
+    Args:
+        of_ranks: by version, the files that a machine's plan names, and the step of those that a rank has found whole.
+    """
     holders: dict[tuple[str, str, int], list[int]] = {}
     for rank, versions in enumerate(of_ranks):
         for version, (_, steps) in versions.items():
@@ -259,71 +373,33 @@ def fetch_newest(
         for step in set(steps.values())
         if all((version, file, step) in holders for file in files)
     ]
-    if not complete:
-        return None, damaged_files
-    step, version, planner = max(complete)
-    folder = root / version
+    return complete, holders
+
+
+def _make_readable(root: Path, folder: Path, index: CheckpointIndex, held: set[str], missing: set[str]) -> None:
+    """Completes a version on this machine: by its index, files to be fetched, and those that no rank here reads."""
+    if missing:  # what is fetched takes the place of the other version
+        _remove_all_but(root, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    description: tuple[str, dict[str, Any]] = "", {}
-    if ranks.rank == -planner:
-        file = next(file for file, of_file in of_ranks[ranks.rank][version][1].items() if of_file == step)
-        description = (folder.parent / _PLAN_FILE).read_text(), _mark(folder, file)["metadata"]
-    text, metadata = ranks.all_gather(description)[-planner]
-    index = dataclasses.replace(decode_index(text), metadata=metadata)
-    files_of_ranks = ranks.all_gather(PieceReader(folder, index).files_of(targets()))
-    missing = {(file, at) for files, at in zip(files_of_ranks, nodes, strict=True) for file in files}
-    missing -= {(file, nodes[rank]) for file in index.file_bytes for rank in holders[version, file, step]}
-    if ranks.rank == local[0]:
+    try:
         write_durably(folder / INDEX_FILE, encode_index(index))
-        if node in {at for _, at in missing}:  # what is fetched takes the place of the other version
-            _remove_all_but_loaded(root)
-    group = dist.new_group(backend="gloo") if missing else None
-    for file, at in sorted(missing):
-        source, target = holders[version, file, step][0], nodes.index(at)
-        if ranks.rank in (source, target):
-            data = _map_file(folder / file, index.file_bytes[file], new=ranks.rank == target)
-            for part in data.split(_PIECE_BYTES):
-                if ranks.rank == source:
-                    dist.send(part, target, group=group)
-                else:
-                    dist.recv(part, source, group=group)
-    if ranks.rank == local[0]:
-        for file, size in index.file_bytes.items():
-            with (folder / file).open("ab") as unread:  # that no rank here reads: it takes no memory
-                unread.truncate(size)
-    ranks.all_gather(None)
-    return folder, damaged_files
+    except OSError:  # the memory is full
+        _remove_all_but(root, folder)
+        write_durably(folder / INDEX_FILE, encode_index(index))
+    for file, size in index.file_bytes.items():
+        if file not in held:
+            copy_files.make_file(folder / file, size, has_memory=file in missing)
 
 
-def _scan(root: Path, share: int, num_shares: int) -> tuple[dict[str, tuple[list[str], dict[str, int]]], list[str]]:
-    """Looks at one of so many shares of the files on this machine.
-
-    Returns:
-        for each version the files that the machine's plan names, and the step of those that are complete here. The
-        damaged ones.
-    """
-    copies, damaged_files = {}, []
-    for plan in sorted(root.glob(f"generation_*/{_PLAN_FILE}")):
-        files = list(decode_index(plan.read_text()).file_bytes)
-        for folder in sorted(plan.parent.glob("version_*")):
-            steps = {}
-            for path in sorted(folder.glob("*.bin"))[share::num_shares]:
-                mark = _mark(folder, path.name)
-                if path.name not in mark.get(_SUMS, {}):
-                    continue
-                if word_sum(_map_file(path, path.stat().st_size, new=False)) == mark[_SUMS][path.name]:
-                    steps[path.name] = mark["step"]
-                else:
-                    damaged_files.append(str(path))
-            copies[str(folder.relative_to(root))] = files, steps
-    return copies, damaged_files
+def _last_loaded(root: Path) -> Path | None:
+    """Returns the version that ranks have loaded last."""
+    return max((p.parent for p in root.glob(f"*/*/{INDEX_FILE}")), key=lambda p: p.stat().st_mtime_ns, default=None)
 
 
-def _remove_all_but_loaded(root: Path) -> None:
-    """Removes all versions but the one that ranks have loaded last, so that two are the most in a recovery too."""
-    newest = max(root.glob(f"*/*/{INDEX_FILE}"), key=lambda path: path.stat().st_mtime_ns, default=None)
+def _remove_all_but(root: Path, kept: Path | None) -> None:
+    """Removes all versions but one, so that two are the most in a recovery too."""
     for folder in root.glob("generation_*/version_*"):
-        if newest is None or folder != newest.parent:
+        if folder != kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -340,37 +416,6 @@ def _places(
         pieces.setdefault(name, []).append(places[-1][0])
     entries = {name: TensorEntry(sources[name].dtype, sources[name].shape, tuple(of)) for name, of in pieces.items()}
     return entries, end, places
-
-
-def _map_file(path: Path, num_bytes: int, *, new: bool = True) -> Tensor:
-    """Returns the bytes of a file in memory, which it makes if `new`."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    if new:
-        try:
-            with path.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a write to memory that is full ends the process
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: no memory for {num_bytes} bytes of copies ({error.strerror}); enlarge the file system in "
-                "memory, or use --on-lost-rank restart"
-            ) from None
-    return torch.from_numpy(np.memmap(path, np.uint8, mode="r+", shape=(num_bytes,)))
-
-
-def _mark(folder: Path, file: str) -> dict[str, Any]:
-    """Returns what is written about a file, if it is complete."""
-    with suppress(OSError):
-        path = folder / file.replace("shared", "rank").replace(".bin", ".json")
-        mark: dict[str, Any] = json.loads(path.read_text())
-        return mark
-    return {}
-
-
-def _write_mark(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
 
 
 def _at_once(tensor: Tensor) -> Tensor:

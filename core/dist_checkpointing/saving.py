@@ -253,7 +253,7 @@ class _Writer:
         in_file: list[Piece] = []
         if keys:
             path = folders.temporary_folder(self.folder) / file
-            with path.open("wb") as stream:
+            with path.open("xb") as stream:
                 for (name, box), tensor in zip(keys, tensors, strict=True):
                     hash_value = box_hash(tensor, box.offsets, own_offers[name].shape)
                     start, num_bytes = _append(stream, tensor)

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.errors import CheckpointError
 from ..base.text import join_parts
 from ..dist_checkpointing.host_copies import HostCopies, fetch_newest
 from ..dist_checkpointing.loading import load
@@ -58,9 +59,11 @@ def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
     root, generation = copies_root(), current_generation()
     if root is None or generation is None:
         return None
-    folder, damaged_files = fetch_newest(root, targets, generation.node)
-    if damaged_files and generation.rank == 0:
-        warnings.warn(f"copies in memory are damaged, and not used: {join_parts(damaged_files, 5)}", stacklevel=3)
+    folder, unread = fetch_newest(root, targets, generation.node)
+    if unread and generation.rank == 0:
+        warnings.warn(
+            f"copies in memory are damaged or do not fit, and not used: {join_parts(unread, 5)}", stacklevel=3
+        )
     if folder is None and generation.number > 0 and generation.rank == 0:
         what = "no complete copy is left in memory; continuing from the last checkpoint, or else from the start"
         warnings.warn(f"{generation.lost or 'all ranks start again'}: {what}", stacklevel=3)
@@ -70,10 +73,16 @@ def _newest(targets: Callable[[], Mapping[str, Tensor]]) -> Path | None:
 class StepCopies:
     """Copies a run's state to memory after each step. Does nothing under a launcher that keeps no survivors.
 
+    A copy that a rank cannot write is skipped, with a warning. Warns if the memory is too small for the copies of the
+    ranks that go on after a loss, and copies nothing then.
+
     Args:
         state: returns what `save` takes: tensors by name, the same at each call, and metadata.
         step: number of the last step; its state is copied at once.
         interval: copies the state after each step that is a multiple of it.
+
+    Raises:
+        CheckpointError: on all ranks: the memory is too small at the start of the run, or `state` cannot be saved.
     """
 
     def __init__(
@@ -81,9 +90,18 @@ class StepCopies:
     ) -> None:
         self._state, self._interval = state, interval
         root, generation = copies_root(), current_generation()
+        # None: there is nowhere to copy to. Fixed.
         self._copies: HostCopies | None = None
-        if root is not None and generation is not None:
+        if root is None or generation is None:
+            return
+        try:
             self._copies = HostCopies(root, generation.number, *state(), step, generation.node)
+        except CheckpointError as error:
+            if generation.number == 0:
+                raise
+            if generation.rank == 0:
+                what = "the run goes on without new copies: a loss goes back to the last one, or to a checkpoint"
+                warnings.warn(f"{error}; {what}", stacklevel=2)
 
     def is_due(self, step: int) -> bool:
         """Returns whether the state after a step is copied."""
@@ -95,7 +113,7 @@ class StepCopies:
             self._copies.start(*self._state(), step)
 
     def wait(self) -> None:
-        """Waits until the last copy is complete on this rank. A step calls it before its last collective."""
+        """Waits until the last copy has ended on all ranks. A step calls it before its update."""
         if self._copies is not None:
             self._copies.wait()
 

@@ -36,7 +36,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ...base.errors import CheckpointError
-from ...base.files import BoundsError, brief, make_folders, read_file, sync_folder, write_durably
+from ...base.files import BoundsError, brief, make_folders, open_in_place, read_file, sync_folder, write_durably
 from .index import INDEX_FILE, TORCH_INDEX_FILE
 
 LOCK_FILE = ".lock"
@@ -85,8 +85,10 @@ def acquire_folder(root: Path) -> tuple[int, str]:
             warnings.warn(f"{root} is on a file system without locks: no other run may write there", stacklevel=3)
         if lock.lock_counter <= 1:
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            with contextlib.suppress(OSError):  # a full disk: the lock works without its description
-                path.write_text(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": now}))
+            holder = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": now})
+            # A full disk: the lock works without its description.
+            with contextlib.suppress(OSError), os.fdopen(open_in_place(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
+                file.write(holder)
     return key
 
 
@@ -176,8 +178,7 @@ def begin(folder: Path) -> Path:
     temporary = temporary_folder(folder)
     make_folders(folder.parent)
     _sweep(folder.parent)
-    if temporary.exists():
-        shutil.rmtree(temporary)  # left by a save that was killed; its name may be any
+    _remove(temporary)  # left by a save that was killed; its name may be any
     temporary.mkdir()
     return temporary
 
@@ -193,7 +194,16 @@ def _sweep(root: Path) -> None:
             aside.rename(folder)
     for entry in root.iterdir():
         if _LEFT_OVER.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+            _remove(entry)
+
+
+def _remove(entry: Path) -> None:
+    """Removes a folder, or what others have put in its place: a link, not what it leads to."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            entry.unlink()
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -269,7 +279,7 @@ def iteration_of(folder: Path) -> int:
 
 def discard(folder: Path) -> None:
     """Removes the temporary folder of an unfinished save."""
-    shutil.rmtree(temporary_folder(folder), ignore_errors=True)
+    _remove(temporary_folder(folder))
 
 
 def _aside(folder: Path) -> Path:

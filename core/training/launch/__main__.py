@@ -12,29 +12,25 @@ loopback interface only. Several machines need a policy for lost ranks, or ``tor
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from ...base.errors import ConfigError
 from ...base.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, listen
 from ...base.text import rank_list
+from .copies_folder import memory_for_copies
 from .entry import USER_ERROR_STATUS
 from .follower import follow
-from .generations import COPIES_FOLDER
 from .joining import POLICIES, Job, LostRankPolicy
 from .messages import RUN_STARTED, STARTED_FORMAT
 from .processes import SignalCount, kill, open_standard_files, say
@@ -158,7 +154,7 @@ def run_ranks(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored, as a parent may have set it, hides statuses
     with (
         SignalCount() as signals,
-        _memory_for_copies(is_needed=policy.kind != "restart") as copies,
+        memory_for_copies(is_needed=policy.kind != "restart") as copies,
         listen(address, _FLAGS) if num_nodes > 1 and node == 0 else nullcontext() as listener,
     ):
         if node > 0:
@@ -260,38 +256,6 @@ def _common_environment(num_ranks: int, host: str) -> dict[str, str]:
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return common | {name: value for name, value in defaults.items() if name not in os.environ}
 
-
-@contextmanager
-def _memory_for_copies(*, is_needed: bool) -> Iterator[dict[str, str]]:
-    """Makes a folder in memory for copies of the ranks' state, and removes it at the end.
-
-    Removes folders of launchers that were killed: a launcher holds a lock of its own, which ends with it.
-
-    Returns:
-        the environment variable that names it to ranks. It is empty if no folder is needed, in the place of that of
-        a launcher that this one runs under.
-
-    Raises:
-        ConfigError: there is no file system in memory.
-    """
-    if not is_needed:
-        yield {COPIES_FOLDER: ""}
-        return
-    if not _MEMORY.is_dir():
-        raise ConfigError(f"--on-lost-rank keeps copies in {_MEMORY}, which this machine does not have; use restart")
-    for folder in _MEMORY.glob(f"{_PREFIX}*"):
-        with suppress(OSError), (folder / "lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-    with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=_MEMORY, ignore_cleanup_errors=True) as own,
-        Path(own, "lock").open("w") as lock,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield {COPIES_FOLDER: own}
-
-
-_MEMORY, _PREFIX = Path("/dev/shm"), "shardstack-copies-"
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

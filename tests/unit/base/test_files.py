@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from core.base.files import MAX_DEPTH, BoundsError, brief, check_pickle, parse_json, read_file, read_json
+from core.base.files import (
+    MAX_DEPTH,
+    BoundsError,
+    brief,
+    check_pickle,
+    open_in_place,
+    parse_json,
+    read_file,
+    read_json,
+    write_durably,
+)
 
 
 def anything(_module: str, _name: str) -> bool:
@@ -27,6 +37,45 @@ def test_a_file_is_read_up_to_a_size_and_only_where_it_is_a_file(tmp_path: Path)
         read_file(tmp_path / "pipe", 9)  # without waiting for who writes into it
     with pytest.raises(OSError):
         read_file(tmp_path, 9)
+
+
+def test_a_file_is_replaced_and_never_written_through_a_link(tmp_path: Path):
+    own, run = tmp_path / "own", tmp_path / "run"
+    own.write_text("mine")
+    run.mkdir()
+    for name in ("latest", ".latest.tmp"):
+        (run / name).symlink_to(own)
+    for text in ("one", "two"):
+        write_durably(run / "latest", text)
+        assert (run / "latest").read_text() == text
+    assert own.read_text() == "mine"
+    assert [(path.name, path.is_symlink()) for path in run.iterdir()] == [("latest", False)]
+    (run / ".latest.tmp").write_text("left by a crash, and longer")
+    write_durably(run / "latest", "three")
+    assert (run / "latest").read_text() == "three"
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "latest").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(tmp_path / "latest", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "old")]
+
+
+def test_files_of_fixed_names_are_not_opened_through_links_nor_waited_for(tmp_path: Path):
+    (tmp_path / "own").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError):
+            open_in_place(tmp_path / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with pytest.raises(OSError):
+        read_file(tmp_path / "link", 9, follow_link=False)
+    assert read_file(tmp_path / "link", 9) == b"mine"
 
 
 @pytest.mark.parametrize(

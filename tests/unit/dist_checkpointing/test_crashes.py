@@ -125,16 +125,16 @@ def test_when_the_disk_is_full_the_last_checkpoint_remains(tmp_path):
 
 def test_a_full_disk_is_reported_with_the_systems_message(tmp_path, monkeypatch):
     save(state(1), checkpoint_directory(tmp_path, 1), metadata={"n": 1})
-    begin = folders.begin
+    opened = Path.open
 
-    def begin_on_full_disk(folder: Path) -> Path:
-        temporary = begin(folder)
-        (temporary / "rank_00000.bin").symlink_to("/dev/full")
-        return temporary
+    def open_on_full_disk(path: Path, mode: str = "r", **options):
+        is_new = path.name == "rank_00000.bin" and mode == "xb"
+        return opened(Path("/dev/full"), "wb") if is_new else opened(path, mode, **options)
 
-    monkeypatch.setattr(folders, "begin", begin_on_full_disk)
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(state(2), checkpoint_directory(tmp_path, 2), metadata={})
+    monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
 
 
@@ -156,3 +156,18 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
             folder.chmod(folder.stat().st_mode | 0o055)
     assert in_child(as_unprivileged_user if os.getuid() == 0 else lambda: None) == 0
     assert latest_checkpoint(tmp_path / "run").name == "iter_0000001"
+
+
+def test_a_link_in_a_new_checkpoint_is_not_written_through(tmp_path, monkeypatch):
+    begin, own = folders.begin, tmp_path / "own"
+    own.write_text("mine")
+
+    def begin_where_others_write(folder: Path) -> Path:
+        temporary = begin(folder)
+        (temporary / "rank_00000.bin").symlink_to(own)
+        return temporary
+
+    monkeypatch.setattr(folders, "begin", begin_where_others_write)
+    with pytest.raises(CheckpointError, match="File exists"):
+        save(state(1), checkpoint_directory(tmp_path / "run", 1), metadata={})
+    assert own.read_text() == "mine"

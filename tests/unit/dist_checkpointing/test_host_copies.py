@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shutil
+import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -10,9 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import host_copies, load
+from core.base.errors import CheckpointError
+from core.dist_checkpointing import copy_files, host_copies, load
 from core.dist_checkpointing.agreement import offers
-from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes, word_sum
+from core.dist_checkpointing.copy_files import decode_mark, encode_mark, word_sum, write_mark
+from core.dist_checkpointing.format.index import seal
+from core.dist_checkpointing.host_copies import HostCopies, fetch_newest, partners, spread_over_nodes
 from tests.unit._spawn import run_distributed
 
 
@@ -94,13 +102,13 @@ def _loses(folder: str) -> None:
 
 def _counts_versions(folder: str) -> int:
     """Returns how many versions there are at most while copies of a second generation are made."""
-    counts, mapped = [], host_copies._map_file
+    counts, made = [], copy_files.make_file
 
-    def count(*arguments, **options):
-        counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {arguments[0].parent}))
-        return mapped(*arguments, **options)
+    def count(path, *size):
+        counts.append(len({path.parent for path in Path(folder).rglob("rank_*.bin")} | {path.parent}))
+        made(path, *size)
 
-    with mock.patch.object(host_copies, "_map_file", count):
+    with mock.patch.object(copy_files, "make_file", count):
         for first in (1, 2):
             copies = HostCopies(Path(folder), first, _state(first), {"step": first}, first)
             copies.start(_state(first + 1), {"step": first + 1}, first + 1)
@@ -113,7 +121,7 @@ def _counts_versions(folder: str) -> int:
 
 
 def _counts_versions_while_fetching(folder: str) -> int:
-    rank, counts, mapped = dist.get_rank(), [], host_copies._map_file
+    rank, counts, made = dist.get_rank(), [], copy_files.make_file
     root = Path(folder, f"node{rank}")
     expected = {f"rank{other}": torch.full((3,), 20.0 + other) for other in range(3)} | {"all": torch.full((5,), 2.0)}
     copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, rank)
@@ -122,13 +130,13 @@ def _counts_versions_while_fetching(folder: str) -> int:
     copies.wait()
     dist.barrier()
 
-    def count(path, num_bytes, *, new=True):
-        if new:
+    def count(path, num_bytes, *, has_memory):
+        if has_memory:
             counts.append(len({path.parent for path in root.rglob("*.bin")}))
-        return mapped(path, num_bytes, new=new)
+        made(path, num_bytes, has_memory=has_memory)
 
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    with mock.patch.object(host_copies, "_map_file", count):
+    with mock.patch.object(copy_files, "make_file", count):
         newest, _ = fetch_newest(root, lambda: loaded, rank)
     assert load(loaded, newest)["step"] == 2
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
@@ -145,3 +153,261 @@ def test_a_recovery_keeps_two_versions_at_most(tmp_path):
 
 def test_either_machine_may_be_lost(tmp_path):
     run_distributed(_loses, 4, str(tmp_path))
+
+
+def _rewritten(change, path: Path) -> None:
+    """Changes a description, and signs it again: what remains is of types that were never written."""
+    document = json.loads(path.read_text())
+    document.pop("signature", None)
+    change(document)
+    if path.name == "plan.json":
+        path.write_text(json.dumps({**document, "sha256": seal(document)}))
+    else:
+        path.write_bytes(encode_mark(document, b"", path))
+
+
+def _replaced(make, path: Path) -> None:
+    path.unlink()
+    make(path)
+
+
+_TEXTS = {
+    "bytes": lambda path: path.write_bytes(b"\xff\xfe" + path.read_bytes()[2:]),
+    "one byte": lambda path: path.write_bytes(path.read_bytes().replace(b"e", b"f", 1)),
+    "cut": lambda path: path.write_text(path.read_text()[: path.stat().st_size // 3]),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "list": lambda path: path.write_text("[1]"),
+    "a number of many digits": lambda path: path.write_text("9" * 5000),
+}
+_FILES = {
+    "link": partial(_replaced, lambda path: path.symlink_to("/dev/zero")),
+    "pipe": partial(_replaced, os.mkfifo),
+    "folder": partial(_replaced, Path.mkdir),
+}
+_PLANS = {
+    "sizes as text": lambda plan: plan.update(file_bytes=dict.fromkeys(plan["file_bytes"], "12")),
+    "negative": lambda plan: plan.update(file_bytes=dict.fromkeys(plan["file_bytes"], -1)),
+    "names": lambda plan: plan.update(file_bytes={f"../{name}": size for name, size in plan["file_bytes"].items()}),
+    "no tables": lambda plan: plan.update(tensors=[1]),
+}
+_MARKS = {
+    "step as text": lambda mark: mark.update(step="2"),
+    "step as truth": lambda mark: mark.update(step=True),
+    "step as fraction": lambda mark: mark.update(step=2.0),
+    "metadata no table": lambda mark: mark.update(metadata=["step", 2]),
+    "sums no table": lambda mark: mark.update(sums=7),
+    "nothing": lambda mark: mark.clear(),
+}
+_PIECES = {
+    "absent": Path.unlink,
+    "short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+}
+DAMAGE = {
+    "plan.json": _TEXTS | _FILES | {name: partial(_rewritten, change) for name, change in _PLANS.items()},
+    "version_1/rank_00000.json": _TEXTS | _FILES | {name: partial(_rewritten, c) for name, c in _MARKS.items()},
+    "version_1/rank_00000.bin": _FILES | _PIECES,
+}
+
+
+def _copies_of_two_steps(root: Path, node: int = 0) -> HostCopies:
+    copies = HostCopies(root, 1, _state(1), {"step": 1}, 1, node)
+    copies.start(_state(2), {"step": 2}, 2)
+    copies.wait()
+    return copies
+
+
+def _reads_damaged(folder: str) -> list[tuple[str, str, int | None, list[str]]]:
+    _copies_of_two_steps(Path(folder, "whole")).close()
+    found = []
+    for file, ways in DAMAGE.items():
+        for number, (name, damage) in enumerate(ways.items()):
+            root = Path(folder, f"{file.replace('/', '-')}-{number}")
+            if dist.get_rank() == 0:
+                shutil.copytree(Path(folder, "whole"), root)
+                damage(root / "generation_00001" / file)
+            dist.barrier()
+            loaded = {name: torch.zeros_like(tensor) for name, tensor in _state(0).items()}
+            newest, damaged = fetch_newest(root, lambda loaded=loaded: loaded)
+            step = load(loaded, newest)["step"] if newest is not None else None
+            assert step is None or all(torch.equal(tensor, loaded[n]) for n, tensor in _state(step).items())
+            found.append((file, name, step, [str(Path(path).relative_to(root)) for path in damaged]))
+    return found
+
+
+def test_what_is_damaged_is_named_and_absent_on_all_ranks(tmp_path):
+    for found in run_distributed(_reads_damaged, 2, str(tmp_path)):
+        for file, name, step, damaged in found:
+            assert step == (None if file == "plan.json" else 1), (file, name)
+            assert f"generation_00001/{file}" in damaged, (file, name)
+
+
+def test_a_mark_is_of_its_place_and_job():
+    path, mark = Path("generation_00001/version_0/rank_00000.json"), {"step": 1, "metadata": {}, "sums": {"a": 1}}
+    text = encode_mark(mark, b"secret", path)
+    assert decode_mark(text.ljust(4096), b"secret", Path("/elsewhere", path)) == mark
+    assert decode_mark(b"\0" + text[1:], b"secret", path) is None  # being written
+    for other in ("generation_00002", "version_1", "rank_00001.json"):
+        parts = [other if other[:4] == part[:4] else part for part in path.parts]
+        with pytest.raises(ValueError, match="no mark of this place"):
+            decode_mark(text, b"secret", Path(*parts))
+    with pytest.raises(ValueError, match="no mark of this place"):
+        decode_mark(text, b"another", path)
+
+
+def _full_when(rank: int, is_full):
+    """Returns a `write_mark` for which the memory of a rank is full where `is_full` holds for the path."""
+
+    def write(path, data=b"\0", written=write_mark):
+        if dist.get_rank() == rank and data != b"\0" and is_full(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(path, data)
+
+    return mock.patch.object(host_copies, "write_mark", write)
+
+
+def _step_in_snapshot(roots: list[Path], nodes: list[int]) -> int | None:
+    """Returns the newest step of what is there, read elsewhere: reading may remove a version that is in use."""
+    dist.barrier()
+    snapshots = [root.with_name(f"{root.name}-read") for root in roots]
+    if dist.get_rank() == 0:
+        for root, snapshot in set(zip(roots, snapshots, strict=True)):
+            shutil.rmtree(snapshot, ignore_errors=True)
+            shutil.copytree(root, snapshot)
+    dist.barrier()
+    return _step_after(snapshots, nodes)
+
+
+def _skips(folder: str, nodes: list[int]) -> tuple[list[int | None], list[str]]:
+    """Copies steps 3 to 6, of which rank 1 cannot write 3 and 4. Returns the newest after each, and the warnings."""
+    rank, steps = dist.get_rank(), []
+    roots = [Path(folder, f"node{node}") for node in nodes]
+    copies = _copies_of_two_steps(roots[rank], nodes[rank])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(3, 7):
+            with _full_when(1, lambda path, step=step: step < 5 and path.name == "rank_00001.json"):
+                copies.start(_state(step), {"step": step}, step)
+                copies.wait()
+            steps.append(_step_in_snapshot(roots, nodes))
+        copies.close()
+    return steps, [str(warning.message) for warning in warned]
+
+
+def _grows(folder: str) -> tuple[list[int | None], list[str]]:
+    steps, copies = [], _copies_of_two_steps(Path(folder, "run"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in (3, 4, 5):
+            metadata = {"step": step, "history": [1] * (4000 * dist.get_rank())}  # of one rank
+            copies.start(_state(step), metadata, step)
+            copies.wait()
+            steps.append(_step_in_snapshot([Path(folder, "run")] * 2, [0, 0]))
+        copies.close()
+    return steps, [str(warning.message) for warning in warned]
+
+
+@pytest.mark.parametrize("nodes", [[0, 0], [0, 1]], ids=["one machine", "two"])
+def test_a_full_memory_skips_copies_and_keeps_the_one_before(tmp_path, nodes):
+    of_ranks = run_distributed(_skips, 2, str(tmp_path), nodes)
+    assert [steps for steps, _ in of_ranks] == [[2, 2, 5, 6]] * 2
+    (_, others), (_, (warned,)) = of_ranks
+    assert others == []
+    assert warned.startswith("rank 1: a copy in memory is skipped (step 3, ") and "No space left" in warned
+
+
+def test_metadata_may_grow(tmp_path):
+    of_ranks = run_distributed(_grows, 2, str(tmp_path))
+    assert [steps for steps, _ in of_ranks] == [[2, 4, 5]] * 2
+    assert ["metadata has grown to 12" in text for _, texts in of_ranks for text in texts] == [True]
+
+
+def _forges(folder: str) -> tuple[int | None, list[str]]:
+    """Rank 0 signs its mark of step 3 with another secret, for its partner on the other machine."""
+    rank, nodes = dist.get_rank(), [0, 1]
+    roots = [Path(folder, f"node{node}") for node in nodes]
+    copies = _copies_of_two_steps(roots[rank], rank)
+
+    def forged(mark, secret, path, encoded=encode_mark):
+        return encoded(mark, b"another" if rank == 0 else secret, path)
+
+    with mock.patch.object(copy_files, "encode_mark", forged), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        copies.start(_state(3), {"step": 3}, 3)
+        copies.wait()
+    dist.barrier()
+    unfinished = (roots[1] / "generation_00001" / "version_0" / "rank_00000.json").read_bytes()[:1] == b"\0"
+    assert rank == 0 or unfinished
+    step = _step_after(roots, nodes)
+    copies.close()
+    return step, [str(warning.message) for warning in warned]
+
+
+def test_a_mark_that_another_signed_is_not_written(tmp_path):
+    (first, said_first), (second, said) = run_distributed(_forges, 2, str(tmp_path))
+    assert (first, second, said_first) == (2, 2, [])
+    assert len(said) == 1 and "no mark of this place that this job has signed" in said[0]
+
+
+def _full(calls: int):
+    """Returns a `posix_fallocate` for which the memory of rank 1 is full from a call on."""
+    made = []
+
+    def allocate(descriptor, start, length, allocate=os.posix_fallocate):
+        made.append(length)
+        if dist.get_rank() == 1 and len(made) > calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, start, length)
+
+    return mock.patch.object(os, "posix_fallocate", allocate)
+
+
+def _has_no_room(folder: str) -> list[int | None]:
+    """Makes the copies of a second generation, whose first version, and then second version, does not fit."""
+    steps = []
+    for number, calls in enumerate((1, 2)):
+        root = Path(folder, str(number))
+        _copies_of_two_steps(root).close()
+        assert _step_after([root] * 2, [0, 0]) == 2
+        with _full(calls), pytest.raises(CheckpointError, match=r"no memory for \d+ bytes of copies \(No space left"):
+            HostCopies(root, 2, _state(2), {"step": 2}, 2)
+        dist.barrier()
+        left = sorted(str(path.relative_to(root)) for path in root.glob("*/*") if path.is_dir())
+        assert left == [["generation_00001/version_1"], ["generation_00002/version_0"]][number]
+        dist.barrier()
+        steps.append(_step_after([root] * 2, [0, 0]))
+    return steps
+
+
+def test_what_was_loaded_stays_where_new_copies_do_not_fit(tmp_path):
+    assert run_distributed(_has_no_room, 2, str(tmp_path)) == [[2, 2]] * 2
+
+
+def _reads_with_full_memory(folder: str) -> tuple[int | None, bool, list[str]]:
+    """Loads when there is room for the index only without the other version, and when nothing can be fetched."""
+    rank, root = dist.get_rank(), Path(folder, "one")
+    _copies_of_two_steps(root).close()
+
+    def write(path, text, written=host_copies.write_durably):
+        if (root / "generation_00001" / "version_0").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written(path, text)
+
+    with mock.patch.object(host_copies, "write_durably", write):
+        step = _step_after([root] * 2, [0, 0])
+    dist.barrier()
+    roots = [Path(folder, f"node{node}") for node in range(2)]
+    _copies_of_two_steps(roots[rank], rank).close()
+    dist.barrier()
+    if rank == 1:
+        shutil.rmtree(roots[1])
+    dist.barrier()
+    with _full(0):
+        newest, unread = fetch_newest(roots[rank], lambda: _state(0), rank)
+    return step, newest is None, unread
+
+
+def test_copies_are_read_where_the_memory_is_full(tmp_path):
+    for step, is_none, unread in run_distributed(_reads_with_full_memory, 2, str(tmp_path)):
+        assert (step, is_none, len(unread)) == (2, True, 1)
+        assert "No space left" in unread[0]

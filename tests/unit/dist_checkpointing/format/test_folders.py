@@ -186,6 +186,21 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path):
     assert sorted(path.name for path in (tmp_path / "iter_0000002").iterdir()) == ["checkpoint.json", "rank_00000.bin"]
 
 
+def test_what_others_put_in_the_place_of_a_save_is_removed_and_not_followed(tmp_path):
+    root, own = tmp_path / "run", tmp_path / "own"
+    for folder in (root, own):
+        folder.mkdir()
+    (own / "file").write_text("mine")
+    for name in (".iter_0000001.tmp", ".iter_0000007.removed"):
+        (root / name).symlink_to(own)
+    (root / ".iter_0000002.tmp").symlink_to(tmp_path / "absent")
+    for iteration in (1, 2):
+        _save(checkpoint_directory(root, iteration))
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
+    assert [path.name for path in own.iterdir()] == ["file"]
+    assert not (tmp_path / "absent").exists()
+
+
 @contextmanager
 def hold_folder(root: Path) -> Iterator[None]:
     key = acquire_folder(root)
