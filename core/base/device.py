@@ -85,6 +85,10 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         raise
 
 
+_signed: list[SignedStore] = []
+"""The store of the last group: torch keeps the C++ half of it alone. `_join` sets it."""
+
+
 def _join(backend: str, timeout: timedelta) -> None:
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -93,6 +97,7 @@ def _join(backend: str, timeout: timedelta) -> None:
         store: Store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
         if secret := job_secret():
             store = SignedStore(store, secret)
+            _signed[:] = [store]
         of_round = store_of_round(store, rank, size, timeout)
         dist.init_process_group(backend, store=of_round, rank=rank, world_size=size, timeout=timeout)
     else:

@@ -112,6 +112,13 @@ _POLL_S = 0.02
 
 
 def store_of_round(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Returns `store` as `fresh_store` does, for the ranks of this process's generation."""
+    if GENERATION in os.environ:  # ranks of two must not meet: one leaves as soon as it hears of the next
+        store = PrefixStore(f"generation{os.environ[GENERATION]}", store)
+    return fresh_store(store, rank, num_ranks, timeout)
+
+
+def fresh_store(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> Store:
     """Returns `store` under a prefix that no earlier round has used. All ranks of a round call it once.
 
     Rank 0 proposes a name; the others answer with names of their own; it closes the round by listing these. What an
@@ -120,8 +127,6 @@ def store_of_round(store: Store, rank: int, num_ranks: int, timeout: timedelta) 
     Raises:
         ParallelStateError: another rank did not come in time.
     """
-    if GENERATION in os.environ:  # ranks of two must not meet: one leaves as soon as it hears of the next
-        store = PrefixStore(f"generation{os.environ[GENERATION]}", store)
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         store.set(_LEADER, own)

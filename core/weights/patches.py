@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..base.errors import ConfigError, ShardstackError
+from ..base.errors import ConfigError, ShardstackError, WeightsError
+from ..base.files import brief
 from ..dist_checkpointing.gathering import Outgoing, TensorStream
 from ..dist_checkpointing.global_view import Box, FlatRange
 from .stream import WeightStream
@@ -31,6 +32,12 @@ class WeightPatch:
     """`[n]` int32, or int64 for a tensor of 2^31 elements or more: places in the flattened tensor, ascending."""
     values: Tensor
     """`[n]`: the new values, in the dtype of the tensor on the wire."""
+
+    def check(self, target: Tensor) -> None:
+        """Raises WeightsError if places, of which there are some, are not those of a tensor."""
+        places = self.indices
+        if places[0] < 0 or places[-1] >= target.numel() or not (places[1:] > places[:-1]).all():
+            raise WeightsError(f"the patch of {brief(self.name)} has places that do not ascend, or are not in it")
 
     def apply(self, target: Tensor) -> None:
         """Writes the values into a contiguous tensor in place, a parameter too."""

@@ -9,35 +9,36 @@ The first rank of the trainer's group and all receivers form a group of their ow
                                   a hash, or why none follows
     done    receivers -> sender   the new version is in place, or what failed
 
-All but the tensors goes through the store, as JSON. Nothing that is received is unpickled or run.
+All but the tensors goes through the store, as the messages of `messages.py`. Each bucket is compared with what the
+header promises before memory is given to it. A receiver that refuses a bucket, whose bytes may be on their way, ends
+the connection.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
-from ..base.dtypes import DTYPES, dtype_name
+from ..base.dtypes import dtype_name
 from ..base.errors import WeightsError
-from ..base.text import first_line, rank_list
-from ..comm.messages import as_bytes
+from ..base.files import brief
+from ..base.text import first_line, join_parts
 from ..dist_checkpointing.gathering import ParamMeta
+from .link import Backend, Link
+from .messages import Message, as_json, hash_bucket, new_hash, plain, update_hash
 from .patches import WeightPatch
 
-Backend = Literal["gloo", "nccl"]
+__all__ = ["Link", "WeightReceiver", "as_json", "new_hash", "update_hash"]
 
-_ROW_BYTES = 8 * 4093
-"""Bytes of a row of 64-bit words, the columns of which are added for a hash. A prime number of words: tensors of usual
-sizes that change places change columns."""
+_Received = defaultdict[str, list[Tensor]]
+"""Tensors of a round by name, in the order in which they came: of a patch places and values."""
 
 
 class WeightReceiver:
@@ -98,159 +99,104 @@ class WeightReceiver:
 
         Raises:
             WeightsError: no round in time, the sender was lost, the round was refused or damaged. `weights` are those
-                of the version before, or with `into` of none.
+                of the version before. With `into`, or where it failed while a patch was written, there are none.
         """
-        key, link = f"round/{self._round + 1}", self._link
-        header = link.read(f"{key}/header", limit_s)
-        if header is None:
+        key, link, step = f"round/{self._round + 1}", self._link, "vote"
+        if link.group is None:
+            raise WeightsError("a round before ended the connection to the sender; make a new WeightReceiver")
+        if not link.comes(f"{key}/header", limit_s):
             raise WeightsError("no round of weights began in time; look at the trainer's output")
         self._round += 1
-        link.write(f"{key}/vote/{link.rank}", self._refusal(header))
-        digest, version = new_hash(header), int(header["version"])
-        into = self._into if header["kind"] == "full" else {}
         try:
-            received, sent = self._take(key, digest, into)
-            if sent != digest.hexdigest():
-                raise RuntimeError("the bytes that arrived are not those that were sent")
-        except RuntimeError as error:
-            link.write(f"{key}/done/{link.rank}", first_line(error))
-            raise WeightsError(
-                f"version {version} of the weights was not received ({first_line(error)}); "
-                + ("send all of them again" if into else "the last one stays")
-            ) from error
-        if header["kind"] == "patch":
-            for (name, indices), (_, values) in zip(received[::2], received[1::2], strict=True):
-                WeightPatch(name, indices, values).apply(self.weights[name])
-        else:
-            self.weights = dict(received)
-        self.version, self._state = version, sent
-        link.write(f"{key}/done/{link.rank}", "")
-        return version
+            header = link.read(f"{key}/header", "full", "patch")
+            self._check(header)
+            link.answer(f"{key}/vote")
+            step, digest = "done", new_hash(header.as_header())
+            received, end = self._take(key, header, digest)
+            self._put(header, received, end, digest.hexdigest())
+        except Exception as error:  # of any type: the sender waits for an answer
+            link.answer(f"{key}/{step}", first_line(error))
+            if not self._state:
+                self.version, self.weights = None, {}
+            stays = "the last version stays" if self._state else "send all of them again"
+            raise WeightsError(f"weights were not received ({plain(first_line(error))}); {stays}") from error
+        link.answer(f"{key}/done")
+        return header.version
 
-    def _refusal(self, header: Mapping[str, Any]) -> str:
-        if header["kind"] == "patch":
-            if header["base"] == self._state:
-                return ""
-            return f"the patch is of another base than version {self.version}, which is here; send all weights"
-        sent = {meta.name: meta for meta in from_json(header["tensors"])}
+    def _check(self, header: Message) -> None:
+        """Raises for weights that cannot be taken here."""
+        if header.kind == "patch":
+            if not self._state or header.base != self._state:
+                raise WeightsError(f"the patch is of another base than version {self.version}, which is here")
+            return
+        sent = {meta.name: meta for meta in header.tensors}
         expected = sent if self._expected is None else self._expected
         for name in sorted(sent.keys() | expected.keys()):
             if name not in sent or name not in expected:
-                return f"{name} is not {'sent' if name not in sent else 'known here'}"
+                raise WeightsError(f"{brief(name)} is not {'sent' if name not in sent else 'known here'}")
             if sent[name] != expected[name]:
-                return f"{name} comes as {_shown(sent[name])}, and is {_shown(expected[name])} here"
-        return ""
+                raise WeightsError(f"{_shown(sent[name])} is sent, and {_shown(expected[name])} is here")
 
-    def _take(self, key: str, digest: Any, memory: Mapping[str, Tensor]) -> tuple[list[tuple[str, Tensor]], str]:
-        """Returns what comes in a round, in given memory or in its own, and the hash that comes after it."""
-        received, last, number = list[tuple[str, Tensor]](), list[Tensor](), 0
-        while isinstance(head := self._link.read(f"{key}/bucket/{number}"), list):
-            metas = from_json(head)
-            if memory:
-                self.version, self._state, self.weights = None, "", {}
-            empty = partial(torch.empty, device=self.device)
-            tensors = [memory[m.name] if memory else empty(m.shape, dtype=m.dtype) for m in metas]
-            waits = [self._link.broadcast(tensor) for tensor in tensors]
-            for tensor in last:  # while these arrive
-                update_hash(digest, tensor)
-            for wait in waits:
-                wait()
-            received += zip((meta.name for meta in metas), tensors, strict=True)
-            last, number = tensors, number + 1
-        if not isinstance(head, str):
-            raise RuntimeError(head["failure"] if head else "the sender was lost")
-        for tensor in last:
-            update_hash(digest, tensor)
-        return received, head
+    def _check_bucket(self, header: Message, metas: Sequence[ParamMeta], received: _Received) -> None:
+        """Raises for a bucket that does not go on with what the header promises after `received`."""
+        if header.kind == "full":
+            promised = header.tensors[len(received) : len(received) + len(metas)]
+            if metas != promised:
+                raise WeightsError(f"a bucket has {_shown(*metas)} in the place of {_shown(*promised)}")
+            return
+        pairs = zip(metas[::2], metas[1::2], strict=False)
+        new = {meta.name for meta in metas if meta.name not in received}
+        if 2 * len(new) != len(metas) or not all(self._is_patch(*pair) for pair in pairs):
+            raise WeightsError(f"a bucket has {_shown(*metas)}, which are no patches of what is here, each once")
 
+    def _is_patch(self, places: ParamMeta, values: ParamMeta) -> bool:
+        target, n = self.weights.get(places.name, torch.empty(0)), math.prod(places.shape)
+        is_in_it = places.dtype in (torch.int32, torch.int64) and places.shape == (n,) and 1 <= n <= target.numel()
+        return is_in_it and values == ParamMeta(places.name, target.dtype, (n,))
 
-def _shown(meta: ParamMeta) -> str:
-    return f"{dtype_name(meta.dtype)} {list(meta.shape)}"
-
-
-class Link:
-    """The group of the sender, rank 0, and the receivers, from 1, with the store of their messages."""
-
-    def __init__(self, meeting: str | Store, rank: int, num_receivers: int, limit_s: float, backend: Backend) -> None:
-        self.limit = timedelta(seconds=limit_s)
-        self.rank, self.num_receivers = rank, num_receivers
-        device = "cuda" if backend == "nccl" else "cpu"
+    def _take(self, key: str, header: Message, digest: Any) -> tuple[_Received, Message]:
+        """Returns what comes in a round, in given memory or in its own, and the message after it."""
+        link, received, last, waits = self._link, _Received(list), list[tuple[str, Tensor]](), list[Any]()
+        memory, number = self._into if header.kind == "full" else {}, 0
         try:
-            self.store = _store(meeting, rank == 0, self.limit) if isinstance(meeting, str) else meeting
-            self.store.set_timeout(self.limit)
-            # The connections. `close` sets it to None, once a receiver is lost.
-            self.group = _group(PrefixStore("weights", self.store), rank, num_receivers + 1, self.limit, backend)
-            self.broadcast(torch.zeros(1, device=device))()  # connects, or fails here
-        except (RuntimeError, dist.DistError) as error:
-            who = "the sender and the other receivers" if rank else f"{num_receivers} receivers"
-            raise WeightsError(f"{who} did not meet in {limit_s:g} s ({first_line(error)})") from error
+            while (message := link.read(f"{key}/bucket/{number}", "bucket", "failure", "text")).kind == "bucket":
+                self._check_bucket(header, message.tensors, received)
+                if memory:
+                    self.version, self._state, self.weights = None, "", {}
+                empty = partial(torch.empty, device=self.device)
+                tensors = [memory[m.name] if memory else empty(m.shape, dtype=m.dtype) for m in message.tensors]
+                waits += map(link.broadcast, tensors)
+                hash_bucket(digest, header.kind, last)  # while these arrive
+                link.finish(waits)
+                last = [(meta.name, tensor) for meta, tensor in zip(message.tensors, tensors, strict=True)]
+                number += 1
+                for name, tensor in last:
+                    received[name].append(tensor)
+            hash_bucket(digest, header.kind, last)
+        except Exception:
+            waits.clear()
+            link.close()  # or the sender would wait for what is not received
+            raise
+        return received, message
 
-    def broadcast(self, tensor: Tensor) -> Callable[[], object]:
-        """Starts to send a contiguous tensor to the receivers, or to receive it. Returns what waits for it."""
-        return self.group.broadcast([as_bytes(tensor)], dist.BroadcastOptions()).wait if tensor.numel() else bool
-
-    def close(self) -> None:
-        """Ends the connections, so that ranks that wait for bytes fail at once. Messages can still be read."""
-        self.group = None
-
-    def write(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
-
-    def read(self, key: str, limit_s: float | None = None) -> Any:
-        """Returns a value that another rank writes. None if it does not within the limit, by default the link's."""
-        try:
-            self.store.wait([key], self.limit if limit_s is None else timedelta(seconds=limit_s))
-            return json.loads(self.store.get(key))
-        except (RuntimeError, dist.DistError):
-            return None
-
-    def check_answers(self, key: str, what: str, limit_s: float | None = None) -> None:
-        """Raises unless every receiver has answered "", naming those that did not answer, or refused."""
-        answers = {receiver: self.read(f"{key}/{receiver}", limit_s) for receiver in range(1, self.num_receivers + 1)}
-        lost = [receiver for receiver, answer in answers.items() if answer is None]
-        if lost:
-            self.close()
-            raise WeightsError(
-                f"receivers of weights did not {what} within the limit: {rank_list(lost)}; look at their output, and "
-                "make a new WeightSender once they are back"
-            )
-        refused = [f"receiver {receiver}: {answer}" for receiver, answer in answers.items() if answer]
-        if refused:
-            raise WeightsError(f"receivers of weights did not {what}: {'; '.join(refused)}")
+    def _put(self, header: Message, received: _Received, end: Message, digest: str) -> None:
+        """Makes what was received the newest version, if it is whole."""
+        if end.kind == "failure":
+            raise WeightsError(end.text)
+        if end.text != digest or len(received) < len(header.tensors):
+            raise WeightsError("the bytes that arrived are not those that were sent")
+        if header.kind == "full":
+            self.weights = {name: tensor for name, (tensor,) in received.items()}
+        else:
+            patches = [WeightPatch(name, *parts) for name, parts in received.items()]
+            for patch in patches:
+                patch.check(self.weights[patch.name])
+            self._state = ""  # until all are written: no patch fits weights of two versions
+            for patch in patches:
+                patch.apply(self.weights[patch.name])
+        self.version, self._state = header.version, end.text
 
 
-def _group(store: Store, rank: int, size: int, limit: timedelta, backend: Backend) -> Any:
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, limit)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _store(address: str, is_sender: bool, limit: timedelta) -> Store:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise WeightsError(f"the address of a stream of weights is {address!r}; give host:port")
-    return TCPStore(host, int(port), is_master=is_sender, timeout=limit, wait_for_workers=False)
-
-
-def new_hash(header: Mapping[str, Any]) -> Any:
-    return hashlib.sha256("{kind} {version} {base}".format_map(header).encode())
-
-
-def update_hash(digest: Any, tensor: Tensor) -> None:
-    """Adds the column sums of a contiguous tensor's bytes to a hash: a hash of all of them would take longer than
-    sending them does."""
-    memory = as_bytes(tensor.clone() if tensor.storage_offset() * tensor.itemsize % 8 else tensor)  # words are aligned
-    end = len(memory) - len(memory) % _ROW_BYTES
-    digest.update(memory[end:].cpu().numpy().data)
-    if end:  # modulo 2^64
-        digest.update(memory[:end].view(-1, _ROW_BYTES).view(torch.int64).sum(0).cpu().numpy().data)
-
-
-def as_json(metas: Iterable[ParamMeta]) -> list[Any]:
-    return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metas]
-
-
-def from_json(value: Iterable[Any]) -> list[ParamMeta]:
-    return [ParamMeta(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in value]
+def _shown(*metas: ParamMeta) -> str:
+    shown = [f"{brief(meta.name)} ({dtype_name(meta.dtype)} {list(meta.shape)})" for meta in metas]
+    return join_parts(shown, 3, ", ") or "nothing more"

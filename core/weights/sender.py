@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from ..base.errors import CheckpointError, ShardstackError, WeightsError
 from ..base.text import first_line
 from ..dist_checkpointing.gathering import ParamMeta
+from .link import Backend, Link
+from .messages import Message, as_json, hash_bucket, new_hash
 from .patches import PatchStream, WeightPatch
-from .receiver import Backend, Link, as_json, new_hash, update_hash
 from .stream import WeightStream
 
 T = TypeVar("T")
@@ -34,14 +35,15 @@ class WeightSender:
 
     Args:
         stream: its first receiver is the rank that sends.
-        address: ``host:port`` where that rank listens and receivers meet it, or a store that all of them share.
+        address: ``host:port`` where that rank listens and receivers meet it, or a store that all of them share. Where
+            other machines reach it, all need the secret of the job: see `core.base.job_secret`.
         num_receivers: receivers, which all have to come.
         patches: keep what was sent, for `send_patch`: a copy of each rank's pieces in the dtype of the wire.
         limit_s: seconds that a receiver may take for an answer or a bucket, before it counts as lost.
         backend: of the group with the receivers.
 
     Raises:
-        WeightsError: on all ranks: receivers did not come in time.
+        WeightsError: on all ranks: receivers did not come in time, the address cannot be used, or a secret is missing.
     """
 
     def __init__(
@@ -85,8 +87,7 @@ class WeightSender:
         """
         if self._patches is not None:
             self._patches.restart()
-        header = {"kind": "full", "version": version, "base": "", "tensors": as_json(self.stream.metadata())}
-        self._send_round(header, self.stream.buckets())
+        self._send_round(Message("full", tensors=self.stream.metadata(), version=version), self.stream.buckets())
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -101,20 +102,19 @@ class WeightSender:
         if not self._state:
             self.send(version)
             return
-        header = {"kind": "patch", "version": version, "base": self._state}
-        self._send_round(header, map(_parts, self._patches.changes()))
+        self._send_round(Message("patch", version=version, base=self._state), map(_parts, self._patches.changes()))
         self._patches.acknowledge()
 
-    def _send_round(self, header: Mapping[str, Any], buckets: Iterator[_Bucket]) -> None:
+    def _send_round(self, header: Message, buckets: Iterator[_Bucket]) -> None:
         self.stream.check_between_steps()  # before receivers wait for a round
         self._round += 1
         self._state, self.sent_bytes = "", 0
-        key, digest, failure, number = f"round/{self._round}", new_hash(header), "", 0
+        key, digest, failure, number = f"round/{self._round}", new_hash(header.as_header()), "", 0
         self._on_sender(lambda: self._open(key, header))
         for number, bucket in enumerate(buckets, 1):  # to the end in any case: the other ranks gather along
             if self.sends and not failure:
                 try:
-                    self._send_bucket(key, number - 1, bucket, digest)
+                    self._send_bucket(key, number - 1, bucket, digest, header.kind)
                 except ShardstackError as error:
                     failure = str(error)
 
@@ -134,39 +134,35 @@ class WeightSender:
             raise WeightsError("receivers of weights were lost before; make a new WeightSender once they are back")
         return self._link
 
-    def _open(self, key: str, header: Mapping[str, Any]) -> None:
+    def _open(self, key: str, header: Message) -> None:
         link = self._connected()
-        link.write(f"{key}/header", header)
+        link.write(f"{key}/header", header.as_header())
         try:
             link.check_answers(f"{key}/vote", "accept the weights")
         except WeightsError as error:
             link.write(f"{key}/bucket/0", {"failure": str(error)})
             raise
 
-    def _send_bucket(self, key: str, number: int, bucket: _Bucket, digest: Any) -> None:
+    def _send_bucket(self, key: str, number: int, bucket: _Bucket, digest: Any, kind: str) -> None:
         """Waits until the bucket before has arrived, and starts to send one."""
         self._finish_bucket(key, number)
         link, sent = self._connected(), [(name, tensor.contiguous()) for name, tensor in bucket]
-        metas = (ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent)
+        metas = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent]
         link.write(f"{key}/bucket/{number}", as_json(metas))
         self._waits = [link.broadcast(tensor) for _, tensor in sent]
-        for _, tensor in sent:
-            update_hash(digest, tensor)
-            self.sent_bytes += tensor.nbytes
+        hash_bucket(digest, kind, sent)
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sent)
 
     def _finish_bucket(self, key: str, number: int) -> None:
         """Waits until the bucket before number `number` has arrived."""
         link = self._connected()
         try:
-            for wait in self._waits:
-                wait()
+            link.finish(self._waits)
         except RuntimeError as error:
             link.close()  # or receivers that are not lost would wait for bytes, and not answer
             link.write(f"{key}/bucket/{number}", {"failure": "the connection to another receiver was lost"})
             link.check_answers(f"{key}/done", "take the weights", _ANSWER_S)
             raise WeightsError(f"weights could not be sent within the limit ({first_line(error)})") from error
-        finally:
-            self._waits = []
 
 
 def _parts(patches: Iterable[WeightPatch]) -> _Bucket:

@@ -3,7 +3,8 @@
     python -m core.training.launch --nproc-per-node 2 examples/weights/train_and_generate.py
 
 The server generates with the weights that it has received. Here the first rank starts it; in practice it runs
-elsewhere, and is given the address.
+elsewhere, and is given the address. If that is not of this machine alone, both need the secret of the job:
+SHARDSTACK_JOB_SECRET_FILE, as docs/weights-out.md shows.
 """
 
 import subprocess

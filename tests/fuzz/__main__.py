@@ -27,8 +27,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from core.base.errors import ShardstackError
 from core.base.files import MEMORY_BASE_BYTES, MEMORY_MULTIPLE
-from tests.fuzz.readers import READERS, Reader
+from tests.fuzz import messages, readers
+from tests.fuzz.readers import Reader
 from tests.fuzz.variants import variants
+
+READERS = {**readers.READERS, **messages.READERS}
 
 SLICE_S = 15.0
 """How long one process tries one reader."""
