@@ -5,30 +5,16 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.job_secret import is_signed, signature
+from . import messages
 from .joining import JOIN_S, Job, signed_parts
 from .lines import HELLO_S, Events, Lines
-from .messages import (
-    RUN_STARTED,
-    Challenge,
-    End,
-    Ended,
-    FromFirst,
-    FromRank,
-    Generation,
-    Hello,
-    MessageError,
-    Refused,
-    Said,
-    Signal,
-    Start,
-    Tell,
-    Welcome,
-)
+from .messages import Challenge, MessageError, Refused, Welcome
 from .nodes import ThisNode, machine_name
 from .processes import Process, SignalCount, kill, say
 
@@ -52,150 +38,106 @@ def follow(
     Raises:
         ConfigError: there is no first launcher, it refuses this one, or does not know the job's secret.
     """
-    launcher = secrets.token_hex(16)
-    hello = Hello(
-        number,
-        machine_name(),
-        launcher,
-        num_ranks,
-        job.policy.kind,
-        -1,
-        "",
-        job.run,
-        job.command,
-        nonce="",
-        signature="",
-    )
-    limit_s, has_joined = JOIN_S, False
-    while True:
-        follower = _Follower(hello, command, copies, signals)
-        first = _join(address, hello, job, signals, limit_s, follower.begin, may_refuse=not has_joined)
-        status = None if first is None else follower.run(first)
-        if status is not None or first is None or signals.count:
+    follower = _Follower(number, num_ranks, command, address, copies, signals, job)
+    limit_s = JOIN_S
+    while (first := follower.find_first(limit_s)) is not None:
+        status = follower.run(first)
+        if status is not None or signals.count:
             return 128 + signals.number if status is None else status
-        hello = replace(hello, generation=follower.generation, started=follower.started)
-        limit_s, has_joined = job.policy.limit_s, True
+        limit_s = job.policy.limit_s
         say(
-            f"the launcher of node 0 at {address[0]}:{address[1]} was lost{_because(first.why)}, and all ranks with "
-            f"it; waiting {limit_s:g} s for it to start again, to continue from the copies in memory (else from the "
-            "checkpoint)"
+            f"the launcher of node 0 at {address[0]}:{address[1]} was lost{f' ({first.why})' if first.why else ''}, "
+            f"and all ranks with it; waiting {limit_s:g} s for it to start again, to continue from the copies in "
+            "memory (else from the checkpoint)"
         )
-
-
-def _because(why: str) -> str:
-    return f" ({why})" if why else ""
-
-
-def _join(
-    address: tuple[str, int],
-    hello: Hello,
-    job: Job,
-    signals: SignalCount,
-    limit_s: float,
-    begin: Callable[[Lines], None],
-    *,
-    may_refuse: bool,
-) -> Lines | None:
-    """Returns the connection to the first launcher once both know each other, or None after a signal.
-
-    Args:
-        begin: takes the connection from there on.
-        may_refuse: whether one that does not prove that it is of this job may end this launcher. Otherwise the true
-            one is waited for: who took its port while it was lost is nobody to believe.
-    """
-    deadline, said = time.monotonic() + limit_s, set[str]()
-    where = f"{address[0]}:{address[1]}"
-    while not signals.count:
-        try:
-            connection = socket.create_connection(address, timeout=HELLO_S)
-        except OSError as error:
-            failure = f"no launcher answers at {where} ({error})"
-        else:
-            meeting = _Meeting(connection, hello, job, begin)
-            failure = meeting.failure(signals, may_refuse=may_refuse)
-            if not failure:
-                return meeting.lines
-            failure = f"who answers at {where} is not the first launcher of this job: {failure}"
-            if failure not in said and not signals.count:
-                said.add(failure)
-                say(f"{failure}; looking for it for {max(deadline - time.monotonic(), 0.0):.0f} s more")
-        if time.monotonic() > deadline:
-            raise ConfigError(f"{failure}; start the one of --node-rank 0 there")
-        time.sleep(_POLL_S)
-    return None
-
-
-class _Meeting:
-    """A connection to what may be the first launcher."""
-
-    def __init__(self, connection: socket.socket, hello: Hello, job: Job, begin: Callable[[Lines], None]) -> None:
-        self._job, self._begin = job, begin
-        self._hello = replace(hello, nonce=secrets.token_hex(16))
-        # What came; `_take` sets both, once.
-        self._is_asked = False
-        self._answer: Welcome | Refused | None = None
-        self.lines = Lines(connection, Challenge | Welcome | Refused, self._take, HELLO_S)
-
-    def failure(self, signals: SignalCount, *, may_refuse: bool) -> str:
-        """Waits for the answer. Returns why it is none, or nothing if both ends know each other.
-
-        Raises:
-            ConfigError: the first launcher refuses this one.
-        """
-        while not (self._answer or self.lines.is_over or signals.count):
-            self.lines.read(_POLL_S)
-            self.lines.look_at_time()
-        answer = self._answer
-        if isinstance(answer, Welcome):
-            return ""
-        if isinstance(answer, Refused) and (may_refuse or self._is_signed("refused", answer)):
-            raise ConfigError(f"the first launcher refuses this one: {answer.reason}")
-        self.lines.connection.close()
-        return self.lines.why or "it ended the connection"
-
-    def _is_signed(self, what: str, answer: Welcome | Refused) -> bool:
-        more = [answer.reason] if isinstance(answer, Refused) else []
-        return is_signed(answer.signature, self._job.secret, what, self._hello.nonce, *more)
-
-    def _take(self, message: Challenge | Welcome | Refused) -> None:
-        if isinstance(message, Challenge) and not self._is_asked:
-            self._is_asked = True
-            signed = signature(self._job.secret, *signed_parts(self._hello, message.nonce))
-            self.lines.send(replace(self._hello, signature=signed))
-        elif self._is_asked and isinstance(message, Refused):
-            self._answer = message
-        elif self._is_asked and isinstance(message, Welcome) and self._is_signed("welcome", message):
-            self._answer = message
-            self._begin(self.lines)
-        else:
-            raise MessageError("does not show that it knows the job's secret")
+    return 128 + signals.number
 
 
 class _Follower:
-    """Ranks of this machine, which start and end as the first launcher says, until that is lost."""
+    """Ranks of this machine, which start and end as the first launcher says, and end with it."""
 
-    def __init__(self, hello: Hello, command: Sequence[str], copies: Mapping[str, str], signals: SignalCount) -> None:
-        self._events, self._signals = Events(), signals
-        # The first launcher, once it is known; `begin` sets it.
-        self._first: Lines | None = None
-        self._node = ThisNode(hello.node, hello.num_ranks, command, copies, self._events, self._pass_on)
-        # Ranks that have not ended, and the exit status, once the first launcher says that all is over. `_take` sets
+    def __init__(
+        self,
+        number: int,
+        num_ranks: int,
+        command: Sequence[str],
+        address: tuple[str, int],
+        copies: Mapping[str, str],
+        signals: SignalCount,
+        job: Job,
+    ) -> None:
+        self._address, self._signals, self._job = address, signals, job
+        self._events = Events()
+        self._node = ThisNode(number, num_ranks, command, copies, self._events, self._pass_on)
+        # How this launcher joins: `_meet` sets the nonce for each connection, `_do` the last generation that was
+        # announced to a rank here, and `RUN_STARTED` of the last one that started here.
+        self._hello = messages.Hello(
+            number, machine_name(), secrets.token_hex(16), num_ranks, job.policy.kind, -1, "", job.run, job.command, ""
+        )
+        # The connection to the first launcher, or to what may be it, and what that has answered to the hello. `_meet`
+        # and `_take_answer` set them.
+        self._first: Lines
+        self._answer: Welcome | Refused | None = None
+        # Ranks that have not ended, and the exit status, once the first launcher says that all is over. `_do` sets
         # both, and `run` removes ranks.
         self._processes: dict[int, Process] = {}
         self._status: int | None = None
         # Signals to this launcher that were passed on, and by worker those of the first: a rank gets what both get
-        # once. `run` counts the former, `_take` the latter.
+        # once. `run` counts the former, `_do` the latter, and `_meet` forgets them.
         self._passed_on, self._from_first = 0, dict[int, int]()
-        self.generation = hello.generation
-        """The last generation that was announced to a rank here. `_take` sets it."""
-        self.started = hello.started
-        """`RUN_STARTED` of the last rank that started here. `_take` sets it."""
 
-    def begin(self, first: Lines) -> None:
-        """Does what the first launcher says from now on."""
-        self._first = first
+    def find_first(self, limit_s: float) -> Lines | None:
+        """Returns the connection to the first launcher once both know each other, or None after a signal.
+
+        Raises:
+            ConfigError: it is not there in time, or refuses this one.
+        """
+        deadline, where, said = time.monotonic() + limit_s, f"{self._address[0]}:{self._address[1]}", set[str]()
+        while not self._signals.count:
+            try:
+                first = self._meet(socket.create_connection(self._address, timeout=HELLO_S))
+            except OSError as error:
+                failure = f"no launcher answers at {where} ({error})"
+            else:
+                if isinstance(self._answer, Welcome):
+                    return first
+                failure = f"who answers at {where} is not the first launcher of this job: {first.why or 'it hung up'}"
+                if failure not in said and not self._signals.count:
+                    said.add(failure)
+                    say(f"{failure}; looking for it for {max(deadline - time.monotonic(), 0.0):.0f} s more")
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{failure}; start the one of --node-rank 0 there")
+            time.sleep(_POLL_S)
+        return None
+
+    def _meet(self, connection: socket.socket) -> Lines:
+        """Says who this is, and waits for the answer. Returns the connection, which has ended if there is none."""
+        self._answer, self._from_first = None, {}
+        self._hello = replace(self._hello, nonce=secrets.token_hex(16))
+        self._first = first = Lines(connection, Challenge, self._take_challenge, HELLO_S)
         self._events.add(first)
-        first.welcome(FromFirst, self._take)
+        while not (self._answer or first.is_over or self._signals.count):
+            self._events.wait(_POLL_S)
+        return first
+
+    def _take_challenge(self, challenge: Challenge) -> None:
+        signed = signature(self._job.secret, *signed_parts(self._hello, challenge.nonce))
+        self._first.send(replace(self._hello, signature=signed))
+        self._first.expect(Welcome | Refused, self._take_answer)
+
+    def _take_answer(self, answer: Welcome | Refused) -> None:
+        """Believes a welcome that is signed with the job's secret. A refusal ends a launcher that has not joined yet
+        in any case; later only if it is signed: who took the port of a first launcher that was lost is nobody."""
+        secret, nonce = self._job.secret, self._hello.nonce
+        if isinstance(answer, Welcome) and is_signed(answer.signature, secret, "welcome", nonce):
+            self._answer = answer
+            self._first.expect(messages.FromFirst, self._do, is_known=True)
+        elif isinstance(answer, Refused) and (
+            self._hello.generation < 0 or is_signed(answer.signature, secret, "refused", nonce, answer.reason)
+        ):
+            raise ConfigError(f"the first launcher refuses this one: {answer.reason}")
+        else:
+            raise MessageError("does not show that it knows the job's secret")
 
     def run(self, first: Lines) -> int | None:
         """Returns the exit status, or None if the first launcher was lost, or at a third signal."""
@@ -207,7 +149,7 @@ class _Follower:
                         del self._processes[worker]
                         if code:
                             process.end()
-                        first.send(Ended(worker, code))
+                        first.send(messages.Ended(worker, code))
                 if self._passed_on < self._signals.count:
                     self._passed_on = self._signals.count
                     for worker, process in self._processes.items():
@@ -215,32 +157,33 @@ class _Follower:
                             process.send_signal(self._signals.sent)
         finally:
             kill(self._processes.values())
+            self._processes.clear()
         return self._status
 
-    def _take(self, message: Start | Tell | Signal | End) -> None:
+    def _do(self, message: Any) -> None:
         """Does what the first launcher says."""
-        if isinstance(message, End):
-            self._status = message.status
-        elif isinstance(message, Start):
-            if message.worker in self._from_first:
-                raise MessageError(f"starts worker {message.worker} again")
-            self._from_first[message.worker] = self._passed_on
-            self.started = message.environment.get(RUN_STARTED, self.started)
-            self._processes[message.worker] = self._node.start(message.worker, message.place, message.environment)
-        elif message.worker not in self._from_first:
-            raise MessageError(f"is for worker {message.worker}, which was not started here")
-        elif isinstance(message, Tell):
-            if isinstance(message.message, Generation):
-                self.generation = message.message.number
-            self._node.tell(message.worker, message.message)
-        elif message.worker in self._processes:
-            if message.number == 9:
-                self._processes[message.worker].end()
-                return
-            self._from_first[message.worker] += 1
-            if self._from_first[message.worker] > self._passed_on:
-                self._processes[message.worker].send_signal(message.number)
+        match message:
+            case messages.End(status):
+                self._status = status
+            case messages.Start(worker, place, environment) if worker not in self._from_first:
+                self._from_first[worker] = self._passed_on
+                self._hello = replace(self._hello, started=environment.get(messages.RUN_STARTED, self._hello.started))
+                self._processes[worker] = self._node.start(worker, place, environment)
+            case messages.Tell(worker, what) if worker in self._from_first:
+                if isinstance(what, messages.Generation):
+                    self._hello = replace(self._hello, generation=what.number)
+                self._node.tell(worker, what)
+            case messages.Signal(worker, number) if worker in self._from_first:
+                if worker not in self._processes:
+                    return
+                if number == 9:
+                    self._processes[worker].end()
+                    return
+                self._from_first[worker] += 1
+                if self._from_first[worker] > self._passed_on:
+                    self._processes[worker].send_signal(number)
+            case _:
+                raise MessageError(f"is about worker {message.worker} out of turn")
 
-    def _pass_on(self, worker: int, message: FromRank) -> None:
-        if self._first is not None:
-            self._first.send(Said(worker, message))
+    def _pass_on(self, worker: int, message: messages.FromRank) -> None:
+        self._first.send(messages.Said(worker, message))

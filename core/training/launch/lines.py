@@ -28,9 +28,9 @@ class Lines:
     """One end of a socket on which messages come and go. Its callback takes them when `read` is called.
 
     Args:
-        expected: the types that may come, as a union; `welcome` changes them.
+        expected: the types that may come, as a union; `expect` changes them.
         take: raises MessageError for a message that does not fit what was said before.
-        limit_s: seconds in which `welcome` has to be called. None: it is not waited for.
+        limit_s: seconds in which the other end has to become known. None: it is from the start.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Lines:
         self._partial, self._num_lines = b"", 0
         # When this end gives up a stranger; None once it is known, and for a rank.
         self._deadline = None if limit_s is None else time.monotonic() + limit_s
-        # When the other end was heard, and this one has sent a beat; used once `welcome` was called.
+        # When the other end was heard, and this one has sent a beat; used once that is known.
         self._heard_at = self._beat_at = time.monotonic()
         self._beats = False
         self.is_over = False
@@ -56,10 +56,15 @@ class Lines:
         """Whether it is not known yet who is at the other end."""
         return self._deadline is not None and not self.is_over
 
-    def welcome(self, expected: Any, take: Callable[[Any], None]) -> None:
-        """Takes the other end for a launcher that is known, which says that it is alive from now on, as this one."""
+    def expect(self, expected: Any, take: Callable[[Any], None], *, is_known: bool = False) -> None:
+        """Takes other messages from now on.
+
+        Args:
+            is_known: the other end is a launcher of the job, which says that it is alive from now on, as this one.
+        """
         self._expected, self._take = expected, take
-        self._deadline, self._beats, self._heard_at = None, True, time.monotonic()
+        if is_known:
+            self._deadline, self._beats, self._heard_at = None, True, time.monotonic()
 
     def send(self, message: Message) -> None:
         try:

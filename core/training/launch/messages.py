@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -253,15 +253,7 @@ Message = FromRank | ToRank | Challenge | Hello | Welcome | Refused | FromFirst 
 
 def encode(message: Message) -> bytes:
     """Returns the line of a message, with its end."""
-    return json.dumps(_tagged(message)).encode() + b"\n"
-
-
-def _tagged(message: Any) -> dict[str, Any]:
-    values = {field.name: getattr(message, field.name) for field in fields(message)}
-    tagged = {
-        name: _tagged(value) if hasattr(value, "__dataclass_fields__") else value for name, value in values.items()
-    }
-    return {"kind": type(message).__name__, **tagged}
+    return json.dumps(message, default=lambda inner: {"kind": type(inner).__name__, **vars(inner)}).encode() + b"\n"
 
 
 def decode(line: bytes, expected: Any) -> Any:

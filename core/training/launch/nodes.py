@@ -97,7 +97,7 @@ class OtherNode:
         self.number, self.num_ranks, self.launcher = number, num_ranks, launcher
         self.lines, self._take = lines, take
         self._processes: dict[int, _OtherProcess] = {}
-        lines.welcome(FromOther, self._take_message)
+        lines.expect(FromOther, self._take_message, is_known=True)
 
     @property
     def is_lost(self) -> bool:
