@@ -150,7 +150,8 @@ class Supervisor:
         Args:
             environment: added to that of this process.
         """
-        self._environment, self._is_over, self._losses = environment, False, 0
+        self._environment, self._is_over = environment, False
+        self._furthest, self._losses = -(2**63), 0
         if lost_nodes := [node.number for node in self._nodes if node.is_lost]:
             say(f"the ranks start without nodes {lost_nodes}, which were lost")
         self._nodes = [node for node in self._nodes if not node.is_lost]
