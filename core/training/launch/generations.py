@@ -115,7 +115,7 @@ class _Launcher:
 
     @property
     def number(self) -> int:
-        """Number of the generation whose block runs, or ran last; -1 before the first."""
+        """Number of the generation whose block runs, or ran last. -1 before the first."""
         return self.current.number if self.current is not None else -1
 
     def enter(self) -> Generation:

@@ -47,9 +47,9 @@ class Lines:
         self._heard_at = self._beat_at = time.monotonic()
         self._beats = False
         self.is_over = False
-        """Whether either end has ended the connection; never cleared."""
+        """Whether either end has ended the connection. Never cleared."""
         self.why = ""
-        """Why this end has; empty if the other one did."""
+        """Why this end has. Empty if the other one did."""
 
     @property
     def is_stranger(self) -> bool:

@@ -159,7 +159,7 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Hello:
-    """Joins; again after either launcher was lost, with the last generation and `RUN_STARTED`."""
+    """Joins. After either launcher was lost it joins again, with the last generation and `RUN_STARTED`."""
 
     node: Annotated[int, range(-(2**31), 2**31)]
     machine: str
@@ -219,7 +219,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send a signal to a worker's process; 9 ends what it has started too."""
+    """Send a signal to a worker's process. 9 ends what it has started too."""
 
     worker: Count
     number: Annotated[int, range(1, 65)]
@@ -240,7 +240,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker's process has ended; -9 is a signal."""
+    """A worker's process has ended. -9 is a signal."""
 
     worker: Count
     code: Annotated[int, range(-64, 256)]
