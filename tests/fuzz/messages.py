@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from core.base import checked_json
 from core.base.errors import WeightsError
 from core.weights import WeightReceiver
 from core.weights import receiver as receiving
-from core.weights.messages import Message, as_json, hash_bucket, new_hash, parse_message
+from core.weights.messages import Bucket, Failure, Full, Patch, as_json, hash_bucket, new_hash, parse_message
 from tests.fuzz.readers import Reader
 
 _WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
@@ -26,7 +27,7 @@ def _metas(parts: list[tuple[str, Tensor]]) -> list[receiving.ParamMeta]:
 
 
 def _header(kind: str, base: str) -> dict[str, Any]:
-    return Message(kind, tensors=_metas(_ROUNDS["full"]) if kind == "full" else (), version=1, base=base).as_header()
+    return checked_json.as_json(Full(1, as_json(_metas(_ROUNDS["full"]))) if kind == "full" else Patch(1, base))
 
 
 def _end(header: dict[str, Any], kind: str) -> str:
@@ -42,7 +43,7 @@ def _make_weights(folder: Path) -> None:
         said = {"header": header, "0": as_json(_metas(_ROUNDS[kind])), "1": _end(header, kind)}
         for name, value in said.items():
             (folder / f"{kind}_{name}.json").write_text(json.dumps(value))
-    (folder / "failure.json").write_text(json.dumps({"failure": "a rank was lost"}))
+    (folder / "failure.json").write_text(json.dumps(checked_json.as_json(Failure("a rank was lost"))))
 
 
 class _Files:
@@ -54,10 +55,10 @@ class _Files:
     def __init__(self, folder: Path) -> None:
         self.folder, self.kind, self.parts = folder, "full", list[Tensor]()
 
-    def read(self, key: str, *kinds: str) -> Message:
+    def read(self, key: str, expected: Any) -> Any:
         if key.endswith("header"):
             self.parts = [tensor for _, tensor in _ROUNDS[self.kind]]
-        return parse_message((self.folder / f"{self.kind}_{key.split('/')[-1]}.json").read_bytes(), *kinds)
+        return parse_message((self.folder / f"{self.kind}_{key.split('/')[-1]}.json").read_bytes(), expected)
 
     def broadcast(self, tensor: Tensor) -> Any:
         sent = self.parts.pop(0) if self.parts else tensor
@@ -86,7 +87,7 @@ def _read_weights(folder: Path) -> None:
             assert all(torch.equal(tensor, before[name]) for name, tensor in receiver.weights.items())
         assert _metas([*receiver.weights.items()]) in (_metas(_ROUNDS["full"]), [])
     for path in folder.glob("*.json"):
-        parse_message(path.read_bytes(), "full", "patch", "bucket", "failure", "text")
+        parse_message(path.read_bytes(), Full | Patch | Bucket | Failure | str)
 
 
 READERS = {"weights messages": Reader(_make_weights, _read_weights, ("*.json",))}

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .messages import Beat, Message, MessageError, decode, encode
+from ...base.checked_json import decode
+from .messages import Beat, Message, MessageError, encode
 from .processes import LocalProcess
 
 HELLO_S = 5.0
