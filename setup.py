@@ -49,6 +49,7 @@ setup(
     packages=find_packages(include=["core", "core.*"]),
     package_data={
         "core": ["py.typed"],
+        "core.adapters.bridge": ["foreign_settings.json"],
         "core.base": ["megatron_names.json"],
         "core.distributed.report": ["page.html"],
         "core.planner": ["hardware.json"],
