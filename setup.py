@@ -52,7 +52,10 @@ setup(
         "core.adapters.bridge": ["foreign_settings.json"],
         "core.base": ["megatron_names.json"],
         "core.distributed.report": ["page.html"],
+        "core.models.gpt": ["hf_layouts.json"],
+        "core.optimizer": ["muon_coefficients.json"],
         "core.planner": ["hardware.json"],
+        "core.verify": ["wrappers.json"],
     },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
     extras_require=EXTRAS,
