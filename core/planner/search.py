@@ -99,10 +99,8 @@ def candidates(variants: Mapping[str, Sequence[str]], world_size: int, hardware:
     """
     estimates = []
     for name, flags in variants.items():
-        try:
+        with suppress(ConfigError):
             estimates.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware))
-        except ConfigError:
-            continue
     return _fastest_first(estimates, hardware)
 
 
