@@ -52,7 +52,7 @@ setup(
         "core.adapters.bridge": ["foreign_settings.json"],
         "core.base": ["megatron_names.json"],
         "core.distributed.plan": ["not_of_fsdp2.json"],
-        "core.distributed.report": ["page.html"],
+        "core.distributed.report": ["page.html", "table.html"],
         "core.models.gpt": ["hf_layouts.json"],
         "core.optimizer": ["muon_coefficients.json"],
         "core.planner": ["hardware.json"],
