@@ -45,6 +45,8 @@ class Output:
     def __init__(self, folder: Path, *, is_full: bool) -> None:
         folder.mkdir()
         self.text, self.is_full = "", is_full
+        # Whether the reader does nothing, though the pipes are open and full. `fill` sets it, `open` clears it.
+        self._pauses = False
         self._log, self._fds = folder / "said.txt", list[int]()
         self._paths = [] if is_full else [folder / "launcher.out", folder / "launcher.err"]
         for path in self._paths:
@@ -56,9 +58,10 @@ class Output:
 
     @property
     def is_read(self) -> bool:
-        return bool(self._fds)
+        return bool(self._fds) and not self._pauses
 
     def open(self) -> None:
+        self._pauses = False
         if not self._fds:
             self._fds = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in self._paths]
 
@@ -67,8 +70,19 @@ class Output:
             os.close(fd)
         self._fds = []
 
+    def fill(self) -> None:
+        """Reads no more, of pipes that take no more either."""
+        self._pauses = True
+        for path in self._paths:
+            fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            for size in (1 << 12, 1):
+                with suppress(BlockingIOError):
+                    while True:
+                        os.write(fd, b" " * size)
+            os.close(fd)
+
     def read(self) -> None:
-        for fd in self._fds:
+        for fd in () if self._pauses else self._fds:
             with suppress(BlockingIOError):
                 while data := os.read(fd, 1 << 16):
                     self.text += data.decode(errors="replace")

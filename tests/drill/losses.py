@@ -138,11 +138,16 @@ def _fill(leave: int) -> None:
 
 
 def output(run: Run, draw: random.Random) -> Event:
-    """Goes away with the pipes that all write to, and kills a rank."""
+    """Goes away with the pipes that all write to, or does not read them for a while, and kills a rank."""
+    pauses = draw.random() < 0.3
     for of_node in run.outputs:
-        of_node.close()
+        of_node.fill() if pauses else of_node.close()
     time.sleep(draw.uniform(0.0, 0.5))
     send(_victims(run, draw, 1), signal.SIGKILL)
+    if pauses:  # ranks wait until they can write
+        time.sleep(draw.uniform(0.0, 4.0))
+        for of_node in run.outputs:
+            of_node.open()
     yield None
     for of_node in run.outputs:
         of_node.open()

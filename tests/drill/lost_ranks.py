@@ -59,6 +59,7 @@ NAMED_S = 30.0
 _IS_PRIVATE = "DRILL_HAS_MEMORY"
 """Environment variable: /dev/shm is the drill's own."""
 _MEMORY_BYTES = 64 << 20
+_WARNINGS = "are damaged or do not fit", "no complete copy is left", "goes on without new copies", "is skipped"
 
 
 class Drill:
@@ -71,6 +72,8 @@ class Drill:
         """Seconds from each loss to the line that names it."""
         self.went_on: dict[str, list[float]] = {}
         """Seconds from each event to the second step after it."""
+        self.warned: Counter[str] = Counter()
+        """How often what is said of copies was."""
         self.runs = 0
         self._draw = random.Random(seed)
 
@@ -98,7 +101,10 @@ class Drill:
                 raise SystemExit(f"{folder} {flags} ended with {status}, wrong steps {wrong}:\n{run.said()}")
             shutil.rmtree(folder)
             self.runs += 1
-            print(f"{self.runs} runs, {sum(self.counts.values())} events", file=sys.stderr, flush=True)
+            for part in _WARNINGS:
+                self.warned[part] += sum(output.text.count(part) for output in run.outputs)
+            events = sum(self.counts.values())
+            print(f"{self.runs} runs, {events} events, warnings {dict(self.warned)}", file=sys.stderr, flush=True)
 
     def _disturb(self, run: Run, where: str, until: float) -> None:
         """Meets a run with events until one rank is left, the run has ended, or the time is over."""
@@ -124,12 +130,13 @@ class Drill:
         return not self.kinds or kind.__name__ in self.kinds
 
     def _meet(self, run: Run, kind: Callable[[Run, random.Random], Event], name: str) -> None:
-        before, begun = run.step(), time.monotonic()
+        begun = time.monotonic()
         run.look()
         said = [len(output.text) for output in run.outputs]
-        print(f"{datetime.now():%H:%M:%S} {name}, step {before}", file=sys.stderr, flush=True)
+        print(f"{datetime.now():%H:%M:%S} {name}, step {run.step()}", file=sys.stderr, flush=True)
         event = kind(run, self._draw)
         line = next(event)
+        before = run.step()
         self.counts[name] += 1
         if line is not None and run.outputs[line[0]].is_read:
             node, pattern = line
