@@ -25,7 +25,7 @@ FLAGS = (
     *("--eval-iters", "0", "--global-batch-size", "8", "--hidden-dropout", "0.1", "--save-interval", "50"),
     *("--reproducible-across-ranks", "--log-weights-hash", "1"),
 )
-ITERATIONS = {"replace": 200, "shrink": 60}
+ITERATIONS = {"replace": 200, "shrink": 150}
 SILENT_S = 150.0
 """A run without a step for so long does not end any more."""
 LEAVE_S = 15.0

@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -90,6 +91,7 @@ def damage(run: Run, draw: random.Random) -> Event:
 def _damage(path: Path, draw: random.Random) -> None:
     size = path.stat().st_size
     how = draw.choice(("flip", "flip", "flip", "truncate", "delete", "zero", "append", "folder"))
+    print(f"  {how}: {path}, {size} bytes", file=sys.stderr, flush=True)
     if how == "delete":
         path.unlink()
     elif how == "folder":

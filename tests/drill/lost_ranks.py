@@ -87,7 +87,7 @@ class Drill:
                 raise SystemExit(f"a run on one rank did not end:\n{whole.said()}")
         while time.monotonic() < until:
             machines, policy, ranks, flags = RUNS[(self.seed + self.runs) % len(RUNS)]
-            limit_s, is_full = self._draw.choice((6.0, 20.0)) if machines > 1 else 6.0, self._draw.random() < 0.1
+            limit_s, is_full = self._draw.choice((6.0, 12.0)) if machines > 1 else 6.0, self._draw.random() < 0.1
             folder = self.folder / f"run{self.runs}"
             run = Run(folder, self.corpus, policy, ranks, flags, machines=machines, limit_s=limit_s, is_full=is_full)
             try:
@@ -149,6 +149,9 @@ class Drill:
             self.went_on.setdefault(name, []).append(time.monotonic() - begun)
         for _ in event:
             pass
+        new = "".join(output.text[start:] for output, start in zip(run.outputs, said, strict=True))
+        for text in dict.fromkeys(text for text in re.split("[\r\n]", new) if any(w in text for w in _WARNINGS)):
+            print(f"  {text}", file=sys.stderr, flush=True)
 
     def rows(self) -> list[str]:
         """Returns a line of a table for each kind of run and of event."""
