@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from .. import parallel_state
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.text import join_parts, texts_by_rank
-from .format.index import Box, TensorEntry, json_problem
+from .format.index import Box, Piece, TensorEntry, json_problem
 from .global_view import held_boxes, is_copy, is_piece
 
 T = TypeVar("T")
@@ -232,8 +232,35 @@ def spread(of_ranks: Sequence[Mapping[str, Offer]]) -> list[list[Key]]:
     return keys
 
 
-ALIGNMENT_BYTES = 64
+_ALIGNMENT_BYTES = 64
 """Each piece begins at a multiple of it in its file."""
+
+
+def aligned(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Returns where runs of so many bytes begin one after another, each aligned, and where the last one ends."""
+    starts, end = list[int](), 0
+    for size in sizes:
+        starts.append(-(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        end = starts[-1] + size
+    return starts, end
+
+
+def place_pieces(own_offers: Mapping[str, Offer], keys: Sequence[Key], file: str) -> tuple[list[Piece], int]:
+    """Returns the place of each box in a file that has them in this order, and its length."""
+    sizes = [math.prod(box.sizes) * own_offers[name].dtype.itemsize for name, box in keys]
+    starts, end = aligned(sizes)
+    places = zip(keys, starts, sizes, strict=True)
+    return [Piece(box.offsets, box.sizes, file, start, size) for (_, box), start, size in places], end
+
+
+def entries(own_offers: Mapping[str, Offer], keys: Sequence[Key], pieces: Sequence[Piece]) -> dict[str, TensorEntry]:
+    """Returns tensors with the pieces that a rank writes. A tensor without elements has none."""
+    of_name: dict[str, list[Piece]] = {name: [] for name, offer in own_offers.items() if 0 in offer.shape}
+    for (name, _), piece in zip(keys, pieces, strict=True):
+        of_name.setdefault(name, []).append(piece)
+    return {
+        name: TensorEntry(own_offers[name].dtype, own_offers[name].shape, tuple(of)) for name, of in of_name.items()
+    }
 
 
 def join_entries(of_ranks: Sequence[Mapping[str, TensorEntry]]) -> tuple[dict[str, TensorEntry], dict[str, int]]:

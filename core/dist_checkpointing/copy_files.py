@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..base.files import JSON_BYTES, BoundsError, open_in_place, parse_json, read_file
 from ..base.job_secret import is_signed, signature
-from .format.index import decode_index, is_size
+from .format.index import CheckpointIndex, decode_index, is_size
 
 PLAN_FILE, GENERATION, VERSIONS = "plan.json", "generation_{:05d}", ("version_0", "version_1")
 _UNFINISHED, _SIGNATURE = b"\0", "signature"
@@ -35,9 +35,9 @@ Mark = dict[str, Any]
 """What a rank writes about a version of its pieces, once they are complete: `step`, an integer; `metadata`, a table;
 `sums`, the `word_sum` of each file."""
 
-Version = tuple[str, list[str], dict[str, int], dict[int, dict[str, Any]]]
-"""What one rank has found of a version: its plan, the files that it names, the step of those that are complete, and
-the metadata of each step."""
+Version = tuple[CheckpointIndex, dict[str, int], dict[int, dict[str, Any]]]
+"""What one rank has found of a version: its plan, the step of the files that are complete, and the metadata of each
+step."""
 
 
 def mark_path(path: Path) -> Path:
@@ -128,42 +128,33 @@ def find_versions(root: Path, secret: bytes, share: int, num_shares: int) -> tup
     versions: dict[str, Version] = {}
     damaged: list[str] = []
     for generation in sorted(root.glob("generation_*")):
-        path = generation / PLAN_FILE
-        if (plan := _unless_damaged(path, partial(_read_plan, path), damaged)) is None:
+        index = _unless_damaged(generation / PLAN_FILE, lambda data: decode_index(data.decode()), damaged)
+        if index is None:
             continue
-        text, file_bytes = plan
         for name in VERSIONS:
             steps: dict[str, int] = {}
             metadata: dict[int, dict[str, Any]] = {}
-            for file in sorted(file_bytes)[share::num_shares]:
+            for file in sorted(index.file_bytes)[share::num_shares]:
                 path = generation / name / file
-                mark = _unless_damaged(mark_path(path), partial(_read_mark, mark_path(path), secret), damaged)
-                if mark is not None and _has_sum(path, file_bytes[file], mark["sums"].get(file)):
+                decode = partial(decode_mark, secret=secret, path=mark_path(path))
+                mark = _unless_damaged(mark_path(path), decode, damaged)
+                if mark is not None and _has_sum(path, index.file_bytes[file], mark["sums"].get(file)):
                     steps[file], metadata[mark["step"]] = mark["step"], mark["metadata"]
                 elif mark is not None:
                     damaged.append(str(path))
-            versions[f"{generation.name}/{name}"] = text, sorted(file_bytes), steps, metadata
+            versions[f"{generation.name}/{name}"] = index, steps, metadata
     return versions, damaged
 
 
-def _unless_damaged(path: Path, read: Callable[[], T], damaged: list[str]) -> T | None:
-    """Returns what is read, or None; notes the path of what is there and cannot be read."""
+def _unless_damaged(path: Path, decode: Callable[[bytes], T], damaged: list[str]) -> T | None:
+    """Returns what a file has, or None; notes the path of what is there and cannot be read."""
     try:
-        return read()
+        return decode(read_file(path, JSON_BYTES, follow_link=False))
     except FileNotFoundError:
         return None
     except Exception:  # of many kinds
         damaged.append(str(path))
         return None
-
-
-def _read_plan(path: Path) -> tuple[str, dict[str, int]]:
-    text = read_file(path, JSON_BYTES, follow_link=False).decode("utf-8")
-    return text, decode_index(text).file_bytes
-
-
-def _read_mark(path: Path, secret: bytes) -> Mark | None:
-    return decode_mark(read_file(path, JSON_BYTES, follow_link=False), secret, path)
 
 
 def _has_sum(path: Path, num_bytes: int, expected: Any) -> bool:

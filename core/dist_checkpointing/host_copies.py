@@ -32,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,7 +43,7 @@ from ..base.job_secret import job_secret
 from . import agreement, copy_files
 from .agreement import Key, Offer, Ranks
 from .copy_files import PLAN_FILE, VERSIONS, map_file, word_sum, write_mark
-from .format.index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, decode_index, encode_index
+from .format.index import INDEX_FILE, CheckpointIndex, encode_index
 from .format.reader import PieceReader
 
 _PIECE_BYTES = 1 << 23
@@ -82,23 +81,28 @@ class HostCopies:
     ) -> None:
         ranks = Ranks()
         self._secret, self._rank = job_secret(), ranks.rank
-        self._folder, self._name = root / copy_files.GENERATION.format(generation), f"rank_{ranks.rank:05d}"
+        self._folder = root / copy_files.GENERATION.format(generation)
         nodes = ranks.all_gather(node)  # behind it all have loaded what they continue from
         is_first_of_node = ranks.rank == nodes.index(node)
         ranks.on_all(lambda: _remove_all_but(root, _last_loaded(root)) if is_first_of_node else None)
         self._partner = partners(nodes)[ranks.rank]
-        # Pieces that this rank copies, fixed: those in its own file, and in that of what all machines hold.
+        # All fixed: the pieces that this rank copies, its files, its own and that of what all machines hold, and the
+        # place of each piece in them.
         decide = partial(spread_over_nodes, nodes=nodes)
         own, shared = agreement.planned_pieces(tensors, metadata, self._folder, ranks, decide)
         self._keys = own + shared
-        names = f"{self._name}.bin", f"shared_{ranks.rank:05d}.bin"
-        entries, num_bytes, places = _places(agreement.offers(tensors), own, names[0])
-        more_entries, more_bytes, more_places = _places(agreement.offers(tensors), shared, names[1])
-        of_ranks = ranks.all_gather((num_bytes, entries, more_entries, len(json.dumps(dict(metadata)))))
+        self._files, offers = (f"rank_{ranks.rank:05d}.bin", f"shared_{ranks.rank:05d}.bin"), agreement.offers(tensors)
+        pieces, num_bytes = agreement.place_pieces(offers, own, self._files[0])
+        more_pieces, more_bytes = agreement.place_pieces(offers, shared, self._files[1])
+        self._places = [
+            (piece, offers[name].dtype) for (name, _), piece in zip(self._keys, pieces + more_pieces, strict=True)
+        ]
+        entries = agreement.entries(offers, own, pieces), agreement.entries(offers, shared, more_pieces)
+        of_ranks = ranks.all_gather((num_bytes, *entries, len(json.dumps(dict(metadata)))))
         # The length of every mark, and of its message, on all ranks. `wait` sets what the last copy has agreed on.
         self._mark_bytes = _MARK_BYTES + 2 * max(metadata_bytes for *_, metadata_bytes in of_ranks)
         self._sources = [rank for rank, partner in enumerate(partners(nodes)) if partner == ranks.rank]
-        sizes = {names[0]: num_bytes, names[1]: more_bytes}
+        sizes = dict(zip(self._files, (num_bytes, more_bytes), strict=True))
         sizes |= {f"rank_{rank:05d}.bin": of_ranks[rank][0] for rank in self._sources}
         # For both versions: the files that this rank writes, mapped until this object is freed; its pieces in them.
         # `_allocate` adds a version.
@@ -106,7 +110,7 @@ class HostCopies:
         self._copies: list[list[Tensor]] = []
         of_node = [more for (_, _, more, _), at in zip(of_ranks, nodes, strict=True) if at == node]
         index = CheckpointIndex(*agreement.join_entries([own for _, own, _, _ in of_ranks] + of_node))
-        self._allocate(ranks, sizes, places + more_places, encode_index(index) if is_first_of_node else "")
+        self._allocate(ranks, sizes, encode_index(index) if is_first_of_node else "")
         device.set_backend_defaults()  # the maker of the default group may not have asked for it
         # For messages of the thread below alone. None after `close`, and for one rank.
         self._group = dist.new_group(backend="gloo") if ranks.size > 1 else None
@@ -131,7 +135,7 @@ class HostCopies:
                 if folder != self._folder:
                     shutil.rmtree(folder, ignore_errors=True)
         ranks.all_gather(None)  # the old versions make room for the second one
-        self._allocate(ranks, sizes, places + more_places)
+        self._allocate(ranks, sizes)
 
     def start(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
         """Begins to copy. Call `wait` before a tensor changes, buffers excepted, which are copied at once."""
@@ -165,14 +169,13 @@ class HostCopies:
             why this rank could not, or "", whether all have, and the bytes that the next mark may have.
         """
         folder, memory = self._folder / VERSIONS[number], self._memory[number]
-        path, text, mark, problem = folder / f"{self._name}.json", b"", b"", ""
+        path, text, mark, problem = copy_files.mark_path(folder / self._files[0]), b"", b"", ""
         try:
             for rank in (self._rank, *self._sources):
                 write_mark(folder / f"rank_{rank:05d}.json")
             for copy, value in zip(self._copies[number], values, strict=True):
                 copy.copy_(value.detach())
-            own = (f"{self._name}.bin", self._name.replace("rank", "shared") + ".bin")
-            sums = {file: word_sum(memory[file]) for file in own if len(memory[file])}
+            sums = {file: word_sum(memory[file]) for file in self._files if len(memory[file])}
             text = copy_files.encode_mark({"step": step, "metadata": metadata, "sums": sums}, self._secret, path)
             if len(text) > self._mark_bytes:  # the next one may be longer, on all ranks
                 raise OSError(errno.EFBIG, f"metadata has grown to {len(text)} bytes")
@@ -197,7 +200,7 @@ class HostCopies:
             why the mark of one of those ranks was not written, or "".
         """
         sent = torch.frombuffer(bytearray(mark or self._mark_bytes), dtype=torch.uint8)
-        messages = [part for part in (sent, *memory[f"{self._name}.bin"].split(_PIECE_BYTES)) if len(part)]
+        messages = [part for part in (sent, *memory[self._files[0]].split(_PIECE_BYTES)) if len(part)]
         works = [dist.isend(part, self._partner, group=self._group) for part in messages]
         problem = ""
         for rank in self._sources:
@@ -211,14 +214,11 @@ class HostCopies:
                     write_mark(path, data)
             except (OSError, ValueError) as error:
                 problem = f"{path}: {error}"
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         return problem
 
-    def _allocate(
-        self, ranks: Ranks, sizes: dict[str, int], places: Sequence[tuple[Piece, torch.dtype]], plan: str = ""
-    ) -> None:
+    def _allocate(self, ranks: Ranks, sizes: dict[str, int], plan: str = "") -> None:
         """Makes the files of a version on all ranks, and the plan if this one writes it. Leaves none if one fails."""
         folder = self._folder / VERSIONS[len(self._memory)]
         marks = {copy_files.mark_path(Path(file)).name: self._mark_bytes for file in sizes}
@@ -243,7 +243,7 @@ class HostCopies:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         memory = self._memory[-1]
-        in_bytes = [(memory[p.file][p.start : p.start + p.num_bytes], p.sizes, dtype) for p, dtype in places]
+        in_bytes = [(memory[p.file][p.start : p.start + p.num_bytes], p.sizes, dtype) for p, dtype in self._places]
         self._copies.append([part.view(dtype).view(sizes) for part, sizes, dtype in in_bytes])
 
 
@@ -309,7 +309,9 @@ def fetch_newest(
     nodes = ranks.all_gather(node)
     local = [rank for rank, at in enumerate(nodes) if at == node]
     found, damaged = ranks.on_all(lambda: copy_files.find_versions(root, secret, local.index(ranks.rank), len(local)))
-    scans = ranks.all_gather(({name: (files, steps) for name, (_, files, steps, _) in found.items()}, damaged))
+    scans = ranks.all_gather(
+        ({name: ([*plan.file_bytes], steps) for name, (plan, steps, _) in found.items()}, damaged)
+    )
     unread = list(dict.fromkeys(path for _, paths in scans for path in paths))
     complete, holders = _complete_versions([steps for steps, _ in scans])
     if not complete:
@@ -317,33 +319,28 @@ def fetch_newest(
     step, version, planner = max(complete)
     folder = root / version
     # What the planner has found, not read again: it may be damaged since.
-    description: tuple[str, dict[str, Any]] = "", {}
-    if ranks.rank == -planner:
-        plan, _, _, metadata_of = found[version]
-        description = plan, metadata_of[step]
-    text, metadata = ranks.all_gather(description)[-planner]
-    index = dataclasses.replace(decode_index(text), metadata=metadata)
+    plan, _, metadata_of = found[version] if ranks.rank == -planner else (CheckpointIndex({}, {}), {}, {step: {}})
+    index = ranks.all_gather(dataclasses.replace(plan, metadata=metadata_of[step]))[-planner]
     loaded = targets()
     files_of_ranks = ranks.all_gather(ranks.on_all(lambda: PieceReader(folder, index).files_of(loaded)))
     held = {(file, nodes[rank]) for file in index.file_bytes for rank in holders[version, file, step]}
     missing = {(file, at) for files, at in zip(files_of_ranks, nodes, strict=True) for file in files} - held
+    ends = [(file, holders[version, file, step][0], nodes.index(at)) for file, at in sorted(missing)]
 
-    def prepare() -> dict[tuple[str, int], Tensor]:
+    def prepare() -> dict[str, Tensor]:
         """Returns the files that this rank sends or receives."""
         if ranks.rank == local[0]:
             of_node = [{file for file, at in places if at == node} for places in (held, missing)]
             _make_readable(root, folder, index, *of_node)
-        ends = {(file, at): (holders[version, file, step][0], nodes.index(at)) for file, at in missing}
-        return {key: map_file(folder / key[0], index.file_bytes[key[0]]) for key in ends if ranks.rank in ends[key]}
+        return {file: map_file(folder / file, index.file_bytes[file]) for file, *of in ends if ranks.rank in of}
 
     try:
         memory = ranks.on_all(prepare)
     except (CheckpointError, OSError) as error:  # the memory is full
         return None, [*unread, f"{folder} ({agreement.error_text(error)})"]
     group = dist.new_group(backend="gloo") if missing else None
-    for file, at in sorted(memory):
-        source, target = holders[version, file, step][0], nodes.index(at)
-        for part in memory[file, at].split(_PIECE_BYTES):
+    for file, source, target in ends:
+        for part in memory[file].split(_PIECE_BYTES) if ranks.rank in (source, target) else ():
             if ranks.rank == source:
                 dist.send(part, target, group=group)
             else:
@@ -401,21 +398,6 @@ def _remove_all_but(root: Path, kept: Path | None) -> None:
     for folder in root.glob("generation_*/version_*"):
         if folder != kept:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _places(
-    sources: Mapping[str, Offer], keys: Sequence[Key], file: str
-) -> tuple[dict[str, TensorEntry], int, list[tuple[Piece, torch.dtype]]]:
-    """Returns the tensors with the places of their pieces in a file, its length, and the place of each piece."""
-    end, places = 0, []
-    pieces: dict[str, list[Piece]] = {name: [] for name, offer in sources.items() if 0 in offer.shape}
-    for name, box in keys:
-        start = -(-end // agreement.ALIGNMENT_BYTES) * agreement.ALIGNMENT_BYTES
-        end = start + int(np.prod(box.sizes)) * sources[name].dtype.itemsize
-        places.append((Piece(box.offsets, box.sizes, file, start, end - start), sources[name].dtype))
-        pieces.setdefault(name, []).append(places[-1][0])
-    entries = {name: TensorEntry(sources[name].dtype, sources[name].shape, tuple(of)) for name, of in pieces.items()}
-    return entries, end, places
 
 
 def _at_once(tensor: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.text import join_parts, readable_bytes
-from .agreement import Ranks, refuse, tensor_problem
+from .agreement import Ranks, held_parts, refuse, tensor_problem
 from .format import folders
 from .format.content_hash import MODULUS, box_hash
 from .format.index import Box, CheckpointIndex, Piece, share_elements
 from .format.reader import PieceReader, is_good, read_index
-from .global_view import FlatRange, can_be_cast, held_boxes, is_copy
+from .global_view import FlatRange, can_be_cast
 from .model_state import ShardedStateDict
 
 BoxHash = tuple[Box, int]
@@ -276,14 +276,7 @@ def _differs(box_hashes: list[BoxHash], index: CheckpointIndex, name: str) -> bo
 
 def _box_hashes(tensor: Tensor) -> list[BoxHash]:
     """Returns the boxes of the whole tensor that this rank holds, each with its addend to the hash."""
-    shape = tuple(tensor.shape)
-    if is_copy(tensor):
-        return []
-    return [
-        (Box(offsets, tuple(values.shape)), box_hash(values, offsets, shape))
-        for offsets, values in held_boxes(tensor)
-        if values.numel()
-    ]
+    return [(Box(*box), box_hash(values, box[0], tensor.shape)) for box, values in held_parts(tensor).items()]
 
 
 def _of_stored_dtype(tensor: Tensor, index: CheckpointIndex, name: str) -> Tensor | None:

@@ -11,13 +11,13 @@ part of a piece reads only the pages of that part. Each piece begins at a multip
 from __future__ import annotations
 
 import copy
-import io
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -184,18 +184,14 @@ class HostStaging:
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns contiguous copies on the host, complete when it returns. Overwrites those of the last call."""
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // agreement.ALIGNMENT_BYTES) * agreement.ALIGNMENT_BYTES
+        starts, end = agreement.aligned(tensor.nbytes for tensor in tensors)
         on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors)
         if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
             self._memory = streams.pinned([end], torch.uint8) if on_gpu else host_pages(end)
         copies = []
         for tensor, start in zip(tensors, starts, strict=True):
-            num_bytes = tensor.numel() * tensor.element_size()
-            copy = self._memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+            copy = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies.append(copy.copy_(tensor, non_blocking=on_gpu))
         if on_gpu:
             streams.current_stream().synchronize()
@@ -248,25 +244,20 @@ class _Writer:
     def _write_file(
         self, file: str, own_offers: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]
     ) -> dict[str, TensorEntry]:
-        """Writes this rank's file. Returns its pieces of each tensor. A tensor without elements has none."""
-        pieces: dict[str, list[Piece]] = {name: [] for name, offer in own_offers.items() if 0 in offer.shape}
-        in_file: list[Piece] = []
+        """Writes this rank's file. Returns its pieces of each tensor."""
+        pieces, _ = agreement.place_pieces(own_offers, keys, file)
         if keys:
             path = folders.temporary_folder(self.folder) / file
             with path.open("xb") as stream:
-                for (name, box), tensor in zip(keys, tensors, strict=True):
+                for number, ((name, box), tensor) in enumerate(zip(keys, tensors, strict=True)):
                     hash_value = box_hash(tensor, box.offsets, own_offers[name].shape)
-                    start, num_bytes = _append(stream, tensor)
-                    in_file.append(Piece(box.offsets, box.sizes, file, start, num_bytes, hash_value))
-                    pieces.setdefault(name, []).append(in_file[-1])
+                    pieces[number] = replace(pieces[number], hash=hash_value)
+                    _write_piece(stream, tensor, pieces[number].start)
                 stream.flush()
                 os.fsync(stream.fileno())
             if self.keep is not None:  # older checkpoints are removed only if the new one can be read
-                _check_written(path, in_file, tensors)
-        return {
-            name: TensorEntry(own_offers[name].dtype, own_offers[name].shape, tuple(of_name))
-            for name, of_name in pieces.items()
-        }
+                _check_written(path, pieces, tensors)
+        return agreement.entries(own_offers, keys, pieces)
 
     def _finish(self, of_ranks: Sequence[Mapping[str, TensorEntry]]) -> list[None]:
         """Writes the index of all ranks' pieces, and publishes the folder."""
@@ -294,13 +285,9 @@ def _check_written(path: Path, pieces: Sequence[Piece], tensors: Sequence[Tensor
                 )
 
 
-def _append(stream: io.BufferedWriter, tensor: Tensor) -> tuple[int, int]:
-    """Appends the tensor's bytes. Returns their start in the file and their number."""
-    start = -(-stream.tell() // agreement.ALIGNMENT_BYTES) * agreement.ALIGNMENT_BYTES
+def _write_piece(stream: BinaryIO, tensor: Tensor, start: int) -> None:
     stream.seek(start)
-    data = _bytes_of(tensor)
-    stream.write(data.data)
-    return start, data.nbytes
+    stream.write(_bytes_of(tensor).data)
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

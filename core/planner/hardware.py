@@ -13,22 +13,29 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..base import device
+from ..base.checked_json import checked
 from ..base.device import barrier
 from ..base.environment import environment_int
 from ..base.errors import ConfigError
-from ..base.files import BoundsError, brief, read_json
+from ..base.files import brief, read_json
 from ..comm import collectives, streams
 from .recorder import HOST, Collective, Ranks, Work
+
+_MOST = 1e30
+"""Largest rate, and the inverse of the smallest: products and quotients of two stay finite."""
+
+Rate = Annotated[float, lambda rate: 1 / _MOST <= rate <= _MOST, f"within {_MOST:g}"]
+Count = Annotated[int, range(1, 2**63)]
 
 
 @dataclass(frozen=True)
@@ -36,28 +43,28 @@ class Hardware:
     """One accelerator, its node and its network. Rates are a second, memory and bandwidths in bytes."""
 
     name: str
-    memory_bytes: int
-    peak_flops: float
+    memory_bytes: Count
+    peak_flops: Rate
     """Dense 16-bit operations of the datasheet, the denominator of MFU."""
-    matmul_flops: float
+    matmul_flops: Rate
     """16-bit operations that large products reach."""
-    fp32_flops: float
+    fp32_flops: Rate
     """The same of fp32 products that are computed in fp32. In TF32 half of `matmul_flops` is taken."""
-    attention_flops: float
+    attention_flops: Rate
     """16-bit operations of FlashAttention-2, forward and backward."""
-    memory_bandwidth: float
+    memory_bandwidth: Rate
     """What elementwise operations reach."""
-    launch_s: float
+    launch_s: Rate
     """Least seconds of an operation: what the host takes to queue it."""
-    node_size: int
+    node_size: Count
     """Accelerators of a node."""
-    link_bandwidth: float
+    link_bandwidth: Rate
     """Of one accelerator to others in its node, in one direction, as a ring of NCCL reaches it."""
-    network_bandwidth: float
+    network_bandwidth: Rate
     """Of one accelerator to other nodes, in one direction."""
-    host_bandwidth: float
+    host_bandwidth: Rate
     """Of copies between an accelerator and its host's pinned memory, in one direction."""
-    host_memory_bandwidth: float
+    host_memory_bandwidth: Rate
     """Of an accelerator's share of the host's own memory, to which updates of offloaded shards are bound."""
     source: str
 
@@ -139,12 +146,6 @@ PRESETS = {
 """By name, in the form that `calibrate` writes."""
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-_TYPES = {entry.name: _KINDS[str(entry.type)] for entry in fields(Hardware)}
-_MOST = 1e30
-"""Largest rate, and the inverse of the smallest: products and quotients of two stay finite."""
-
-
 def find_hardware(name: str) -> Hardware:
     """Returns a preset, or what ``--calibrate`` wrote into a file.
 
@@ -154,20 +155,10 @@ def find_hardware(name: str) -> Hardware:
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
     try:
-        return _checked(read_json(Path(name)))
+        return checked(read_json(Path(name)), Hardware)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:  # BoundsError, and a name that no file has
         known = f"hardware {brief(name)} is neither known nor a calibration ({error}); take {', '.join(PRESETS)}"
         raise ConfigError(f"{known}, or a file that --calibrate wrote") from None
-
-
-def _checked(values: Any) -> Hardware:
-    if not isinstance(values, dict) or values.keys() != _TYPES.keys():
-        raise BoundsError(f"it takes a table of {', '.join(_TYPES)}, and has {brief(values)}")
-    for name, value in values.items():
-        types, least = _TYPES[name], 1 / _MOST
-        if type(value) not in types or (types != (str,) and not least <= value <= _MOST):
-            raise BoundsError(f"{name} is {brief(value)}; it takes a {types[-1].__name__}, a number within {_MOST:g}")
-    return Hardware(**values)
 
 
 _REPEATS = 7

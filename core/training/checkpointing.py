@@ -275,10 +275,8 @@ class CheckpointWriter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for the last checkpoint. After an error that all ranks raise, for a limited time. After a crash,
         does not wait."""
-        if self._saver is None or (error is not None and not isinstance(error, ShardstackError)):
-            return
         if error is None:
-            self._saver.wait()
-            return
-        with suppress(CheckpointError):  # the error that left the block came first
-            self._saver.wait(_LAST_WAIT_S)
+            self.finish()
+        elif self._saver is not None and isinstance(error, ShardstackError):
+            with suppress(CheckpointError):  # the error that left the block came first
+                self._saver.wait(_LAST_WAIT_S)

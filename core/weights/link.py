@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import is_dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from ..base.checked_json import as_json
 from ..base.errors import ConfigError, WeightsError
 from ..base.job_secret import SECRET, SECRET_FILE, job_secret, listen
 from ..base.rendezvous import fresh_store
 from ..base.signed_store import SignedStore
 from ..base.text import first_line, join_parts, rank_list
 from ..comm.messages import as_bytes
-from .messages import Message, parse_message
+from .messages import parse_message, plain
 
 Backend = Literal["gloo", "nccl"]
 
@@ -84,13 +86,13 @@ class Link:
         self.group = None
 
     def write(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+        self.store.set(key, json.dumps(as_json(value) if is_dataclass(value) else value))
 
     def answer(self, key: str, reason: str = "") -> None:
         """Tells the sender that something is accepted, or why not. If it is lost, the next message to be read will
         not come."""
         with suppress(RuntimeError):
-            self.write(f"{key}/{self.rank}", reason)
+            self.write(f"{key}/{self.rank}", plain(reason))
 
     def comes(self, key: str, limit_s: float | None = None) -> bool:
         """Returns whether another rank writes a message within the limit, by default the link's."""
@@ -100,11 +102,11 @@ class Link:
             return False
         return True
 
-    def read(self, key: str, *kinds: str) -> Message:
+    def read(self, key: str, expected: Any) -> Any:
         """Returns a message that another rank writes.
 
         Raises:
-            WeightsError: none came in time, or what came is none of these kinds, or of somebody without the secret.
+            WeightsError: none came in time, or what came is not as expected, or of somebody without the secret.
         """
         if not self.comes(key):
             raise WeightsError("the sender was lost")
@@ -112,7 +114,7 @@ class Link:
             data = bytes(self.store.get(key))
         except RuntimeError as error:
             raise WeightsError(first_line(error)) from None
-        return parse_message(data, *kinds)
+        return parse_message(data, expected)
 
     def check_answers(self, key: str, what: str, limit_s: float | None = None) -> None:
         """Raises unless every receiver has answered "", naming those that did not answer, or refused."""
@@ -120,7 +122,7 @@ class Link:
         for receiver in range(1, self.num_receivers + 1):
             try:
                 if self.comes(f"{key}/{receiver}", limit_s):
-                    refused[receiver] = self.read(f"{key}/{receiver}", "text").text
+                    refused[receiver] = self.read(f"{key}/{receiver}", str)
                 else:
                     lost.append(receiver)
             except WeightsError as error:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from ..base.checked_json import decode
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import WeightsError
-from ..base.files import BoundsError, brief, parse_json
+from ..base.files import BoundsError
 from ..comm.messages import as_bytes
 from ..dist_checkpointing.gathering import ParamMeta
 
@@ -32,70 +33,69 @@ _ROW_BYTES = 8 * 4093
 sizes that change places change columns."""
 
 
+Entry = tuple[
+    Annotated[str, lambda name: len(name) <= _TEXT_LENGTH, f"of {_TEXT_LENGTH} characters at most"],
+    Annotated[str, DTYPES],
+    Annotated[list[Annotated[int, range(1 << 62)]], lambda shape: len(shape) <= _MOST_SIZES],
+]
+"""Name, dtype and shape of a tensor."""
+
+
+def _has_bytes(entry: Entry) -> bool:
+    _, dtype, shape = entry
+    return DTYPES[dtype].itemsize * math.prod(max(size, 1) for size in shape) <= _MOST_BYTES
+
+
+def _are_apart(entries: list[Entry]) -> bool:
+    return len({name for name, _, _ in entries}) == len(entries)
+
+
+Bucket = list[Annotated[Entry, _has_bytes, f"of {_MOST_BYTES} bytes at most"]]
+"""Announces what is broadcast next. Of a patch places and values of each tensor follow each other."""
+
+
 @dataclass(frozen=True)
-class Message:
-    """What one side tells the other."""
+class Full:
+    """The header of a round of all weights: a promise to which its buckets are held."""
 
-    kind: str
-    """``"full"`` or ``"patch"``: the header of a round, a promise to which its buckets are held. ``"bucket"``:
-    announces what is broadcast next. ``"failure"``: no more buckets come. ``"text"``: after the last bucket the hash
-    of the round, and as an answer why a receiver refuses, or nothing."""
-    text: str = ""
-    """Of the kinds text and failure."""
-    tensors: Sequence[ParamMeta] = ()
-    """Of a full round all, in order, each name once. Of a bucket those that come, of a patch in pairs."""
-    version: int = 0
-    base: str = ""
-    """Of a patch: the hash of the round whose weights it changes."""
-
-    def as_header(self) -> dict[str, Any]:
-        """Returns a header as it travels."""
-        header = {"kind": self.kind, "version": self.version, "base": self.base}
-        return header | ({"tensors": as_json(self.tensors)} if self.kind == "full" else {})
+    version: int
+    tensors: Annotated[Bucket, _are_apart, "with each name once"]
+    """All, in order."""
+    base: Annotated[str, {""}] = ""
+    kind = "full"
 
 
-def parse_message(data: bytes, *kinds: str) -> Message:
-    """Returns what came, if it is a message of one of these kinds.
+@dataclass(frozen=True)
+class Patch:
+    """The header of a round of changes."""
+
+    version: int
+    base: str
+    """The hash of the round whose weights it changes."""
+    kind = "patch"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """No more buckets come."""
+
+    reason: str
+
+
+def parse_message(data: bytes, expected: Any) -> Any:
+    """Returns what came, if it is a message of the types that are expected.
+
+    A text is, after the last bucket, the hash of the round, and as an answer why a receiver refuses, or nothing.
 
     Raises:
         WeightsError: it is not.
     """
     try:
         if len(data) > _MESSAGE_BYTES:
-            raise BoundsError(f"it has {len(data)} bytes, and no message has more than {_MESSAGE_BYTES}")
-        message = _message(parse_json(data.decode()))
-        if message.kind not in kinds or type(message.version) is not int:
-            raise BoundsError(f"it is a {message.kind} of version {brief(message.version)}")
-        if message.kind == "full" and len({meta.name for meta in message.tensors}) < len(message.tensors):
-            raise BoundsError("a name comes twice in it")
-        return message
-    except ValueError as error:  # BoundsError, or no UTF-8
-        raise WeightsError(f"{' or '.join(kinds)} of weights was expected: {plain(str(error))}") from None
-
-
-def _message(value: Any) -> Message:
-    match value:
-        case str():
-            return Message("text", plain(value))
-        case {"failure": str(reason)} if len(value) == 1:
-            return Message("failure", plain(reason))
-        case list():
-            return Message("bucket", tensors=[_meta(entry) for entry in value])
-        case {"kind": "patch", "version": version, "base": str(base)} if len(value) == 3:
-            return Message("patch", version=version, base=base)
-        case {"kind": "full", "version": version, "base": "", "tensors": list(entries)} if len(value) == 4:
-            return Message("full", tensors=[_meta(entry) for entry in entries], version=version)
-    raise BoundsError(f"{brief(value)} is no message")
-
-
-def _meta(entry: Any) -> ParamMeta:
-    match entry:
-        case [str(name), str(dtype), list(shape)] if dtype in DTYPES and len(shape) <= _MOST_SIZES:
-            is_shape = all(type(size) is int and size >= 0 for size in shape)
-            is_name = name.isprintable() and len(name) <= _TEXT_LENGTH
-            if is_name and is_shape and DTYPES[dtype].itemsize * math.prod(max(n, 1) for n in shape) <= _MOST_BYTES:
-                return ParamMeta(name, DTYPES[dtype], tuple(shape))
-    raise BoundsError(f"{brief(entry)} describes no tensor")
+            raise BoundsError(f"has {len(data)} bytes, and none has more than {_MESSAGE_BYTES}")
+        return decode(data, expected)
+    except BoundsError as error:
+        raise WeightsError(f"a message of weights {error}") from None
 
 
 def plain(text: str) -> str:
@@ -103,8 +103,8 @@ def plain(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text[:_TEXT_LENGTH])
 
 
-def as_json(metas: Iterable[ParamMeta]) -> list[Any]:
-    return [[meta.name, dtype_name(meta.dtype), list(meta.shape)] for meta in metas]
+def as_json(metas: Iterable[ParamMeta]) -> list[Entry]:
+    return [(meta.name, dtype_name(meta.dtype), list(meta.shape)) for meta in metas]
 
 
 def new_hash(header: Mapping[str, Any]) -> Any:

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
-from ..base.dtypes import dtype_name
+from ..base import checked_json
+from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import WeightsError
 from ..base.files import brief
 from ..base.text import first_line, join_parts
 from ..dist_checkpointing.gathering import ParamMeta
 from .link import Backend, Link
-from .messages import Message, as_json, hash_bucket, new_hash, plain, update_hash
+from .messages import Bucket, Entry, Failure, Full, Patch, as_json, hash_bucket, new_hash, plain, update_hash
 from .patches import WeightPatch
 
 __all__ = ["Link", "WeightReceiver", "as_json", "new_hash", "update_hash"]
@@ -82,7 +83,7 @@ class WeightReceiver:
             expected = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in into.items()]
         self._link = Link(address, index + 1, num_receivers, limit_s, backend)
         self.device = next((tensor.device for tensor in self._into.values()), torch.device(device))
-        self._expected = None if expected is None else {meta.name: meta for meta in expected}
+        self._expected = None if expected is None else _by_name(as_json(expected))
         # The newest complete version and its tensors, which `receive` replaces at the end of a round; None and empty
         # before the first, and with `into` from the first bytes of a round. A patch writes into them after its last
         # byte was checked.
@@ -108,10 +109,10 @@ class WeightReceiver:
             raise WeightsError("no round of weights began in time; look at the trainer's output")
         self._round += 1
         try:
-            header = link.read(f"{key}/header", "full", "patch")
+            header: Full | Patch = link.read(f"{key}/header", Full | Patch)
             self._check(header)
             link.answer(f"{key}/vote")
-            step, digest = "done", new_hash(header.as_header())
+            step, digest = "done", new_hash(checked_json.as_json(header))
             received, end = self._take(key, header, digest)
             self._put(header, received, end, digest.hexdigest())
         except Exception as error:  # of any type: the sender waits for an answer
@@ -123,13 +124,13 @@ class WeightReceiver:
         link.answer(f"{key}/done")
         return header.version
 
-    def _check(self, header: Message) -> None:
+    def _check(self, header: Full | Patch) -> None:
         """Raises for weights that cannot be taken here."""
-        if header.kind == "patch":
+        if isinstance(header, Patch):
             if not self._state or header.base != self._state:
                 raise WeightsError(f"the patch is of another base than version {self.version}, which is here")
             return
-        sent = {meta.name: meta for meta in header.tensors}
+        sent = _by_name(header.tensors)
         expected = sent if self._expected is None else self._expected
         for name in sorted(sent.keys() | expected.keys()):
             if name not in sent or name not in expected:
@@ -137,38 +138,39 @@ class WeightReceiver:
             if sent[name] != expected[name]:
                 raise WeightsError(f"{_shown(sent[name])} is sent, and {_shown(expected[name])} is here")
 
-    def _check_bucket(self, header: Message, metas: Sequence[ParamMeta], received: _Received) -> None:
+    def _check_bucket(self, header: Full | Patch, entries: Bucket, received: _Received) -> None:
         """Raises for a bucket that does not go on with what the header promises after `received`."""
-        if header.kind == "full":
-            promised = header.tensors[len(received) : len(received) + len(metas)]
-            if metas != promised:
-                raise WeightsError(f"a bucket has {_shown(*metas)} in the place of {_shown(*promised)}")
+        if isinstance(header, Full):
+            promised = header.tensors[len(received) : len(received) + len(entries)]
+            if entries != promised:
+                raise WeightsError(f"a bucket has {_shown(*entries)} in the place of {_shown(*promised)}")
             return
-        pairs = zip(metas[::2], metas[1::2], strict=False)
-        new = {meta.name for meta in metas if meta.name not in received}
-        if 2 * len(new) != len(metas) or not all(self._is_patch(*pair) for pair in pairs):
-            raise WeightsError(f"a bucket has {_shown(*metas)}, which are no patches of what is here, each once")
+        pairs = zip(entries[::2], entries[1::2], strict=False)
+        new = _by_name(entries).keys() - received.keys()
+        if 2 * len(new) != len(entries) or not all(self._is_patch(*pair) for pair in pairs):
+            raise WeightsError(f"a bucket has {_shown(*entries)}, which are no patches of what is here, each once")
 
-    def _is_patch(self, places: ParamMeta, values: ParamMeta) -> bool:
-        target, n = self.weights.get(places.name, torch.empty(0)), math.prod(places.shape)
-        is_in_it = places.dtype in (torch.int32, torch.int64) and places.shape == (n,) and 1 <= n <= target.numel()
-        return is_in_it and values == ParamMeta(places.name, target.dtype, (n,))
+    def _is_patch(self, places: Entry, values: Entry) -> bool:
+        (name, dtype, shape), n = places, math.prod(places[2])
+        target = self.weights.get(name, torch.empty(0))
+        is_in_it = dtype in ("int32", "int64") and shape == [n] and 1 <= n <= target.numel()
+        return is_in_it and values == (name, dtype_name(target.dtype), [n])
 
-    def _take(self, key: str, header: Message, digest: Any) -> tuple[_Received, Message]:
+    def _take(self, key: str, header: Full | Patch, digest: Any) -> tuple[_Received, Failure | str]:
         """Returns what comes in a round, in given memory or in its own, and the message after it."""
         link, received, last, waits = self._link, _Received(list), list[tuple[str, Tensor]](), list[Any]()
-        memory, number = self._into if header.kind == "full" else {}, 0
+        memory, number = self._into if isinstance(header, Full) else {}, 0
         try:
-            while (message := link.read(f"{key}/bucket/{number}", "bucket", "failure", "text")).kind == "bucket":
-                self._check_bucket(header, message.tensors, received)
+            while isinstance(message := link.read(f"{key}/bucket/{number}", Bucket | Failure | str), list):
+                self._check_bucket(header, message, received)
                 if memory:
                     self.version, self._state, self.weights = None, "", {}
                 empty = partial(torch.empty, device=self.device)
-                tensors = [memory[m.name] if memory else empty(m.shape, dtype=m.dtype) for m in message.tensors]
+                tensors = [memory[n] if memory else empty(shape, dtype=DTYPES[dtype]) for n, dtype, shape in message]
                 waits += map(link.broadcast, tensors)
                 hash_bucket(digest, header.kind, last)  # while these arrive
                 link.finish(waits)
-                last = [(meta.name, tensor) for meta, tensor in zip(message.tensors, tensors, strict=True)]
+                last = [(name, tensor) for (name, _, _), tensor in zip(message, tensors, strict=True)]
                 number += 1
                 for name, tensor in last:
                     received[name].append(tensor)
@@ -179,13 +181,13 @@ class WeightReceiver:
             raise
         return received, message
 
-    def _put(self, header: Message, received: _Received, end: Message, digest: str) -> None:
+    def _put(self, header: Full | Patch, received: _Received, end: Failure | str, digest: str) -> None:
         """Makes what was received the newest version, if it is whole."""
-        if end.kind == "failure":
-            raise WeightsError(end.text)
-        if end.text != digest or len(received) < len(header.tensors):
+        if isinstance(end, Failure):
+            raise WeightsError(end.reason)
+        if end != digest or (isinstance(header, Full) and len(received) < len(header.tensors)):
             raise WeightsError("the bytes that arrived are not those that were sent")
-        if header.kind == "full":
+        if isinstance(header, Full):
             self.weights = {name: tensor for name, (tensor,) in received.items()}
         else:
             patches = [WeightPatch(name, *parts) for name, parts in received.items()]
@@ -194,9 +196,13 @@ class WeightReceiver:
             self._state = ""  # until all are written: no patch fits weights of two versions
             for patch in patches:
                 patch.apply(self.weights[patch.name])
-        self.version, self._state = header.version, end.text
+        self.version, self._state = header.version, end
 
 
-def _shown(*metas: ParamMeta) -> str:
-    shown = [f"{brief(meta.name)} ({dtype_name(meta.dtype)} {list(meta.shape)})" for meta in metas]
-    return join_parts(shown, 3, ", ") or "nothing more"
+def _by_name(entries: Bucket) -> dict[str, Entry]:
+    return {entry[0]: entry for entry in entries}
+
+
+def _shown(*entries: Entry) -> str:
+    texts = [f"{brief(name)} ({dtype} {shape})" for name, dtype, shape in entries]
+    return join_parts(texts, 3, ", ") or "nothing more"

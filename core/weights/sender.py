@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in __all__
 
+from ..base import checked_json
 from ..base.errors import CheckpointError, ShardstackError, WeightsError
 from ..base.text import first_line
 from ..dist_checkpointing.gathering import ParamMeta
 from .link import Backend, Link
-from .messages import Message, as_json, hash_bucket, new_hash
+from .messages import Failure, Full, Patch, as_json, hash_bucket, new_hash, plain
 from .patches import PatchStream, WeightPatch
 from .stream import WeightStream
 
@@ -87,7 +88,7 @@ class WeightSender:
         """
         if self._patches is not None:
             self._patches.restart()
-        self._send_round(Message("full", tensors=self.stream.metadata(), version=version), self.stream.buckets())
+        self._send_round(Full(version, as_json(self.stream.metadata())), self.stream.buckets())
 
     def send_patch(self, version: int) -> None:
         """Sends what changed since the version that the receivers have, and all weights if they have none, or if the
@@ -102,14 +103,14 @@ class WeightSender:
         if not self._state:
             self.send(version)
             return
-        self._send_round(Message("patch", version=version, base=self._state), map(_parts, self._patches.changes()))
+        self._send_round(Patch(version, self._state), map(_parts, self._patches.changes()))
         self._patches.acknowledge()
 
-    def _send_round(self, header: Message, buckets: Iterator[_Bucket]) -> None:
+    def _send_round(self, header: Full | Patch, buckets: Iterator[_Bucket]) -> None:
         self.stream.check_between_steps()  # before receivers wait for a round
         self._round += 1
         self._state, self.sent_bytes = "", 0
-        key, digest, failure, number = f"round/{self._round}", new_hash(header.as_header()), "", 0
+        key, digest, failure, number = f"round/{self._round}", new_hash(checked_json.as_json(header)), "", 0
         self._on_sender(lambda: self._open(key, header))
         for number, bucket in enumerate(buckets, 1):  # to the end in any case: the other ranks gather along
             if self.sends and not failure:
@@ -134,13 +135,13 @@ class WeightSender:
             raise WeightsError("receivers of weights were lost before; make a new WeightSender once they are back")
         return self._link
 
-    def _open(self, key: str, header: Message) -> None:
+    def _open(self, key: str, header: Full | Patch) -> None:
         link = self._connected()
-        link.write(f"{key}/header", header.as_header())
+        link.write(f"{key}/header", header)
         try:
             link.check_answers(f"{key}/vote", "accept the weights")
         except WeightsError as error:
-            link.write(f"{key}/bucket/0", {"failure": str(error)})
+            link.write(f"{key}/bucket/0", Failure(plain(str(error))))
             raise
 
     def _send_bucket(self, key: str, number: int, bucket: _Bucket, digest: Any, kind: str) -> None:
@@ -160,7 +161,7 @@ class WeightSender:
             link.finish(self._waits)
         except RuntimeError as error:
             link.close()  # or receivers that are not lost would wait for bytes, and not answer
-            link.write(f"{key}/bucket/{number}", {"failure": "the connection to another receiver was lost"})
+            link.write(f"{key}/bucket/{number}", Failure("the connection to another receiver was lost"))
             link.check_answers(f"{key}/done", "take the weights", _ANSWER_S)
             raise WeightsError(f"weights could not be sent within the limit ({first_line(error)})") from error
 

@@ -139,21 +139,21 @@ def test_restarted_ranks_continue_from_the_last_good_checkpoint(corpus: Path, ru
 
 def _pretrain_with_little_room(*arguments: str) -> str:
     """While the second rank writes tensors, the kernel refuses to let a file grow."""
-    append, limits = saving._append, resource.getrlimit(resource.RLIMIT_FSIZE)
+    append, limits = saving._write_piece, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def in_little_room(stream, tensor):
+    def in_little_room(stream, tensor, start):
         resource.setrlimit(resource.RLIMIT_FSIZE, (stream.tell() + 100, limits[1]))
         try:
-            return append(stream, tensor)
+            append(stream, tensor, start)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     if dist.get_rank() == 1:
-        saving._append = in_little_room
+        saving._write_piece = in_little_room
     try:
         return _pretrain(*arguments)
     finally:
-        saving._append = append
+        saving._write_piece = append
 
 
 @pytest.mark.parametrize("how", [pytest.param([], marks=pytest.mark.long), ["--async-save"]], ids=["at once", "async"])

@@ -95,16 +95,7 @@ class PretrainConfig:
 
 def section_types(use_torch_fsdp2: bool, sharding_strategy: str = "no_shard") -> dict[str, type]:
     """Returns the dataclass of each section, in the order of `PretrainConfig`."""
-    return {
-        "model": TransformerConfig,
-        "gpt": GPTConfig,
-        "ddp": config_class(use_torch_fsdp2, sharding_strategy),
-        "optimizer": OptimizerConfig,
-        "scheduler": SchedulerConfig,
-        "data": DataConfig,
-        "checkpoint": CheckpointConfig,
-        "run": RunConfig,
-    }
+    return get_type_hints(PretrainConfig) | {"ddp": config_class(use_torch_fsdp2, sharding_strategy)}
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -58,18 +57,15 @@ def memory_for_copies(*, is_needed: bool) -> Iterator[dict[str, str]]:
 
 def _locked(folder: Path) -> int | None:
     """Returns the open lock of a folder of this user, or None if another process holds it, or it is not ours."""
-    lock = folder / "lock"
     with suppress(OSError):
-        state = folder.lstat()
-        if stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid():
-            descriptor = open_in_place(lock, os.O_RDONLY | os.O_CREAT)
-            with suppress(OSError):
+        descriptor = open_in_place(folder, os.O_RDONLY | os.O_DIRECTORY)
+        held = os.fstat(descriptor)
+        with suppress(OSError):
+            if held.st_uid == os.geteuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = os.fstat(descriptor)
-                # Not one that a sweeper has removed with its folder since it was opened.
-                if stat.S_ISREG(held.st_mode) and os.path.samestat(held, lock.lstat()):
+                if os.path.samestat(held, folder.lstat()):  # not one that a sweeper has removed since it was opened
                     return descriptor
-            os.close(descriptor)
+        os.close(descriptor)
     return None
 
 

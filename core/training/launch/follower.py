@@ -127,7 +127,7 @@ class _Follower:
 
     def _take_answer(self, answer: Welcome | Refused) -> None:
         """Believes a welcome that is signed with the job's secret. A refusal ends a launcher that has not joined yet
-        in any case; later only if it is signed: who took the port of a first launcher that was lost is nobody."""
+        in any case, later only if it is signed: who took the port of a first launcher that was lost is nobody."""
         secret, nonce = self._job.secret, self._hello.nonce
         if isinstance(answer, Welcome) and is_signed(answer.signature, secret, "welcome", nonce):
             self._answer = answer

@@ -30,13 +30,14 @@ import torch.distributed as dist
 
 from ... import parallel_state
 from ...base import device
+from ...base.checked_json import decode
 from ...base.errors import ConfigError, OutOfStepError
 from ...base.rendezvous import GENERATION
 from ...comm.lane import wait_for_lanes
 from ...comm.record import call_counts
 from ...diagnostics.out_of_step import defer_explanations, is_failure_of_backend, raise_out_of_step
 from .link import LAUNCHER_FD, launcher_socket, tell_launcher
-from .messages import AskWhere, Done, Generation, Sizes, Step, ToRank, Where, decode
+from .messages import AskWhere, Done, Generation, Sizes, Step, ToRank, Where
 from .processes import say
 
 COPIES_FOLDER = "SHARDSTACK_COPIES_FOLDER"
@@ -115,7 +116,7 @@ class _Launcher:
 
     @property
     def number(self) -> int:
-        """Number of the generation whose block runs, or ran last; -1 before the first."""
+        """Number of the generation whose block runs, or ran last. -1 before the first."""
         return self.current.number if self.current is not None else -1
 
     def enter(self) -> Generation:

@@ -54,7 +54,7 @@ class Job:
 
     policy: LostRankPolicy
     run: str
-    """The scheduler's number of the job, or what ``--run-id`` says; empty without both."""
+    """The scheduler's number of the job, or what ``--run-id`` says. Empty without both."""
     command: str
     """A hash of the command of the ranks."""
     secret: bytes

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from .messages import Beat, Message, MessageError, decode, encode
+from ...base.checked_json import decode
+from .messages import Beat, Message, MessageError, encode
 from .processes import LocalProcess
 
 HELLO_S = 5.0
@@ -47,9 +48,9 @@ class Lines:
         self._heard_at = self._beat_at = time.monotonic()
         self._beats = False
         self.is_over = False
-        """Whether either end has ended the connection; never cleared."""
+        """Whether either end has ended the connection. Never cleared."""
         self.why = ""
-        """Why this end has; empty if the other one did."""
+        """Why this end has. Empty if the other one did."""
 
     @property
     def is_stranger(self) -> bool:

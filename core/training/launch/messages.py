@@ -1,8 +1,8 @@
-"""What launchers and ranks say to each other: one type a message, and one function that reads them.
+"""What launchers and ranks say to each other: one type a message.
 
 Each process of a rank has a socket to the launcher of its machine, and each other launcher one to the first. Both ends
-write JSON, an object a line, whose ``kind`` is the name of one of these types. `decode` is the only reader: what is
-not exactly one of the types that an end expects raises, and ends the connection.
+write JSON, an object a line, whose ``kind`` is the name of one of these types. `checked_json.decode` is the only
+reader: what is not exactly one of the types that an end expects raises, and ends the connection.
 
 Launchers prove to each other that they know the job's secret before they say more (`job_secret`): the first one
 sends a `Challenge`, the other one signs it in its `Hello`, and the first one signs what that chose in its `Welcome`.
@@ -11,14 +11,12 @@ sends a `Challenge`, the other one signs it in its `Hello`, and the first one si
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated
 
-from ...base.files import brief, parse_json
+from ...base.checked_json import as_json
+from ...base.files import BoundsError
 
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 """Environment variable: when the launcher started, in `STARTED_FORMAT`. It does not change when ranks start again, by
@@ -28,7 +26,6 @@ STARTED_FORMAT = "%Y%m%d-%H%M%S.%f"
 
 MOST_RANKS = 1024
 """Of a machine: a stranger's number starts no more."""
-_MOST_CHARACTERS = 4096
 
 VARIABLES = {
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"),
@@ -38,8 +35,8 @@ VARIABLES = {
 """The environment variables that the first launcher may set for ranks of other machines: none that runs code."""
 
 
-class MessageError(ValueError):
-    """What came is no message of the types that this end expects. The text says what came, after "line 3"."""
+MessageError = BoundsError
+"""What came is no message of the types that this end expects. The text says what came, after "line 3"."""
 
 
 def _is_start(text: str) -> bool:  # it becomes the name of a folder
@@ -159,7 +156,7 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Hello:
-    """Joins; again after either launcher was lost, with the last generation and `RUN_STARTED`."""
+    """Joins. After either launcher was lost it joins again, with the last generation and `RUN_STARTED`."""
 
     node: Annotated[int, range(-(2**31), 2**31)]
     machine: str
@@ -219,7 +216,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send a signal to a worker's process; 9 ends what it has started too."""
+    """Send a signal to a worker's process. 9 ends what it has started too."""
 
     worker: Count
     number: Annotated[int, range(1, 65)]
@@ -240,7 +237,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker's process has ended; -9 is a signal."""
+    """A worker's process has ended. -9 is a signal."""
 
     worker: Count
     code: Annotated[int, range(-64, 256)]
@@ -253,58 +250,4 @@ Message = FromRank | ToRank | Challenge | Hello | Welcome | Refused | FromFirst 
 
 def encode(message: Message) -> bytes:
     """Returns the line of a message, with its end."""
-    return json.dumps(message, default=lambda inner: {"kind": type(inner).__name__, **vars(inner)}).encode() + b"\n"
-
-
-def decode(line: bytes, expected: Any) -> Any:
-    """Returns the message of a line.
-
-    Args:
-        expected: the types that may come, as a union.
-
-    Raises:
-        MessageError: it is none of them.
-    """
-    try:
-        value = parse_json(line.decode())
-    except ValueError as error:  # BoundsError, and bytes that are no text
-        raise MessageError(f"is no message: {brief(str(error))}") from None
-    return _message(value, get_args(expected) or (expected,))
-
-
-def _message(value: Any, kinds: Sequence[type]) -> Any:
-    kind = next((kind for kind in kinds if isinstance(value, dict) and value.get("kind") == kind.__name__), None)
-    if kind is None:
-        raise MessageError(f"is none of {', '.join(kind.__name__ for kind in kinds)}: {brief(value)}")
-    hints = _hints(kind)
-    if value.keys() - {"kind"} != hints.keys():
-        raise MessageError(f"has other fields than a {kind.__name__}: {brief(value)}")
-    return kind(**{name: _checked(value[name], hint, f"{kind.__name__}.{name}") for name, hint in hints.items()})
-
-
-_hints = cache(lambda kind: get_type_hints(kind, include_extras=True))
-
-
-def _checked(value: Any, hint: Any, name: str) -> Any:
-    """Returns a field's value as its annotation has it."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        value = _checked(value, arguments[0], name)
-        holds = value in arguments[1] if isinstance(arguments[1], range) else arguments[1](value)
-        if holds:
-            return value
-    elif hint in (FromRank, ToRank):
-        return _message(value, arguments)
-    elif origin is dict and type(value) is dict:
-        return {_checked(key, str, name): _checked(inner, arguments[1], name) for key, inner in value.items()}
-    elif origin is list and type(value) is list:
-        return [_checked(inner, arguments[0], name) for inner in value]
-    elif origin is tuple and type(value) is list and len(value) == len(arguments):
-        return tuple(_checked(inner, argument, name) for inner, argument in zip(value, arguments, strict=True))
-    elif hint is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    elif hint is str and type(value) is str and len(value) <= _MOST_CHARACTERS and value.isprintable():
-        return value  # printable: no text from elsewhere moves the cursor of a terminal, or breaks a line
-    elif hint in (int, bool) and type(value) is hint:
-        return value
-    raise MessageError(f"has {brief(value)} for {name}")
+    return json.dumps(as_json(message)).encode() + b"\n"

@@ -105,7 +105,7 @@ class OtherNode:
 
     @property
     def why(self) -> str:
-        """Why it is lost; empty if it ended the connection."""
+        """Why it is lost. Empty if it ended the connection."""
         return self.lines.why
 
     def start(self, worker: int, place: int, environment: Mapping[str, str]) -> Process:

@@ -32,10 +32,10 @@ class Process(Protocol):
     """A rank's process, on this machine or on that of another launcher."""
 
     def poll(self) -> int | None:
-        """Returns its exit status, or minus the signal that ended it; None before its end."""
+        """Returns its exit status, or minus the signal that ended it. None before its end."""
 
     def send_signal(self, sig: int, /) -> None:
-        """Sends a signal; SIGKILL to what it has started too, such as workers that read data."""
+        """Sends a signal. SIGKILL goes to what it has started too, such as workers that read data."""
 
     def end(self) -> None:
         """Kills it, with what it has started, and waits for `KILL_S` at most. Then it counts as ended."""

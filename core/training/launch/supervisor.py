@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def status(self) -> int:
-        """Its exit status as the launcher takes it, or minus the signal that ended it; 0 if it is not lost."""
+        """Its exit status as the launcher takes it, or minus the signal that ended it. 0 if it is not lost."""
         return (self.process.poll() or CRASH_STATUS) if self.is_lost else 0
 
     def why(self) -> str:

@@ -36,15 +36,15 @@ MUTATIONS = (
     Mutation(
         "a receiver does not compare hashes",
         "core.weights.receiver.WeightReceiver._put",
-        r"end\.text != digest",
-        "not end.text",
+        r"end != digest",
+        "not end",
         ("tests/unit/weights/test_transport.py",),
     ),
     Mutation(
         "a receiver takes other tensors than a header promises",
         "core.weights.receiver.WeightReceiver._check_bucket",
-        r"metas != promised",
-        "len(metas) != len(promised)",
+        r"entries != promised",
+        "len(entries) != len(promised)",
         ("tests/unit/weights/test_untrusted_rounds.py",),
     ),
     Mutation(

@@ -187,7 +187,7 @@ class _Crash(RuntimeError):
     pass
 
 
-@pytest.mark.parametrize("moment", ["_append", "encode_index", "folders.publish"])
+@pytest.mark.parametrize("moment", ["_write_piece", "encode_index", "folders.publish"])
 def test_a_crash_while_saving_keeps_checkpoint_and_pointer(tmp_path, monkeypatch, moment):
     first, second = checkpoint_directory(tmp_path, 1), checkpoint_directory(tmp_path, 2)
     save({"w": torch.ones(2)}, first, metadata={"n": 1})
@@ -227,7 +227,7 @@ def _fails_on_rank_1(moment: str, directory: str) -> str:
         run = lambda: save(state, directory, metadata={})  # noqa: E731
     elif moment == "while writing":
         if dist.get_rank() == 1:
-            saving._append, kept = _cannot_write, saving._append
+            saving._write_piece, kept = _cannot_write, saving._write_piece
         run = lambda: save({f"w{dist.get_rank()}": torch.ones(2)}, directory, metadata={})  # noqa: E731
     else:
         shape = 3 if dist.get_rank() == 1 else 2
@@ -237,7 +237,7 @@ def _fails_on_rank_1(moment: str, directory: str) -> str:
             run()
     finally:
         if moment == "while writing" and dist.get_rank() == 1:
-            saving._append = kept
+            saving._write_piece = kept
     return str(caught.value)
 
 

@@ -36,15 +36,15 @@ class Gate:
     """Holds every write back until it is opened."""
 
     def __init__(self) -> None:
-        self._open, self._kept = threading.Event(), saving._append
-        saving._append = self._wait
+        self._open, self._kept = threading.Event(), saving._write_piece
+        saving._write_piece = self._wait
 
     def _wait(self, *args):
         assert self._open.wait(600)
         return self._kept(*args)
 
     def open(self) -> None:
-        saving._append = self._kept
+        saving._write_piece = self._kept
         self._open.set()
 
     @property
@@ -123,17 +123,17 @@ def test_one_is_written_at_a_time(tmp_path):
 
 
 def _fails_on_rank_1(root: str) -> list[str]:
-    saver, kept = AsyncSaver(), saving._append
+    saver, kept = AsyncSaver(), saving._write_piece
     saver.save({"w": torch.ones(2)}, f"{root}/iter_0000001", metadata={})
     saver.wait()
     messages = []
     if dist.get_rank() == 1:
-        saving._append = _cannot_write
+        saving._write_piece = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
     deadline = time.monotonic() + 600
     while not saver.has_failed and time.monotonic() < deadline:
         time.sleep(0.01)
-    saving._append = kept
+    saving._write_piece = kept
     for then in (saver.wait, lambda: saver.save({"w": torch.ones(2)}, f"{root}/iter_0000003", metadata={})):
         try:
             then()
@@ -172,8 +172,8 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
         for tensor in model.state_dict().values():
             tensor.mul_(2)
     save(model_state_dict(model), f"{root}/now", metadata={})
-    kept = saving._append
-    saving._append = lambda stream, tensor: (tensors.append(tensor), kept(stream, tensor))[1]
+    kept = saving._write_piece
+    saving._write_piece = lambda stream, tensor, start: (tensors.append(tensor), kept(stream, tensor, start))
     tensors: list[torch.Tensor] = []
     begun = saving.folders.begin
     planning, saving.folders.begin = threading.Event(), lambda folder: planning.wait(600) and begun(folder)
@@ -185,7 +185,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     dist.barrier()  # one rank's plan lets all of them write
     planning.set()
     saver.wait()
-    saving._append, saving.folders.begin = kept, begun
+    saving._write_piece, saving.folders.begin = kept, begun
     return waited and bool(tensors)
 
 

@@ -47,7 +47,7 @@ def _name(started: str, restarts: int = 0, *, forget: bool = True) -> str:
         return folder.name
 
 
-def test_runs_of_one_second_have_folders_of_their_own_and_find_them(alone: Path) -> None:
+def test_runs_of_one_second_have_folders_of_their_own(alone: Path) -> None:
     starts = [f"{SECOND}.00000{number}" for number in range(3)]
     names = [_name(started) for started in starts]
     assert names == [SECOND, f"{SECOND}-2", f"{SECOND}-3"]

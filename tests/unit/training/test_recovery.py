@@ -31,7 +31,7 @@ def test_ranks_that_find_no_copy_say_so_once(monkeypatch, tmp_path, place, said)
     assert [str(warning.message).partition(";")[0] for warning in warned] == said
 
 
-def test_a_run_goes_on_without_copies_that_do_not_fit_after_a_loss(monkeypatch, tmp_path):
+def test_a_run_goes_on_without_copies_that_do_not_fit(monkeypatch, tmp_path):
     def copies(*_):
         raise CheckpointError("no memory for 8 bytes of copies")
 

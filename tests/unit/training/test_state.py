@@ -209,7 +209,7 @@ def test_settings_are_checked_before_anything_is_made(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_processes_that_read_samples_are_bounded_before_any_starts(monkeypatch) -> None:
+def test_processes_that_read_samples_are_bounded(monkeypatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     with pytest.raises(ConfigError, match="num_workers is 33; it takes 0 to 32 here: 16 processes a core"):
         initialize(small_config(num_workers=33))

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.base import job_secret
+from core.base import checked_json, job_secret
 from core.base.errors import WeightsError
 from core.weights import ParamMeta, WeightReceiver, WeightSender, WeightStream, link
 from core.weights.link import Link
-from core.weights.messages import Message, as_json, hash_bucket, new_hash, parse_message
+from core.weights.messages import Bucket, Failure, Full, Patch, as_json, hash_bucket, new_hash, parse_message
 from core.weights.patches import WeightPatch
 from tests._forked import FORKED
 
@@ -57,7 +57,7 @@ def _serve(to: Link, number: int, header: Any, buckets: list[tuple[Any, PARTS]],
 
 
 def _full(version: int = 2, **more: Any) -> dict[str, Any]:
-    return Message("full", tensors=_metas([*GOOD.items()]), version=version).as_header() | more
+    return checked_json.as_json(Full(version, as_json(_metas([*GOOD.items()])))) | more
 
 
 def _honest(parts: PARTS) -> tuple[Any, PARTS]:
@@ -120,10 +120,10 @@ def _lie(name: str, to: Link, state: str) -> None:
     elif name in BUCKETS:
         _serve(to, 2, _full(), BUCKETS[name])
     elif name in PATCHES:
-        header = Message("patch", version=2, base=state).as_header()
+        header = checked_json.as_json(Patch(2, state))
         _serve(to, 2, header, [_honest(PATCHES[name])])
     else:
-        end = state if name == "end of another round" else {"failure": "\x1b[2J" + "x" * 10_000_000}
+        end = state if name == "end of another round" else {"kind": "Failure", "reason": "\x1b[2J" + "x" * 10_000_000}
         _serve(to, 2, _full(), [_honest([*GOOD.items()])], end)
 
 
@@ -150,7 +150,7 @@ def _outcome(name: str, into: bool) -> tuple[str, str, bool, bool]:
         with suppress(RuntimeError):
             lying.result()
         answers = [
-            to.read(f"round/2/{step}/1", "text").text
+            to.read(f"round/2/{step}/1", str)
             for step in ("vote", "done")
             if to.store.check([f"round/2/{step}/1"])
         ]
@@ -201,8 +201,8 @@ def test_a_sender_learns_at_once_why_a_bucket_is_refused():
         sender = WeightSender(WeightStream(model, "module"), store, 2, limit_s=300.0)
         refusing = [pool.submit(receiver.result().receive) for receiver in (joining, other)]
         with (
-            mock.patch("core.weights.sender.as_json", lambda metas: as_json(reversed(metas))),
-            pytest.raises(WeightsError, match=r"receiver 1: a bucket has 'bias'.* in the place of 'weight'"),
+            mock.patch("core.weights.sender.Full", lambda version, tensors: Full(version, tensors[::-1])),
+            pytest.raises(WeightsError, match=r"receiver 1: a bucket has 'weight'.* in the place of 'bias'"),
         ):
             sender.send(0)
         for each in refusing:
@@ -214,7 +214,10 @@ def test_a_sender_learns_at_once_why_a_bucket_is_refused():
             joining.result().receive()
 
 
-@pytest.mark.parametrize("answer", ["\x1b[2J" + "x" * 10_000_000, ["x"], None, 7, {"failure": "x"}, "x\ny"])
+FAILURE = {"kind": "Failure", "reason": "x"}
+
+
+@pytest.mark.parametrize("answer", ["\x1b[2J" + "x" * 10_000_000, ["x"], None, 7, FAILURE, "x\ny"])
 def test_a_sender_believes_no_answer(answer: Any):
     to = mock.Mock(spec=Link, num_receivers=1, limit=timedelta(seconds=1), store=dist.HashStore())
     to.comes, to.read = lambda *arguments: Link.comes(to, *arguments), lambda *arguments: Link.read(to, *arguments)
@@ -229,7 +232,7 @@ def test_a_patch_that_fails_half_way_leaves_no_version():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(_serve, to, 1, _full(1), [_honest([*GOOD.items()])])
         receiver.receive()
-        header = Message("patch", version=2, base=receiver._state).as_header()
+        header = checked_json.as_json(Patch(2, receiver._state))
         parts = [(name, part) for name in GOOD for part in (_places(1), torch.tensor([9.0]))]
         apply, applied = WeightPatch.apply, []
 
@@ -243,7 +246,7 @@ def test_a_patch_that_fails_half_way_leaves_no_version():
         with mock.patch.object(WeightPatch, "apply", fails), pytest.raises(WeightsError, match=r"no memory.*send all"):
             receiver.receive()
         assert (receiver.version, receiver._state, receiver.weights) == (None, "", {})
-        assert "no memory" in to.read("round/2/done/1", "text").text
+        assert "no memory" in to.read("round/2/done/1", str)
         pool.submit(_serve, to, 3, header, [])
         with pytest.raises(WeightsError, match="another base"):
             receiver.receive()
@@ -256,7 +259,7 @@ def test_a_round_of_several_buckets_and_a_patch_are_taken():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(_serve, to, 1, _full(1), [([], []), *(_honest([part]) for part in GOOD.items())])
         assert receiver.receive() == 1
-        header = Message("patch", version=2, base=receiver._state).as_header()
+        header = checked_json.as_json(Patch(2, receiver._state))
         parts = [("b", _places(0, 3, dtype=torch.int64)), ("b", torch.tensor([7.0, 8.0]))]
         pool.submit(_serve, to, 2, header, [_honest(parts), ([], [])])
         assert receiver.receive() == 2 and receiver.weights["b"].tolist() == [7.0, 1.0, 1.0, 8.0]
@@ -269,7 +272,7 @@ def test_hashes_cover_names_shapes_and_versions():
         return digest.hexdigest()
 
     one, other = (as_json(_metas([(name, torch.zeros(4))])) for name in "ab")
-    patch = Message("patch", version=1).as_header()
+    patch = checked_json.as_json(Patch(1, ""))
     found = [of(_full(tensors=one)), of(_full(tensors=other)), of(_full(1)), of(_full(2))]
     found += [of(_full(tensors=[["a", dtype, shape]])) for dtype, shape in (("int32", [4]), ("float32", [2, 2]))]
     found += [of(patch, [part]) for part in (("a", torch.zeros(4)), ("b", torch.zeros(4)), ("a", torch.zeros(2, 2)))]
@@ -278,17 +281,18 @@ def test_hashes_cover_names_shapes_and_versions():
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", b"[" * 5000, b"1e999", b"9" * 40, b"null", b'{"failure": 1}', b'{"failure": "x", "y": 1}']
+    [b"", b"\xff", b"[" * 5000, b"1e999", b"9" * 40, b"null", b'{"kind": "Failure"}']
     + [
         json.dumps([["a", "int8", shape]]).encode()
         for shape in ([True], [1.0], [1 << 63], [0, 1 << 63], [1] * 65, "4")
     ]
+    + [json.dumps(FAILURE | change).encode() for change in ({"reason": 1}, {"y": 1}, {"kind": "failure"})]
     + [b'"' + b"x" * (64 << 20) + b'"'],
     ids=lambda data: repr(data[:24]),
 )
 def test_what_is_no_message_is_refused(data: bytes):
-    with pytest.raises(WeightsError, match="of weights was expected") as caught:
-        parse_message(data, "full", "patch", "bucket", "failure", "text")
+    with pytest.raises(WeightsError, match=r"a message of weights (has|is) ") as caught:
+        parse_message(data, Full | Patch | Bucket | Failure | str)
     assert len(str(caught.value)) < 1000
 
 

@@ -186,7 +186,7 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path):
     assert sorted(path.name for path in (tmp_path / "iter_0000002").iterdir()) == ["checkpoint.json", "rank_00000.bin"]
 
 
-def test_what_others_put_in_the_place_of_a_save_is_removed_and_not_followed(tmp_path):
+def test_what_others_put_in_the_place_of_a_save_is_removed(tmp_path):
     root, own = tmp_path / "run", tmp_path / "own"
     for folder in (root, own):
         folder.mkdir()

@@ -24,41 +24,34 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _left(memory: Path, name: str = "left") -> Path:
     folder = memory / f"{copies_folder._PREFIX}{name}"
     (folder / "generation_00001").mkdir(parents=True)
-    (folder / "lock").touch()
     return folder
 
 
 def test_folders_of_killed_launchers_are_removed_and_no_others(memory: Path):
-    dead, interrupted = _left(memory), _left(memory, "without a lock")
-    (interrupted / "lock").unlink()  # its removal was killed
+    dead = _left(memory)
     (memory / "elsewhere").mkdir()
     (memory / f"{copies_folder._PREFIX}link").symlink_to(memory / "elsewhere")
     (memory / f"{copies_folder._PREFIX}file").touch()
-    piped = _left(memory, "piped")
-    (piped / "lock").unlink()
-    os.mkfifo(piped / "lock")
-    linked = _left(memory, "linked")
-    (linked / "lock").unlink()
-    (linked / "lock").symlink_to(memory / "elsewhere" / "lock")
+    os.mkfifo(memory / f"{copies_folder._PREFIX}pipe")
     with memory_for_copies(is_needed=True) as first, memory_for_copies(is_needed=True) as second:
         own, other = (Path(variables[COPIES_FOLDER]) for variables in (first, second))
         assert own != other
         assert own.is_dir()
         assert other.is_dir()
-    assert not any(folder.exists() for folder in (dead, interrupted, own, other))
-    assert (piped / "generation_00001").is_dir()
-    assert (linked / "generation_00001").is_dir()
+    assert not any(folder.exists() for folder in (dead, own, other))
+    left = [path.name.removeprefix(copies_folder._PREFIX) for path in memory.iterdir()]
+    assert sorted(left) == ["elsewhere", "file", "link", "pipe"]
     assert list((memory / "elsewhere").iterdir()) == []
 
 
-def test_what_another_user_left_is_not_opened(memory: Path, monkeypatch: pytest.MonkeyPatch):
-    folder, opened = _left(memory), []
+def test_what_another_user_left_is_not_locked(memory: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, locked = _left(memory), []
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    monkeypatch.setattr(copies_folder, "open_in_place", lambda *arguments: opened.append(arguments))
+    monkeypatch.setattr(copies_folder.fcntl, "flock", lambda *arguments: locked.append(arguments))
     with pytest.raises(ConfigError, match="no folder can be made"), memory_for_copies(is_needed=True):
         pass  # nor is its own, which that user made
     assert folder.is_dir()
-    assert opened == []
+    assert locked == []
 
 
 def _sweep() -> None:
@@ -67,14 +60,14 @@ def _sweep() -> None:
             copies_folder._remove(folder, lock)
 
 
-@pytest.mark.parametrize("when", ["before its lock is made", "before it is locked", "while it is swept"])
+@pytest.mark.parametrize("when", ["before it is opened", "before it is locked", "while it is swept"])
 def test_a_launcher_and_a_sweeper_never_have_the_same_folder(memory: Path, monkeypatch: pytest.MonkeyPatch, when: str):
     made, swept = [], []
     make, lock = tempfile.mkdtemp, copies_folder.fcntl.flock
 
     def making(**place):
         made.append(make(**place))
-        if len(made) == 1 and when == "before its lock is made":
+        if len(made) == 1 and when == "before it is opened":
             _sweep()
         if len(made) == 1 and when == "while it is swept":
             swept.append(copies_folder._locked(Path(made[0])))

@@ -200,7 +200,7 @@ def test_launchers_that_are_alive_stay_together(monkeypatch, hurried):
     thread.join(60)
 
 
-def test_a_process_that_is_not_said_to_end_takes_its_machine_with_it(monkeypatch):
+def test_a_process_that_does_not_end_loses_its_machine(monkeypatch):
     monkeypatch.setattr(nodes, "KILL_S", 0.3)
     first = _First(monkeypatch)
     with first.say_hello():

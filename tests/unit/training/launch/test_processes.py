@@ -91,7 +91,7 @@ def test_a_process_keeps_its_number_until_it_is_ended():
     assert process.poll() == 3 and not Path(f"/proc/{process.pid}").exists()
 
 
-def test_no_other_process_is_killed_in_the_place_of_one_that_is_gone(monkeypatch):
+def test_no_other_process_is_killed_for_one_that_is_gone(monkeypatch):
     process = _child("sys.exit(0)")
     process.end()
     killed = []
@@ -128,7 +128,7 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch, capsys):
     os.waitpid(process.pid, 0)
 
 
-def test_a_third_signal_ends_a_launcher_that_waits_for_something_else(monkeypatch):
+def test_a_third_signal_ends_a_launcher_in_any_wait(monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(processes, "KILL_S", 0.05)
     monkeypatch.setattr(processes, "ECHO_S", -1.0)

@@ -167,7 +167,7 @@ def test_ranks_have_the_start_of_a_launcher_that_was_lost(monkeypatch, tmp_path)
     assert (tmp_path / "start").read_text() == "20260131-235959"
 
 
-def test_a_rank_that_leaves_without_a_word_is_lost_whatever_its_status(monkeypatch, capsys):
+def test_a_rank_that_leaves_without_a_word_is_lost(monkeypatch, capsys):
     machine, said = _Machine(0, 2), []
 
     def happens(script):
