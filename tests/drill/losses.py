@@ -79,7 +79,7 @@ def damage(run: Run, draw: random.Random) -> Event:
     victims, before = _victims(run, draw, 1), run.processes()
     send(before, signal.SIGSTOP)
     files = [path for path in MEMORY.glob("shardstack-copies-*/generation_*/**/*") if path.is_file()]
-    for path in draw.sample(files, min(len(files), draw.choice((1, 1, 1, 2, 5, len(files))))):
+    for path in draw.sample(files, min(len(files), draw.choice((1, 1, 1, 2, 5, 12)))):
         with suppress(FileNotFoundError):
             _damage(path, draw)
     name = _named(run, victims, rf"was ended by SIG|{_NODE_LOST}")
