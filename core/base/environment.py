@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .errors import ConfigError
 from .files import brief
+from .rendezvous import GENERATION
 
 MOST_RANKS, MOST_THREADS, MOST_PORT = 1 << 20, 4096, 65535
 """Of a run, of a rank (no machine has as many cores), and of a machine."""
@@ -64,7 +65,8 @@ def check_environment() -> None:
     size = environment_int("WORLD_SIZE", 1, least=1, most=MOST_RANKS)
     local_size = environment_int("LOCAL_WORLD_SIZE", size, least=1, most=size)
     for name, of, count in (("RANK", "WORLD_SIZE", size), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_size)):
-        if (rank := environment_int(name, 0)) >= count and of in os.environ:
+        is_place = name == "LOCAL_RANK" and GENERATION in os.environ  # its GPU: it stays when others here are lost
+        if (rank := environment_int(name, 0)) >= count and of in os.environ and not is_place:
             raise ConfigError(f"{name} is {rank} and {of} {count}; ranks count from 0: it takes at most {count - 1}")
     environment_int("MASTER_PORT", 0, least=1, most=MOST_PORT)
     _check_address(os.environ["MASTER_ADDR"])

@@ -96,7 +96,7 @@ def _lost_ranks(seconds: float, seed: int, report: Report) -> None:
     if ended.returncode != 0:
         raise SystemExit(ended.stderr[-6000:])
     for row in filter(None, ended.stdout.splitlines()):
-        _, _, name, count, _, _ = row.strip("| ").split(" | ")
+        _, _, name, count, *_ = row.strip("| ").split(" | ")
         report.fault(f"survivors stay, {name}", count=int(count))
 
 

@@ -1,178 +1,202 @@
-"""Kills, stops and hangs ranks of runs that keep the survivors, at random moments, and compares every step's hash.
+"""Disturbs runs that keep their survivors, at random moments, and compares every step's hash.
 
     python -m tests.drill.lost_ranks --minutes 60 --results benchmarks/results/lost_ranks.md
 
-Launcher and ranks are forked from a process that has imported everything, so that a replacement starts in tens of
-milliseconds. Exits with an error, and keeps the folder, at the first run that does not end, or whose weights differ
-after any step from those of a run on one rank that nothing met.
+Runs are on one machine, or on two launchers that stand for two. Launchers and ranks are forked from a process that has
+imported everything, so that a replacement starts in tens of milliseconds. Exits with an error, and keeps the folder,
+at the first run that does not end with status 0, leaves a process, has lost a rank without a line that names it in
+`NAMED_S`, or whose weights differ after any step from those of a run on one rank that nothing met.
+
+Copies are in a file system of the drill's own, of so many bytes that it can be filled up, mounted at /dev/shm for its
+processes alone. Where that is not allowed, no copies are damaged and no memory is filled.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
 import tests._imports  # noqa: F401  # before anything is forked
-from tests.drill.launched import children, send
-from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import REPOSITORY, TINY
+from tests.drill.kept_run import ITERATIONS, Run, adopt_orphans
+from tests.drill.losses import ONE_MACHINE, TWO_MACHINES, Event, damage, full
 
-PROGRAM = REPOSITORY / "tests" / "drill" / "_lost_rank.py"
-FLAGS = (
-    *TINY[:-2],  # but for the number of validations
-    *("--eval-iters", "0", "--global-batch-size", "8", "--hidden-dropout", "0.1", "--save-interval", "50"),
-    *("--reproducible-across-ranks", "--log-weights-hash", "1"),
+ZERO1, ZERO2 = ("--use-distributed-optimizer",), ("--data-parallel-sharding-strategy", "optim_grads")
+ZERO3, FSDP2 = ("--data-parallel-sharding-strategy", "optim_grads_params"), ("--use-torch-fsdp2",)
+RUNS: tuple[tuple[int, str, int, tuple[str, ...]], ...] = (
+    (1, "replace", 2, ZERO1),
+    (2, "shrink", 4, ZERO3),
+    (1, "shrink", 4, ZERO3),
+    (2, "replace", 2, ZERO1),
+    (1, "replace", 2, FSDP2),
+    (2, "replace", 4, ZERO3),
+    (1, "shrink", 4, ZERO1),
+    (2, "replace", 2, ()),
+    (1, "replace", 4, ZERO3),
+    (2, "shrink", 4, FSDP2),
+    (1, "shrink", 4, FSDP2),
+    (2, "replace", 4, FSDP2),
+    (1, "replace", 2, ()),
+    (2, "replace", 2, ZERO2),
+    (1, "shrink", 4, ZERO2),
+    (2, "shrink", 4, ()),
 )
-LIMIT_S, MARGIN_S = 6.0, 10.0
-"""Limit of a step, and what a hang may take beyond it."""
-ITERATIONS = {"replace": 400, "shrink": 60}
-RUNS = (
-    ("replace", 2, ("--use-distributed-optimizer",)),
-    ("shrink", 4, ("--data-parallel-sharding-strategy", "optim_grads_params")),
-    ("replace", 2, ("--use-torch-fsdp2",)),
-    ("shrink", 4, ("--use-distributed-optimizer",)),
-    ("replace", 4, ("--data-parallel-sharding-strategy", "optim_grads_params")),
-    ("shrink", 4, ("--use-torch-fsdp2",)),
-    ("replace", 2, ()),
-    ("shrink", 4, ("--data-parallel-sharding-strategy", "optim_grads")),
-)
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR1}
-WEIGHTS = (12, 1, 1)
-SILENT_S = 300.0
-"""A run without a step for so long does not end any more."""
-
-
-class Run:
-    """A run that keeps its survivors."""
-
-    def __init__(self, folder: Path, corpus: Path, policy: str, ranks: int, flags: tuple[str, ...]) -> None:
-        folder.mkdir()
-        self.folder = folder / "run"
-        arguments = ["--nproc-per-node", ranks]
-        if ranks > 1:
-            arguments += ["--on-lost-rank", policy, "--lost-rank-timeout", LIMIT_S, "--max-restarts", 100]
-        arguments += [PROGRAM, *FLAGS, "--train-iters", ITERATIONS[policy], *flags]
-        self.launcher = ForkedLauncher([*arguments, "--data-path", corpus, "--save", self.folder], folder)
-
-    def step(self) -> int:
-        return max(self.hashes(), default=0)
-
-    def hashes(self) -> dict[int, str]:
-        log = self.folder / "log.jsonl"
-        text = log.read_text() if log.exists() else ""
-        lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        return {line["step"]: line["weights_hash"] for line in lines if "weights_hash" in line}
-
-    def wait_for_step(self, step: int) -> bool:
-        """Returns whether the run came so far; False if it has ended before."""
-        until = time.monotonic() + SILENT_S
-        while self.step() < step:
-            if self.launcher.poll() is not None:
-                return self.step() >= step
-            if time.monotonic() > until:
-                raise SystemExit(f"{self.folder}: no step {step} in {SILENT_S:g} s:\n{self.said()[-4000:]}")
-            time.sleep(0.02)
-        return True
-
-    def said(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.folder.parent.glob("launcher.*")))
-
-
-def disturb(
-    run: Run, draw: random.Random, policy: str, counts: Counter[str], seconds: dict[str, list[float]], until: float
-) -> None:
-    """Loses ranks of a run at random moments, until one is left, the run has ended, or the time is over."""
-    while time.monotonic() < until and run.wait_for_step(run.step() + 1):
-        if draw.random() < 0.7:
-            time.sleep(draw.uniform(0.0, 0.4))  # else at once, which falls into a recovery if that takes two steps
-        ranks, before = children(run.launcher.pid), run.step()
-        if len(ranks) < 2 or before >= ITERATIONS[policy] - 5:
-            break
-        kind = draw.choices(list(SIGNALS), WEIGHTS)[0]
-        victims = draw.sample(ranks, 2 if kind == "kill" and len(ranks) > 2 and draw.random() < 0.2 else 1)
-        begun, gone = time.monotonic(), send(victims, SIGNALS[kind])
-        counts[f"{policy}: {kind}"] += gone
-        if kind == "kill" and draw.random() < 0.2:  # in the recovery
-            time.sleep(draw.uniform(0.05, 0.5))
-            left = [rank for rank in children(run.launcher.pid) if rank not in victims]
-            if len(left) > 1:
-                counts[f"{policy}: kill"] += send(draw.sample(left, 1), signal.SIGKILL)
-        if kind != "kill":
-            while set(victims) & set(children(run.launcher.pid)) and run.launcher.poll() is None:
-                if time.monotonic() - begun > LIMIT_S + MARGIN_S:
-                    raise SystemExit(f"{run.folder}: a {kind} was not ended in its limit:\n{run.said()[-4000:]}")
-                time.sleep(0.02)
-            send(victims, signal.SIGCONT)  # it must not come back
-        if run.wait_for_step(before + 2):
-            seconds.setdefault(f"{policy}: {kind}", []).append(time.monotonic() - begun)
+"""Machines, policy, ranks on all of them, and flags."""
+NAMED_S = 30.0
+"""How long the line that names a loss may take."""
+_IS_PRIVATE = "DRILL_HAS_MEMORY"
+"""Environment variable: /dev/shm is the drill's own."""
+_MEMORY_BYTES = 64 << 20
+_WARNINGS = "are damaged or do not fit", "no complete copy is left", "goes on without new copies", "is skipped"
 
 
 class Drill:
     """Counts of the runs that have ended right."""
 
-    def __init__(self, folder: Path, corpus: Path, seed: int) -> None:
-        self.folder, self.corpus, self.seed = folder, corpus, seed
+    def __init__(self, folder: Path, corpus: Path, seed: int, kinds: list[str]) -> None:
+        self.folder, self.corpus, self.seed, self.kinds = folder, corpus, seed, kinds
         self.counts: Counter[str] = Counter()
-        self.seconds: dict[str, list[float]] = {}
+        self.named: dict[str, list[float]] = {}
+        """Seconds from each loss to the line that names it."""
+        self.went_on: dict[str, list[float]] = {}
+        """Seconds from each event to the second step after it."""
+        self.warned: Counter[str] = Counter()
+        """How often what is said of copies was."""
         self.runs = 0
+        self._draw = random.Random(seed)
 
     def run(self, seconds: float) -> None:
-        draw, until, expected = random.Random(self.seed), time.monotonic() + seconds, {}
+        until, expected = time.monotonic() + seconds, {}
         for policy, iterations in ITERATIONS.items():
             whole = Run(self.folder / f"whole-{policy}", self.corpus, policy, 1, ())
-            whole.launcher.communicate(SILENT_S)
-            expected[policy] = whole.hashes()
+            whole.end()
+            expected[policy] = dict(whole.hashes())
             if len(expected[policy]) != iterations:
-                raise SystemExit(f"a run on one rank did not end:\n{whole.said()[-4000:]}")
+                raise SystemExit(f"a run on one rank did not end:\n{whole.said()}")
         while time.monotonic() < until:
-            policy, ranks, flags = RUNS[(self.seed + self.runs) % len(RUNS)]
-            run = Run(self.folder / f"run{self.runs}", self.corpus, policy, ranks, flags)
-            counts: Counter[str] = Counter()
-            taken: dict[str, list[float]] = {}
-            disturb(run, draw, policy, counts, taken, until)
-            run.launcher.communicate(SILENT_S)
-            if run.launcher.poll() != 0 or run.hashes() != expected[policy]:
-                raise SystemExit(f"{run.folder} {flags} ended with {run.launcher.poll()}:\n{run.said()[-6000:]}")
-            shutil.rmtree(run.folder.parent)
+            machines, policy, ranks, flags = RUNS[(self.seed + self.runs) % len(RUNS)]
+            limit_s, is_full = self._draw.choice((6.0, 12.0)) if machines > 1 else 6.0, self._draw.random() < 0.1
+            folder = self.folder / f"run{self.runs}"
+            run = Run(folder, self.corpus, policy, ranks, flags, machines=machines, limit_s=limit_s, is_full=is_full)
+            try:
+                self._disturb(run, f"{machines} machine{'s' * (machines > 1)}, {policy}", until)
+                status, hashes = run.end(), run.hashes()
+            except BaseException:
+                run.kill()
+                raise
+            wrong = [step for step, value in hashes if expected[policy].get(step) != value]
+            if status != 0 or wrong or dict(hashes) != expected[policy]:
+                raise SystemExit(f"{folder} {flags} ended with {status}, wrong steps {wrong}:\n{run.said()}")
+            shutil.rmtree(folder)
             self.runs += 1
-            self.counts += counts
-            for name, values in taken.items():
-                self.seconds.setdefault(name, []).extend(values)
-            print(f"{self.runs} runs, {dict(self.counts)}", file=sys.stderr, flush=True)
+            for part in _WARNINGS:
+                self.warned[part] += sum(output.text.count(part) for output in run.outputs)
+            events = sum(self.counts.values())
+            print(f"{self.runs} runs, {events} events, warnings {dict(self.warned)}", file=sys.stderr, flush=True)
+
+    def _disturb(self, run: Run, where: str, until: float) -> None:
+        """Meets a run with events until one rank is left, the run has ended, or the time is over."""
+        table = {kind: weight for kind, weight in self._table(run).items() if self._is_drawn(kind)}
+        if run.outputs[0].is_full:
+            self.counts[f"{where}: output to a full device"] += 1
+        while time.monotonic() < until and run.wait_for_step(run.step() + 1):
+            if self._draw.random() < 0.7:
+                time.sleep(self._draw.uniform(0.0, 0.4))  # else at once: that is in a recovery if it takes two steps
+            if len(run.processes()) < 2 or run.is_near_its_end:
+                break
+            has_second = len(run.launchers) > 1 and run.launchers[1].poll() is None
+            kinds = {kind: weight for kind, weight in table.items() if has_second or kind in ONE_MACHINE}
+            kind = self._draw.choices(list(kinds), list(kinds.values()))[0]
+            self._meet(run, kind, f"{where}: {kind.__name__.replace('_', ' ')}")
+
+    def _table(self, run: Run) -> dict[Callable[[Run, random.Random], Event], int]:
+        return TWO_MACHINES if len(run.launchers) > 1 else ONE_MACHINE
+
+    def _is_drawn(self, kind: Callable[[Run, random.Random], Event]) -> bool:
+        if kind in (damage, full) and not os.environ.get(_IS_PRIVATE):
+            return False
+        return not self.kinds or kind.__name__ in self.kinds
+
+    def _meet(self, run: Run, kind: Callable[[Run, random.Random], Event], name: str) -> None:
+        begun = time.monotonic()
+        run.look()
+        said = [len(output.text) for output in run.outputs]
+        print(f"{datetime.now():%H:%M:%S} {name}, step {run.step()}", file=sys.stderr, flush=True)
+        event = kind(run, self._draw)
+        line = next(event)
+        before = run.step()
+        self.counts[name] += 1
+        if line is not None and run.outputs[line[0]].is_read:
+            node, pattern = line
+            if run.wait(lambda: bool(re.search(pattern, run.outputs[node].text[said[node] :])), NAMED_S):
+                self.named.setdefault(name, []).append(time.monotonic() - begun)
+            elif not run.has_ended:
+                raise SystemExit(f"{run.folder}: no {pattern!r} on node {node} in {NAMED_S:g} s:\n{run.said()}")
+        next(event, None)
+        if run.wait_for_step(before + 2):
+            self.went_on.setdefault(name, []).append(time.monotonic() - begun)
+        for _ in event:
+            pass
+        new = "".join(output.text[start:] for output, start in zip(run.outputs, said, strict=True))
+        for text in dict.fromkeys(text for text in re.split("[\r\n]", new) if any(w in text for w in _WARNINGS)):
+            print(f"  {text}", file=sys.stderr, flush=True)
 
     def rows(self) -> list[str]:
-        """Returns a line of a table for each policy and kind of loss."""
+        """Returns a line of a table for each kind of run and of event."""
         rows, date = [], f"{datetime.now(timezone.utc):%Y-%m-%d}"
         for name, count in sorted(self.counts.items()):
-            taken = self.seconds.get(name, [])
-            spread = f"{statistics.median(taken):.1f} ({max(taken):.1f})" if taken else ""
-            rows.append(f"| {date} | {self.seed} | {name} | {count} | {spread} | {self.runs} |\n")
+            spreads = [_spread(seconds.get(name, [])) for seconds in (self.named, self.went_on)]
+            rows.append(f"| {date} | {self.seed} | {name} | {count} | {' | '.join(spreads)} | {self.runs} |\n")
         return rows
+
+
+def _spread(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else ""
+
+
+def _take_memory() -> None:
+    """Runs this program again with a file system in memory of its own, if that is allowed."""
+    alone = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else [])]
+    mount = f"mount -t tmpfs -o size={_MEMORY_BYTES} drill /dev/shm"
+    with_memory = [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    if _IS_PRIVATE in os.environ or shutil.which("unshare") is None:
+        return
+    if subprocess.run([*with_memory, "true"], capture_output=True).returncode == 0:
+        os.environ[_IS_PRIVATE] = "1"
+        program = [sys.executable, "-m", "tests.drill.lost_ranks", *sys.argv[1:]]
+        os.execvp("unshare", [*with_memory, *program])
+    print("no file system can be mounted: no copies are damaged, no memory is filled", file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.drill.lost_ranks")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--results", type=Path, help="a table to add a row to for each policy and kind of loss")
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], help="of events, by the names of their functions; all if none"
+    )
+    parser.add_argument("--results", type=Path, help="a table to add a row to for each kind of run and of event")
     options = parser.parse_args()
+    _take_memory()
     os.environ.update(SHARDSTACK_DEVICE="cpu", OMP_NUM_THREADS="1")
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
+    adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="drill-lost-"))
     from tests.drill.__main__ import corpus_in
 
-    drill = Drill(folder, corpus_in(folder), options.seed)
+    drill = Drill(folder, corpus_in(folder), options.seed, options.kinds)
     try:
         drill.run(60.0 * options.minutes)
     finally:  # what has ended counts, also if the last run did not

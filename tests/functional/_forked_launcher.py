@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from tests._forked import FORKED
 class ForkedLauncher:
     """A launcher that runs, in a process group of its own: what `subprocess.Popen` would give of it."""
 
-    def __init__(self, arguments: Sequence[Any], folder: Path, **variables: str) -> None:
-        """Starts it in `folder` with additional environment variables."""
+    def __init__(
+        self, arguments: Sequence[Any], folder: Path, prepare: Callable[[], None] | None = None, **variables: str
+    ) -> None:
+        """Starts it in `folder` with additional environment variables. Calls `prepare` there before its `main`."""
         self._outputs = [folder / "launcher.out", folder / "launcher.err"]
         command = [str(argument) for argument in arguments]
-        self._process = FORKED.Process(target=_launch, args=(command, folder, self._outputs, variables))
+        self._process = FORKED.Process(target=_launch, args=(command, folder, self._outputs, variables, prepare))
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -45,7 +47,13 @@ class ForkedLauncher:
         return out, err
 
 
-def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
+def _launch(
+    command: list[str],
+    folder: Path,
+    outputs: Sequence[Path],
+    environment: Mapping[str, str],
+    prepare: Callable[[], None] | None,
+) -> None:
     from core.training.launch import nodes
     from core.training.launch.__main__ import main
 
@@ -55,6 +63,8 @@ def _launch(command: list[str], folder: Path, outputs: Sequence[Path], environme
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
+    if prepare is not None:
+        prepare()
     with mock.patch.object(nodes, "start_rank", _ForkedRank):
         sys.exit(main(command))
 

@@ -2,9 +2,9 @@
 
 A rank is the process's place at its start, after the name of its machine (`MACHINE`) if there are several. Moments:
 between, forward, backward, reduction, update, copy, save, recovery. How: kill, hang, stop, copies (with all that are
-in memory), damage (of all copies), machine (its launcher, with the copies there), minute (stop, and continue a minute
-later, if it is there then). A loss happens once over all generations and restarts, in the iteration or as soon after
-it as the process is there: LOSE_ONCE is a folder of what has happened.
+in memory), damage (of all copies), machine (its launcher, with the copies there), freeze (stop, with its launcher),
+minute (stop, and continue a minute later, if it is there then). A loss happens once over all generations and restarts,
+in the iteration or as soon after it as the process is there: LOSE_ONCE is a folder of what has happened.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _lose(moment: str) -> None:
             for path in Path(os.environ[COPIES_FOLDER]).glob("generation_*/version_*/rank_*.bin"):
                 with path.open("r+b") as file:
                     file.write(b"\x55" * 8)
-        if how == "machine":
-            os.kill(os.getppid(), signal.SIGKILL)
+        if how in ("machine", "freeze"):
+            os.kill(os.getppid(), signal.SIGKILL if how == "machine" else signal.SIGSTOP)
         if how == "minute" and os.fork() == 0:
             os.setsid()  # no part of the rank, with which it would end
             time.sleep(60.0)
@@ -57,7 +57,7 @@ def _lose(moment: str) -> None:
                 os.kill(rank, signal.SIGCONT)
             once.with_suffix(".continued").touch()
             os._exit(0)
-        os.kill(rank, signal.SIGSTOP if how in ("stop", "minute") else signal.SIGKILL)
+        os.kill(rank, signal.SIGSTOP if how in ("stop", "freeze", "minute") else signal.SIGKILL)
 
 
 def _counting_from(copies):

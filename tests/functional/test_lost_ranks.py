@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from core.training.launch import lines
 from core.training.launch.nodes import MACHINE
 from tests.functional._forked_launcher import ForkedLauncher
 from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, log, programs_in, run_program
@@ -81,6 +82,7 @@ def _launch_on_two(
         return ForkedLauncher(
             [*command, "--node-rank", str(node), *program],
             folder / f"node{node}",
+            _hurry if "freeze" in variables["LOSE"] else None,
             **variables,
             **{MACHINE: "ab"[node]},
         )
@@ -88,11 +90,17 @@ def _launch_on_two(
     launchers = [start(0), start(1)]
     while all(launcher.poll() is None for launcher in launchers):
         time.sleep(0.05)
+    if "freeze" in variables["LOSE"]:
+        launchers[1].send_signal(signal.SIGKILL)  # it is still frozen, at the end of the first one
     for node, launcher in enumerate(launchers):
         if launcher.poll() == -signal.SIGKILL and (node == 0 or "shrink" not in command):
             launchers[node] = start(node)  # its output is appended
     written = [launcher.communicate(LIMIT_S)[1] for launcher in launchers]
     return launchers[0].returncode, "".join(written)
+
+
+def _hurry() -> None:
+    lines.SILENCE_S, lines._BEAT_S = 3.0, 0.5
 
 
 def _hashes(folder: Path) -> dict[int, str]:
@@ -124,6 +132,7 @@ MORE_CASES = {
 MACHINES = {
     "ZeRO-1, replaced": (4, "replace", "b1:3:backward:machine", ZERO1, "node 1 was lost with its ranks"),
     "FSDP2, 4 to 2 ranks": (4, "shrink", "b0:4:forward:machine", FSDP2, "going on with 2 of 2 ranks"),
+    "ZeRO-3, frozen": (2, "shrink", "b0:3:forward:freeze", ZERO3, "its launcher did not answer for 3 s"),
     "ZeRO-3, 2 to 1": (2, "shrink", "b0:3:copy:machine", ZERO3, "going on with 1 of 1 ranks"),
     "DDP, a rank killed": (2, "replace", "b0:3:update:kill", (), "rank 1 was ended by SIGKILL"),
     "ZeRO-3, the first machine": (4, "replace", "a1:4:backward:machine", ZERO3, "was lost, and all ranks with it"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -116,11 +117,25 @@ def how_it_ended(rank: int, code: int) -> str:
     return f"rank {rank} was ended by {names.get(-code, f'signal {-code}')}{_HINTS.get(-code, '')}"
 
 
+_ROOM_S = 1.0
+"""How long a line waits where nobody reads, before it is dropped: ranks and other launchers wait for what is next."""
+
+
 def say(line: str) -> None:
     """Writes a line of the launcher's, if there is still an output for it."""
     with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a full disk, a closed or absent stream
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        if _has_room(sys.stderr):
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+
+def _has_room(stream: Any) -> bool:
+    """Returns whether a stream takes a line, at once or soon. One without a file does."""
+    with suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return bool(poll.poll(1000 * _ROOM_S))
+    return True
 
 
 class _Output:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from core.base import device, environment
 from core.base.environment import MOST_THREADS, environment_int
 from core.base.errors import ConfigError
+from core.base.rendezvous import GENERATION
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 NAMES = (*ALONE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
@@ -73,6 +74,11 @@ def test_threads_are_bounded_without_a_launcher() -> None:
         {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo,lo"},
         {"WORLD_SIZE": "8", "RANK": "7", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"},
         {"WORLD_SIZE": "8", "RANK": "7", "LOCAL_RANK": "9"},  # of a launcher that does not say how many ranks are here
+        {
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            GENERATION: "1",
+        },  # rank 0 here was lost, and the place is a GPU's
         {"OMP_NUM_THREADS": str(MOST_THREADS), "MASTER_PORT": "65535"},
     ],
 )

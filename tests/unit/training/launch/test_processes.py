@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -40,6 +41,22 @@ def test_a_second_signal_interrupts_at_once(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_line_that_nobody_reads_is_dropped(monkeypatch):
+    monkeypatch.setattr(processes, "_ROOM_S", 0.01)
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", 0) as reader, os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        processes.say("dropped")
+        assert set(reader.read(1 << 20)) == set(b"x")
+        processes.say("read")
+        assert reader.read(100) == b"read\n"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
