@@ -53,7 +53,7 @@ class Run:
     scale: float = 1.0
     """Multiplies what is read."""
 
-    def within(self, begin: int, end: int, index: int) -> Run:
+    def within(self, begin: int, end: int, index: int | None) -> Run:
         """Returns the part of the run that our rows ``[begin, end)`` have, as rows of entry `index` of a stack."""
         first = max(0, -(-(begin - self.start) // self.step))
         last = min(self.count, -(-(end - self.start) // self.step))
@@ -203,17 +203,14 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
 
 
 def _fill_rows(part: torch.Tensor, offsets: Sequence[int], run: Run, source: BoxReader) -> None:
-    first, last = offsets[0], offsets[0] + part.shape[0]
-    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True)]
-    begin = max(0, -(-(first - run.start) // run.step))
-    end = min(run.count, -(-(last - run.start) // run.step))
-    if begin >= end:
+    own = run.within(offsets[0], offsets[0] + part.shape[0], run.index)
+    if own.count <= 0:
         return
-    start = run.start + begin * run.step - first
-    rows = part[start : start + (end - begin - 1) * run.step + 1 : run.step]
+    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True)]
+    rows = part[own.start : own.start + (own.count - 1) * own.step + 1 : own.step]
     if run.source_column:
         rest[0] = slice(rest[0].start + run.source_column, rest[0].stop + run.source_column)
-    rows.copy_(_transpose_if_columns(run, source.read(run.source, _source_box(run, slice(begin, end), rest))))
+    rows.copy_(_transpose_if_columns(run, source.read(run.source, _source_box(own, slice(0, own.count), rest))))
     if run.scale != 1:
         rows.mul_(run.scale)
 

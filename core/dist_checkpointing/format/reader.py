@@ -65,14 +65,10 @@ class PieceReader:
     def _read_into(self, target: Tensor, piece: Piece) -> None:
         """Reads a whole piece straight into the memory of its target."""
         memory = target.reshape(-1).view(torch.uint8).numpy().data
-        with (self.folder / piece.file).open("rb", buffering=0) as stream:
+        with (self.folder / piece.file).open("rb") as stream:
             stream.seek(piece.start)
-            num_read = 0
-            while num_read < len(memory):
-                count = stream.readinto(memory[num_read:])
-                if not count:
-                    raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
-                num_read += count
+            if stream.readinto(memory) != len(memory):
+                raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
 
     def piece_values(self, name: str, piece: Piece) -> Any:
         """Returns a stored piece of the tensor `name`, to read by indexing. Raw bytes are a mapped view of the file.
