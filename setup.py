@@ -52,6 +52,7 @@ setup(
         "core.base": ["megatron_names.json"],
         "core.distributed.report": ["page.html"],
         "core.planner": ["hardware.json"],
+        "core.training.config": ["flags.json"],
     },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
     extras_require=EXTRAS,

@@ -148,7 +148,13 @@ def load_foreign(
     ranks = Ranks(process_group)
     ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored_names)))
     source = BoxReader(folder, index)
-    ranks.on_all(lambda: _fill_all(targets, recipes, source))
+
+    def fill_all() -> None:
+        for recipe in recipes:
+            _fill(targets[recipe.name], recipe, source)
+            source.close_files()
+
+    ranks.on_all(fill_all)
 
 
 def _check(
@@ -183,12 +189,6 @@ def _check(
         raise CheckpointError(
             f"{folder} is of another model, and nothing was loaded: {join_parts(problems, _PROBLEMS_SHOWN)}"
         )
-
-
-def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: BoxReader) -> None:
-    for recipe in recipes:
-        _fill(targets[recipe.name], recipe, source)
-        source.close_files()
 
 
 def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:

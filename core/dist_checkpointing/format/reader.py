@@ -43,7 +43,8 @@ class PieceReader:
                     if (piece.offsets, piece.sizes) != (offsets, tuple(values.shape)):
                         resharded_names.add(name)
         for name, piece, part, within in sorted(requests, key=lambda request: (request[1].file, request[1].start)):
-            if self.index.encoding == "raw" and tuple(part.shape) == piece.sizes and _is_plain_memory(part):
+            is_plain = part.device.type == "cpu" and part.is_contiguous() and type(part) is Tensor
+            if self.index.encoding == "raw" and tuple(part.shape) == piece.sizes and is_plain:
                 self._read_into(part, piece)
             else:
                 part.copy_(self.piece_values(name, piece)[within])
@@ -147,7 +148,3 @@ def is_good(folder: Path) -> bool:
     except CheckpointError:
         return False
     return metadata.get(FINITE, True) is not False and metadata.get(SKIPPED, 0) == 0
-
-
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is torch.Tensor
