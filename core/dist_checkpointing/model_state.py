@@ -235,13 +235,9 @@ def _mismatch(name: str, value: Any, target: torch.Tensor) -> str | None:
 
 def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
     """Returns whether `value` has on every rank the piece that the module has there."""
-    return (
-        isinstance(value, DTensor)
-        and isinstance(target, DTensor)
-        and value.shape == target.shape
-        and value.device_mesh == target.device_mesh
-        and value.placements == target.placements
-    )
+    if not (isinstance(value, DTensor) and isinstance(target, DTensor)):
+        return False
+    return (value.shape, value.device_mesh, value.placements) == (target.shape, target.device_mesh, target.placements)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -212,7 +212,9 @@ def _library() -> Any:
     return library
 
 
-_Neighbour = Annotated[str, lambda name: Path(name).name == name and name not in (".", ".."), "of a file next to it"]
+_Neighbour = Annotated[
+    str, lambda name: Path(name).name == name and name not in (".", ".."), "that names a file next to it"
+]
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -108,17 +108,13 @@ def read_index(folder: Path) -> CheckpointIndex:
         CheckpointError: there is no checkpoint, the index is damaged or unsafe, or a file is missing or of another
             size.
     """
-    path = folder / INDEX_FILE
-    torch_path = folder / TORCH_INDEX_FILE
-    if not path.is_file() and not torch_path.is_file():
+    path = next((folder / name for name in (INDEX_FILE, TORCH_INDEX_FILE) if (folder / name).is_file()), None)
+    if path is None:
         reason = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
         raise CheckpointError(f"{folder} is not a checkpoint: {reason}; name a folder that `save` wrote")
     try:
-        if path.is_file():
-            index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
-        else:
-            path = torch_path
-            index = read_torch_index(path)
+        is_torchs = path.name == TORCH_INDEX_FILE
+        index = read_torch_index(path) if is_torchs else decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
     except (CheckpointError, BoundsError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or unsafe: {error}; use another checkpoint") from error
     for name, num_bytes in index.file_bytes.items():
