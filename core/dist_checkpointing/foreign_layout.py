@@ -19,15 +19,12 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.text import join_parts
-from .agreement import Ranks
+from .agreement import Ranks, refuse
 from .format.index import CheckpointIndex, Piece
 from .format.reader import PieceReader
 from .gathering import Outgoing
 from .global_view import can_be_cast, held_boxes
 from .safetensors_io import open_safetensors
-
-_PROBLEMS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -185,10 +182,7 @@ def _check(
             dtype = index.tensors[name].dtype
             if dtype != target.dtype and not can_be_cast(dtype, target):
                 problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
-    if problems:
-        raise CheckpointError(
-            f"{folder} is of another model, and nothing was loaded: {join_parts(problems, _PROBLEMS_SHOWN)}"
-        )
+    refuse(f"{folder} is of another model, and nothing was loaded", problems)
 
 
 def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:

@@ -15,7 +15,7 @@ from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
 from ..base.parameters import is_packed
-from .agreement import Ranks, is_of_first_rank, of_first_rank, pipeline_ranks
+from .agreement import Ranks, is_of_first_rank, of_first_rank, pipeline_ranks, refuse
 from .global_view import FlatRange, can_be_cast, global_shape, held_boxes, local_tensor, whole_view
 
 
@@ -218,8 +218,7 @@ def _check(
             problems.append(f"{present[0]} is on the meta device in the module: materialise it first")
         if any(not _same(values[present[0]], values[other]) for other in present[1:]):
             problems.append(f"{' and '.join(present)} are one tensor in the module and differ in the state dict")
-    if problems:
-        raise CheckpointError(f"the state dict does not fit the module, and nothing was loaded: {'; '.join(problems)}")
+    refuse("the state dict does not fit the module, and nothing was loaded", problems)
 
 
 def _mismatch(name: str, value: Any, target: torch.Tensor) -> str | None:
