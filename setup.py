@@ -57,6 +57,7 @@ setup(
         "core.optimizer": ["muon_coefficients.json"],
         "core.planner": ["hardware.json"],
         "core.process_groups": ["group_kinds.json"],
+        "core.training.config": ["flags.json"],
         "core.verify": ["wrappers.json"],
     },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
