@@ -149,7 +149,7 @@ def run_ranks(
     """
     policy, status, reason = policy or LostRankPolicy(), 1, ""
     start_text = datetime.now(timezone.utc).strftime(STARTED_FORMAT)
-    job = Job.of(policy, command, job_secret(address[0]) if num_nodes > 1 else b"", run)
+    job = Job.of(policy, command, job_secret(address[0]), run)
     open_standard_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored, as a parent may have set it, hides statuses
     with (

@@ -7,6 +7,8 @@ from tests.mutation.suites import PROGRAMS_ON_STREAMS, REPRODUCIBLE
 
 _CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
 
+LAUNCH = "tests/unit/training/launch/"
+
 MUTATIONS = (
     Mutation(
         "dropout depends on a micro-batch's place on its rank, not in the global batch",
@@ -77,6 +79,41 @@ MUTATIONS = (
         "core.training.launch.joining.Joining._refusal",
         r"name == hello\.machine and other != number",
         "False",
-        ("tests/unit/training/launch/test_nodes.py",),
+        (f"{LAUNCH}test_nodes.py::test_launchers_that_do_not_belong_together_are_refused",),
+    ),
+    Mutation(
+        "a rank that leaves with status 0 has done its work",
+        "core.training.launch.supervisor.Worker.is_lost",
+        r"self\.says_done and \(?not self\.is_done\)?",
+        "False",
+        (f"{LAUNCH}test_supervisor.py::test_a_rank_that_leaves_without_a_word_is_lost",),
+    ),
+    Mutation(
+        "a machine whose launcher is frozen is waited for",
+        "core.training.launch.lines.Lines.look_at_time",
+        r"now - self\._heard_at > SILENCE_S",
+        "False",
+        (f"{LAUNCH}test_nodes.py::test_a_launcher_that_falls_silent_is_lost",),
+    ),
+    Mutation(
+        "whoever answers in the place of the first launcher is believed",
+        "core.training.launch.follower._Follower._take_answer",
+        r"is_signed\(answer\.signature, secret, 'welcome', nonce\)",
+        "True",
+        (f"{LAUNCH}test_nodes.py::test_who_answers_in_the_place_of_the_first_runs_nothing",),
+    ),
+    Mutation(
+        "whoever joins as a machine is believed",
+        "core.training.launch.joining.Joining._join",
+        r"not is_signed\(.*challenge\)\)",
+        "False",
+        (f"{LAUNCH}test_nodes.py::test_launchers_that_do_not_belong_together_are_refused",),
+    ),
+    Mutation(
+        "a number that another process may have is killed",
+        "core.training.launch.processes.LocalProcess.send_signal",
+        r"self\._process\.returncode is None",
+        "True",
+        (f"{LAUNCH}test_processes.py::test_no_other_process_is_killed_for_one_that_is_gone",),
     ),
 )

@@ -269,7 +269,8 @@ class _Impostor:
             connection = self.listener.accept()[0]
             for message in self._messages:
                 connection.sendall(message if isinstance(message, bytes) else encode(message))
-            time.sleep(0.1)
+            while self._messages and connection.recv(1 << 16):
+                pass  # until the other end has had enough
             connection.close()
 
 
@@ -277,7 +278,7 @@ class _Impostor:
     ("messages", "said"),
     [
         ((b"SSH-2.0-OpenSSH_9.6\r\n",), "its line 1 is no message"),
-        ((Welcome(""),), "its line 1 is none of Challenge"),
+        ((Welcome(""),), "its line 1 has other fields than a Challenge"),
         ((Challenge("0"), Welcome("0" * 64)), "its line 2 does not show that it knows the job's secret"),
         ((Challenge("0"), Start(0, 0, {})), "its line 2 is none of Welcome, Refused"),
         ((), "it hung up"),
@@ -286,10 +287,11 @@ class _Impostor:
 )
 def test_who_answers_in_the_place_of_the_first_runs_nothing(monkeypatch, tmp_path, capfd, messages, said):
     monkeypatch.setattr(follower, "JOIN_S", 1.0)
-    impostor, job = _Impostor(*messages), Job(LostRankPolicy("replace"), "", "", b"secret")
-    program = ["-c", f"open({str(tmp_path / 'ran')!r}, 'w')"]
-    with pytest.raises(ConfigError, match="is not the first launcher of this job: "):
-        follow(1, 1, program, impostor.listener.getsockname(), {}, SignalCount(), job)
+    first = _First(monkeypatch)
+    first.listener = _Impostor(*messages).listener
+    first.follow(1, f"open({str(tmp_path / 'ran')!r}, 'w')", secret=b"secret")
+    _wait(lambda: first.ended)
+    assert "is not the first launcher of this job: " in first.ended[0]
     assert said in capfd.readouterr().err and not (tmp_path / "ran").exists()
 
 
