@@ -32,8 +32,8 @@ _UNFINISHED, _SIGNATURE = b"\0", "signature"
 T = TypeVar("T")
 
 Mark = dict[str, Any]
-"""What a rank writes about a version of its pieces, once they are complete: `step`, an integer; `metadata`, a table;
-`sums`, the `word_sum` of each file."""
+"""What a rank writes about a version of its pieces, once they are complete: `step` (an integer), `metadata` (a table)
+and `sums` (the `word_sum` of each file)."""
 
 Version = tuple[CheckpointIndex, dict[str, int], dict[int, dict[str, Any]]]
 """What one rank has found of a version: its plan, the step of the files that are complete, and the metadata of each
@@ -147,7 +147,7 @@ def find_versions(root: Path, secret: bytes, share: int, num_shares: int) -> tup
 
 
 def _unless_damaged(path: Path, decode: Callable[[bytes], T], damaged: list[str]) -> T | None:
-    """Returns what a file has, or None; notes the path of what is there and cannot be read."""
+    """Returns what a file has, or None. Notes the path of what is there and cannot be read."""
     try:
         return decode(read_file(path, JSON_BYTES, follow_link=False))
     except FileNotFoundError:

@@ -352,7 +352,7 @@ def fetch_newest(
 def _complete_versions(
     of_ranks: Sequence[Mapping[str, tuple[list[str], Mapping[str, int]]]],
 ) -> tuple[list[tuple[int, str, int]], dict[tuple[str, str, int], list[int]]]:
-    """Returns versions whose files are all left, as step, version and the negative of a rank that has its plan; and
+    """Returns versions whose files are all left, as step, version and the negative of a rank that has its plan, and
     the ranks whose machines hold each version's file of a step.
 
     Args:

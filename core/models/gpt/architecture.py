@@ -31,8 +31,8 @@ Layout = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", 
 """Kinds of model that Hugging Face's ``model_type`` names."""
 
 HF_LAYOUTS: dict[Layout, dict[str, Any]] = HF_TABLES["layouts"]  # type: ignore[assignment]
-"""By kind: the ``class``; ``names`` there of our fields; ``constants`` that are written; values that it ``takes`` of
-settings that change what a model computes; and names of sizes of ``experts``, of which the first is written."""
+"""By kind: the ``class``, ``names`` there of our fields, ``constants`` that are written, values that it ``takes`` of
+settings that change what a model computes, and names of sizes of ``experts``, of which the first is written."""
 
 TRANSFORMER_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),

@@ -20,7 +20,7 @@ from ... import parallel_state
 from ...base.device import barrier
 from ...base.environment import MOST_RANKS, environment_int, num_threads
 from ...base.errors import MemoryLimitError, OutOfStepError, ShardstackError
-from ...base.rendezvous import set_launcher_variables
+from ...base.rendezvous import GENERATION, set_launcher_variables
 from .generations import current_generation
 from .link import tell_launcher
 from .messages import Began, Leaves
@@ -142,10 +142,12 @@ def _rank_in_reports() -> str:
 
 
 def _speaks_for_all() -> bool:
-    """Returns whether this is the first rank, or one without a valid rank, which may be the only one in error."""
+    """Returns whether this is the first rank, or one that may be the only one in error: without a valid rank, or among
+    survivors of a lost one."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     has_numbers = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
-    return not has_numbers or int(rank) == 0 or int(rank) >= int(size)
+    is_survivor = os.environ.get(GENERATION, "0") != "0"
+    return is_survivor or not has_numbers or int(rank) == 0 or int(rank) >= int(size)
 
 
 def _tell(report: str) -> None:
