@@ -14,7 +14,7 @@ from torch import Tensor
 from core.base import checked_json
 from core.base.errors import ConfigError, WeightsError
 from core.training.launch import messages as said
-from core.training.launch.follower import _Follower
+from core.training.launch.follower import Follower
 from core.training.launch.joining import Job, LostRankPolicy
 from core.training.launch.lines import Lines
 from core.training.launch.nodes import OtherNode
@@ -144,7 +144,7 @@ def _read_launchers(folder: Path) -> None:
     stranger = _Connection(folder / "stranger.jsonl", said.Hello)
     stranger.expect(said.Hello, lambda hello: supervisor.joining._join(stranger, hello, "nonce"))
     answer, first = (_Connection(folder / f"{name}.jsonl", None) for name in ("answer", "first"))
-    follower = _Follower(1, 1, [], ("localhost", 1), {}, signals, job)
+    follower = Follower(1, 1, [], ("localhost", 1), {}, signals, job)
     follower._first, follower._node = answer, _Stays()
     answer.expect(said.Welcome | said.Refused, follower._take_answer)
     first.expect(said.FromFirst, follower._do)

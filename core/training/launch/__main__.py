@@ -30,7 +30,7 @@ from ...base.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, lis
 from ...base.text import rank_list
 from .copies_folder import memory_for_copies
 from .entry import USER_ERROR_STATUS
-from .follower import follow
+from .follower import Follower
 from .joining import POLICIES, Job, LostRankPolicy
 from .messages import RUN_STARTED, STARTED_FORMAT
 from .processes import SignalCount, kill, open_standard_files, say
@@ -158,7 +158,7 @@ def run_ranks(
         listen(address, _FLAGS) if num_nodes > 1 and node == 0 else nullcontext() as listener,
     ):
         if node > 0:
-            return follow(node, num_ranks, command, address, copies, signals, job)
+            return Follower(node, num_ranks, command, address, copies, signals, job).follow()
         supervisor = Supervisor(job, num_ranks, command, copies, listener, num_nodes, signals)
         try:
             supervisor.join()

@@ -21,40 +21,17 @@ from .processes import Process, SignalCount, kill, say
 _POLL_S = 0.2
 
 
-def follow(
-    number: int,
-    num_ranks: int,
-    command: Sequence[str],
-    address: tuple[str, int],
-    copies: Mapping[str, str],
-    signals: SignalCount,
-    job: Job,
-) -> int:
-    """Runs ranks on this machine as the first launcher, at `address`, says. Returns the exit status.
+class Follower:
+    """Ranks of this machine, which start and end as the first launcher says, and end with it.
 
-    When the first launcher is lost, ends the ranks, and waits for it to start again, here or elsewhere: the copies of
-    their state stay in this machine's memory, and the next ranks continue from them.
-
-    Raises:
-        ConfigError: there is no first launcher, it refuses this one, or does not know the job's secret.
+    Args:
+        number: of this machine.
+        num_ranks: that it can run.
+        command: a command line that begins with a script or ``-m module``.
+        address: of the first launcher.
+        variables: of this machine, for its ranks.
+        signals: to this launcher.
     """
-    follower = _Follower(number, num_ranks, command, address, copies, signals, job)
-    limit_s = JOIN_S
-    while (first := follower.find_first(limit_s)) is not None:
-        status = follower.run(first)
-        if status is not None or signals.count:
-            return 128 + signals.number if status is None else status
-        limit_s = job.policy.limit_s
-        say(
-            f"the launcher of node 0 at {address[0]}:{address[1]} was lost{f' ({first.why})' if first.why else ''}, "
-            f"and all ranks with it; waiting {limit_s:g} s for it to start again, to continue from the copies in "
-            "memory (else from the checkpoint)"
-        )
-    return 128 + signals.number
-
-
-class _Follower:
-    """Ranks of this machine, which start and end as the first launcher says, and end with it."""
 
     def __init__(
         self,
@@ -62,13 +39,13 @@ class _Follower:
         num_ranks: int,
         command: Sequence[str],
         address: tuple[str, int],
-        copies: Mapping[str, str],
+        variables: Mapping[str, str],
         signals: SignalCount,
         job: Job,
     ) -> None:
         self._address, self._signals, self._job = address, signals, job
         self._events = Events()
-        self._node = ThisNode(number, num_ranks, command, copies, self._events, self._pass_on)
+        self._node = ThisNode(number, num_ranks, command, variables, self._events, self._pass_on)
         # How this launcher joins: `_meet` sets the nonce for each connection, `_do` the last generation that was
         # announced to a rank here, and `RUN_STARTED` of the last one that started here.
         self._hello = messages.Hello(
@@ -79,14 +56,35 @@ class _Follower:
         self._first: Lines
         self._answer: Welcome | Refused | None = None
         # Ranks that have not ended, and the exit status, once the first launcher says that all is over. `_do` sets
-        # both, and `run` removes ranks.
+        # both, and `_run` removes ranks.
         self._processes: dict[int, Process] = {}
         self._status: int | None = None
         # Signals to this launcher that were passed on, and by worker those of the first: a rank gets what both get
-        # once. `run` counts the former, `_do` the latter, and `_meet` forgets them.
+        # once. `_run` counts the former, `_do` the latter, and `_meet` forgets them.
         self._passed_on, self._from_first = 0, dict[int, int]()
 
-    def find_first(self, limit_s: float) -> Lines | None:
+    def follow(self) -> int:
+        """Runs ranks as the first launcher says. Returns the exit status.
+
+        When the first launcher is lost, ends the ranks, and waits for it to start again, here or elsewhere: the copies
+        of their state stay in this machine's memory, and the next ranks continue from them.
+
+        Raises:
+            ConfigError: there is no first launcher, it refuses this one, or does not know the job's secret.
+        """
+        limit_s = JOIN_S
+        while self._status is None and (first := self._find_first(limit_s)) is not None:
+            self._run(first)
+            if self._status is None and not self._signals.count:
+                limit_s, why = self._job.policy.limit_s, f" ({first.why})" if first.why else ""
+                say(
+                    f"the launcher of node 0 at {self._address[0]}:{self._address[1]} was lost{why}, and all ranks "
+                    f"with it; waiting {limit_s:g} s for it to start again, to continue from the copies in memory "
+                    "(else from the checkpoint)"
+                )
+        return 128 + self._signals.number if self._status is None else self._status
+
+    def _find_first(self, limit_s: float) -> Lines | None:
         """Returns the connection to the first launcher once both know each other, or None after a signal.
 
         Raises:
@@ -139,8 +137,8 @@ class _Follower:
         else:
             raise MessageError("does not show that it knows the job's secret")
 
-    def run(self, first: Lines) -> int | None:
-        """Returns the exit status, or None if the first launcher was lost, or at a third signal."""
+    def _run(self, first: Lines) -> None:
+        """Runs ranks until all is over, the first launcher was lost, or a third signal came."""
         try:
             while not (self._status is not None or first.is_over or self._signals.count > 2):
                 self._events.wait(_POLL_S)
@@ -158,7 +156,6 @@ class _Follower:
         finally:
             kill(self._processes.values())
             self._processes.clear()
-        return self._status
 
     def _do(self, message: Any) -> None:
         """Does what the first launcher says."""

@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "whoever answers in the place of the first launcher is believed",
-        "core.training.launch.follower._Follower._take_answer",
+        "core.training.launch.follower.Follower._take_answer",
         r"is_signed\(answer\.signature, secret, 'welcome', nonce\)",
         "True",
         (f"{LAUNCH}test_nodes.py::test_who_answers_in_the_place_of_the_first_runs_nothing",),

@@ -15,7 +15,7 @@ from core.base.errors import ConfigError
 from core.base.job_secret import signature
 from core.training.launch import follower, joining, lines, nodes
 from core.training.launch.__main__ import main
-from core.training.launch.follower import follow
+from core.training.launch.follower import Follower
 from core.training.launch.joining import Job, Joining, LostRankPolicy, signed_parts
 from core.training.launch.lines import Events, Lines
 from core.training.launch.messages import (
@@ -65,7 +65,7 @@ class _First:
 
         def run() -> None:
             try:
-                self.ended.append(follow(*arguments))
+                self.ended.append(Follower(*arguments).follow())
             except ConfigError as error:
                 self.ended.append(str(error))
 
