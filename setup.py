@@ -49,9 +49,16 @@ setup(
     packages=find_packages(include=["core", "core.*"]),
     package_data={
         "core": ["py.typed"],
+        "core.adapters.bridge": ["foreign_settings.json"],
         "core.base": ["megatron_names.json"],
-        "core.distributed.report": ["page.html"],
+        "core.distributed.plan": ["not_of_fsdp2.json"],
+        "core.distributed.report": ["page.html", "table.html"],
+        "core.models.gpt": ["hf_layouts.json"],
+        "core.optimizer": ["muon_coefficients.json"],
         "core.planner": ["hardware.json"],
+        "core.process_groups": ["group_kinds.json"],
+        "core.training.config": ["flags.json"],
+        "core.verify": ["wrappers.json"],
     },
     install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
     extras_require=EXTRAS,

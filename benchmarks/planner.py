@@ -220,7 +220,7 @@ def draw_growth(picture: Path) -> None:
     configs = wrapper_configs(GROWN.split(), [name for name in WRAPPERS if name != "replicated"])
     planned = {name: config for name, config in configs.items() if isinstance(config, PretrainConfig)}
     with redirect_stderr(StringIO()):
-        sweep = scalings(planned, 8, hardware, hardware.memory_bytes)
+        sweep = scalings(planned, 8, hardware)
     print(sweep_table(sweep))
     pyplot.rcParams["svg.hashsalt"] = "planner"  # the same numbers give the same file
     figure, axes = pyplot.subplots(figsize=(7, 3.2))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from torch.optim import Optimizer
 
 from .base.errors import CheckpointError, ConfigError, check_choices
 
@@ -16,14 +18,6 @@ _CHECKPOINTED = (
     *("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "wsd_decay_steps"),
     *("lr_wsd_decay_style", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
 )
-
-
-class HasParamGroups(Protocol):
-    """Anything with torch's parameter groups."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Dictionaries whose ``lr`` and ``weight_decay`` the schedule sets."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +44,7 @@ class OptimizerParamScheduler:
         ConfigError: an unknown style, numbers out of order, or settings that contradict each other.
     """
 
-    optimizer: HasParamGroups
+    optimizer: Optimizer
     init_lr: float
     max_lr: float
     min_lr: float

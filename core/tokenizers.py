@@ -163,14 +163,11 @@ def _config_path(path: Path) -> Path:
 
 def _configured_end(path: Path) -> str | None:
     """Reads the `eos_token` of a Hugging Face tokenizer configuration: a string, or an object with it as content."""
-    try:
-        config = read_json(path)
-    except (OSError, BoundsError):
-        return None
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    with contextlib.suppress(OSError, BoundsError):
+        match read_json(path):
+            case {"eos_token": str(token) | {"content": str(token)}}:
+                return token
+    return None
 
 
 def tokenizers_library() -> Any:

@@ -8,8 +8,8 @@ or run a script without a change in it::
 
 Then ``--use-torch-fsdp2`` selects `TorchFullyShardedDataParallel` of this module. `with_fsdp2` selects it without the
 flag, for what Megatron-LM's check of the flag refuses, as tied embeddings and fp16; `register` gives it settings that
-have no flag. Fields of Megatron-LM's settings that differ from their defaults become fields of ours; tables say what
-is refused.
+have no flag. Fields of Megatron-LM's settings that differ from their defaults become fields of ours;
+`bridge/foreign_settings.json` says what is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..distributed import TorchFullyShardedDataParallelConfig
 from ..distributed.groups import Ranks
 from ..distributed.model.unfit_models import reject_wrapped
 from ..distributed.plan.unit_choice import UnitChoice
-from .bridge.translation import changed_fields, check_version, refused, translate
+from .bridge.translation import changed_fields, check_settings, check_version
 
 check_version("megatron-core", "core.adapters.megatron_lm")
 
@@ -55,43 +55,6 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
 """Megatron-LM's layers that become units, as in its own wrapper. Only outermost instances count."""
 
 
-def _is_several(value: Any) -> bool:
-    return value is True or (value or 1) > 1
-
-
-_UNSUPPORTED = (
-    refused(
-        "virtual_pipeline_model_parallel_size",
-        "each virtual stage has a config and a no_sync of its own, and the schedule calls that of the first; use one "
-        "stage a rank",
-        _is_several,
-    ),
-    refused(
-        "expert_model_parallel_size",
-        "one group shards every parameter, and experts have a group of their own; use expert size 1",
-        _is_several,
-    ),
-    refused(
-        "gradient_accumulation_fusion",
-        "its kernel adds to main_grad, a buffer that FSDP2 does not have; pass --no-gradient-accumulation-fusion",
-        _is_several,
-    ),
-)
-_REFUSED_ARGUMENTS = (
-    refused("use_distributed_optimizer", "FSDP2 shards its state already; drop --use-distributed-optimizer"),
-    refused("use_megatron_fsdp", "one wrapper shards a model; drop --use-megatron-fsdp"),
-    refused(
-        "ckpt_format",
-        "other formats store each rank's tensors as they are, without their place in the whole; use --ckpt-format "
-        "torch_dist",
-        lambda name: name not in (None, "torch_dist", "torch_dcp"),
-    ),
-    refused(
-        "optimizer",
-        "others need whole matrices, and a rank has rows of them; use --optimizer adam or sgd",
-        lambda name: name not in (None, "adam", "sgd"),
-    ),
-)
 registered_settings: dict[str, Any] = {}
 """Fields of `TorchFullyShardedDataParallelConfig` for every wrapper that is constructed from now on. `register` sets
 them, for what no flag of Megatron-LM carries to the wrapper."""
@@ -188,7 +151,7 @@ def _reject_unsupported(config: Any) -> None:
     is_of_a_wrapper = isinstance(getattr(no_sync, "__self__", None), TorchFullyShardedDataParallel)
     if no_sync is not None and not is_of_a_wrapper:
         raise ParallelConfigError(f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own; leave it None")
-    translate(vars(config), _UNSUPPORTED, where=" with --use-torch-fsdp2")
+    check_settings(vars(config), "megatron_lm", where=" with --use-torch-fsdp2")
 
 
 def _mark_embeddings(module: nn.Module) -> None:
@@ -253,7 +216,7 @@ def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Mod
     def provide(*args: Any, **kwargs: Any) -> nn.Module:
         # Imported here: `core.adapters.megatron_lm` is imported before `megatron.training`.
         arguments = importlib.import_module("megatron.training.global_vars").get_args()
-        translate(arguments, _REFUSED_ARGUMENTS, where=" with with_fsdp2")
+        check_settings(arguments, "megatron_lm arguments", where=" with with_fsdp2")
         arguments.use_torch_fsdp2 = True
         return model_provider(*args, **kwargs)
 

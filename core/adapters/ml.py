@@ -18,7 +18,7 @@ from ..base.text import choices
 from ..distributed import _BaseDataParallel
 from ..distributed.plan.unit_choice import CONTAINERS
 from .bridge.sharding import data_parallel_mesh
-from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
+from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -75,21 +75,9 @@ class TaskModel(nn.Module):
         return loss
 
 
-_REPLICATED = tuple(
-    ignored(name, "use_fsdp is False: replicas hold the whole model, and begin with the first rank's values")
-    for name in ("cpu_offload", "sharding_strategy", "sync_module_states")
-)
-_NO_SHARD = (ignored("cpu_offload", "under NO_SHARD replicas stay on their device"),)
-_SHARDED = (
-    honoured("sharding_strategy", "reshard_after_forward", lambda strategy: strategy in _FREES_AFTER_FORWARD),
-    honoured("cpu_offload"),
-    honoured("sync_module_states"),
-)
-
-
 def ddp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
     """Wraps replicas over the data-parallel ranks. Gradients are in ``param.grad`` after backward."""
-    translate(cfg, _REPLICATED)
+    check_settings(cfg, "ml replicated")
     return Replicas(model, data_parallel_mesh(None, hybrid=False))
 
 
@@ -97,9 +85,15 @@ def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
     """Returns the model sharded over the data-parallel ranks. Every item of its module lists is a unit."""
     mesh = data_parallel_mesh(None, hybrid=cfg.sharding_strategy in _HYBRID)
     if cfg.sharding_strategy is ShardingStrategy.NO_SHARD:
-        translate(cfg, _NO_SHARD)
+        check_settings(cfg, "ml NO_SHARD")
         return Replicas(model, mesh)
-    config = config_of(FSDP2, cfg, _SHARDED, pin_memory=device.device_type() != "cpu")
+    config = config_of(
+        FSDP2,
+        reshard_after_forward=cfg.sharding_strategy in _FREES_AFTER_FORWARD,
+        cpu_offload=cfg.cpu_offload,
+        pin_memory=device.device_type() != "cpu",
+        sync_module_states=cfg.sync_module_states,
+    )
     return wrap_for_trainer(model, config, mesh, CONTAINERS)
 
 

@@ -24,7 +24,7 @@ from ..base.environment import environment_int
 from ..base.errors import ParallelConfigError
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
-from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
+from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -177,19 +177,6 @@ class MeshCollective(Collective):
         self.dp_rank, self.tp_rank = divmod(self.rank, tp_size)
 
 
-_REPLICATED = (
-    ignored("find_unused_parameters", "parameters that no backward reaches have zero gradients in any case"),
-    ignored("gradient_as_bucket_view", "gradients are views of the buffers in any case"),
-    ignored("static_graph", "the graph may change from step to step, at no cost, in any case"),
-)
-_SHARDED = (
-    honoured("reshard_after_forward"),
-    honoured("sync_grad_accum", "reduce_every_micro_batch"),
-    honoured("offload", "cpu_offload", lambda offload: offload is not None and offload.cpu_offload),
-    honoured("offload", "pin_memory", lambda offload: offload is not None and offload.pin_memory),
-)
-
-
 class BaseDistributedTransform:
     """Base of the transforms.
 
@@ -245,7 +232,7 @@ class DDPTransform(BaseDistributedTransform):
     cfg: DDPTransformConfig
 
     def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        translate(self.cfg, _REPLICATED)
+        check_settings(self.cfg, "optimus replicated")
         tensor_mesh = getattr(self.collective, "tp_mesh", None)
         if tensor_mesh is not None and tensor_mesh.size() > 1:
             raise ParallelConfigError(
@@ -276,7 +263,15 @@ class FullyShardTransform(BaseDistributedTransform):
             reshards = _units_by_own_hook(model, options)
             units = [model.get_submodule(name) for name in reshards]
         overrides = tuple(f"{name}={value}" for name, value in reshards.items())
-        config = config_of(FSDP2, self.cfg, _SHARDED, reshard_overrides=overrides)
+        offload = self.cfg.offload or OffloadConfig(pin_memory=False)
+        config = config_of(
+            FSDP2,
+            reshard_after_forward=self.cfg.reshard_after_forward,
+            reshard_overrides=overrides,
+            reduce_every_micro_batch=self.cfg.sync_grad_accum,
+            cpu_offload=offload.cpu_offload,
+            pin_memory=offload.pin_memory,
+        )
         wrapper = wrap_for_trainer(model, config, mesh, units, in_place=True, mp_policy=mp_policy)
         return _with_accumulation_context(
             model, lambda is_last_microbatch: nullcontext() if is_last_microbatch else wrapper.no_sync()

@@ -27,7 +27,7 @@ from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.unit_choice import UnitChoice
 from .bridge.checkpoints import whole_state_dict
 from .bridge.sharding import data_parallel_mesh, fully_replicated, units_by_class, units_by_size
-from .bridge.translation import FSDP2, Replicas, config_of, honoured, ignored, translate, wrap_for_trainer
+from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
 
 
 class _OfTorch(str, Enum):
@@ -170,37 +170,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "FULL_STATE_DICT or SHARDED_STATE_DICT, because FSDP2 has no flattened pieces",
     ),
 }
-_REPLICATED = tuple(
-    ignored(field.name, "enable_fsdp is False, and the model is replicated")
-    for field in dataclasses.fields(FSDPParams)
-)
-_UNSHARDED = tuple(
-    ignored(name, "under NO_SHARD replicas hold the whole model, and begin with the first rank's values")
-    for name in ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "state_dict_type", "sync_module_states")
-)
-_ENABLED = (
-    ignored("use_orig_params", "FSDP2 shards each original parameter by itself in any case"),
-    ignored(
-        "backward_prefetch",
-        "FSDP2 gathers the next unit before a unit's gradients, as BACKWARD_PRE says",
-        lambda value: value is BackwardPrefetch.BACKWARD_POST,
-    ),
-)
-_OF_POLICY = {
-    AutoWrapPolicy.SIZE_BASED_WRAP: ignored("min_num_params", "it is about auto_wrap_policy SIZE_BASED_WRAP"),
-    AutoWrapPolicy.TRANSFORMER_BASED_WRAP: ignored(
-        "transformer_layer_cls", "it is about auto_wrap_policy TRANSFORMER_BASED_WRAP"
-    ),
-}
-_SHARDED = (
-    honoured("sharding_strategy", "reshard_after_forward", lambda strategy: strategy.frees_after_forward),
-    honoured("forward_prefetch", value=int),
-    honoured("backward_prefetch", value=lambda kind: int(kind is not BackwardPrefetch.NO_PREFETCH)),
-    honoured("mixed_precision", "param_dtype", as_dtype),
-    honoured("mixed_precision", "reduce_dtype", as_dtype),
-    honoured("cpu_offload"),
-    honoured("sync_module_states"),
-)
 
 
 def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMesh | None = None) -> _BaseDataParallel:
@@ -221,17 +190,30 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
     """
     params = _check(params)
     if not params.enable_fsdp:
-        translate(params, _REPLICATED)
+        check_settings(params, "oumi replicated")
         return Replicas(model, data_parallel_mesh(device_mesh, hybrid=False))
-    translate(params, (*_ENABLED, *(row for kind, row in _OF_POLICY.items() if kind is not params.auto_wrap_policy)))
+    check_settings(params, "oumi enabled")
+    for policy in (AutoWrapPolicy.SIZE_BASED_WRAP, AutoWrapPolicy.TRANSFORMER_BASED_WRAP):
+        if policy is not params.auto_wrap_policy:
+            check_settings(params, f"oumi without {policy.name}")
     strategy, dtype = params.sharding_strategy, as_dtype(params.mixed_precision)
     mesh = data_parallel_mesh(device_mesh, hybrid=strategy.is_hybrid)
     if strategy is ShardingStrategy.NO_SHARD:
         if not (params.cpu_offload or (dtype is not None and _casts(model, dtype))):
-            translate(params, _UNSHARDED)
+            check_settings(params, "oumi NO_SHARD")
             return Replicas(model, mesh)
         mesh = fully_replicated(mesh)
-    config = config_of(FSDP2, params, _SHARDED, pin_memory=device.device_type() != "cpu")
+    config = config_of(
+        FSDP2,
+        reshard_after_forward=strategy.frees_after_forward,
+        forward_prefetch=int(params.forward_prefetch),
+        backward_prefetch=int(params.backward_prefetch is not BackwardPrefetch.NO_PREFETCH),
+        param_dtype=dtype,
+        reduce_dtype=dtype,
+        cpu_offload=params.cpu_offload,
+        pin_memory=device.device_type() != "cpu",
+        sync_module_states=params.sync_module_states,
+    )
     return wrap_for_trainer(model, config, mesh, _units(model, params), fp16=dtype == torch.float16)
 
 

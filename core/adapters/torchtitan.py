@@ -21,44 +21,13 @@ from ..base import device
 from ..distributed.model.unfit_models import reject_wrapped
 from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
 from ..distributed.verbs import own_parameters
-from .bridge.translation import FSDP2, check_version, config_of, honoured, refused, wrap_for_trainer
+from .bridge.translation import FSDP2, check_settings, check_version, config_of, wrap_for_trainer
 
 check_version("torchtitan", __name__)
 
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.distributed.compile import apply_compile  # noqa: E402
 from torchtitan.models import _supported_models  # noqa: E402
-
-_SETTINGS = (
-    *(
-        refused(
-            f"{name}_parallel_degree",
-            "core.adapters.torchtitan shards over data-parallel ranks alone; set it to 1, or keep the model's own "
-            "parallelize_fn",
-            lambda size: size > 1,
-        )
-        for name in ("tensor", "context", "pipeline", "expert")
-    ),
-    refused(
-        "spmd_backend",
-        "it makes parameters DTensors before they are sharded; set --parallelism.spmd_backend to spmd_types or "
-        "partial_dtensor",
-        lambda backend: backend == "full_dtensor",
-    ),
-    refused(
-        "enable_fsdp_symm_mem",
-        "symmetric memory is not supported here; drop the flag, or keep the model's own parallelize_fn",
-    ),
-    refused(
-        "disable_cuda_graphs",
-        "a graph replays one micro-batch's collectives in all of them, and here the last one alone reduces; pass "
-        "--training.disable_cuda_graphs",
-        lambda is_disabled: not is_disabled and device.device_type() == "cuda",
-    ),
-    honoured("fsdp_reshard_after_forward", "reshard_after_forward", lambda when: when != "never"),
-    honoured("fsdp_reshard_after_forward", "reshard_overrides", lambda when: ("lm_head=True",) * (when == "always")),
-    honoured("enable_cpu_offload", "cpu_offload"),
-)
 
 
 def parallelize(
@@ -94,10 +63,15 @@ def parallelize(
         ParallelConfigError: tensor, context, pipeline or expert parallelism, or a setting that cannot be honoured.
         WrapError: a model that is sharded already.
     """
+    settings = dataclasses.asdict(parallelism) | dataclasses.asdict(training)
+    check_settings(settings, "torchtitan")
+    if device.device_type() == "cuda":
+        check_settings(settings, "torchtitan on GPUs")
     config = config_of(
         FSDP2,
-        dataclasses.asdict(parallelism) | dataclasses.asdict(training),
-        _SETTINGS,
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
+        reshard_overrides=("lm_head=True",) * (parallelism.fsdp_reshard_after_forward == "always"),
+        cpu_offload=training.enable_cpu_offload,
         pin_memory=device.device_type() != "cpu",
         sync_module_states=False,
     )

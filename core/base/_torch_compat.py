@@ -11,35 +11,31 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.fsdp import FSDPModule
 
 
-def all_gather_single(
-    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
+def all_gather_single(output: Tensor, input_: Tensor, group: ProcessGroup, async_op: bool = False) -> Work | None:
     """Gathers every rank's `input_` into `output`, along dim 0. Torch before 2.13 has another name for it."""
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    work: dist.Work | None = gather(output, input_, group=group, async_op=async_op)
+    work: Work | None = gather(output, input_, group=group, async_op=async_op)
     return work
 
 
 def reduce_scatter_single(
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    group: dist.ProcessGroup,
-    async_op: bool = False,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-) -> dist.Work | None:
+    output: Tensor, input_: Tensor, group: ProcessGroup, async_op: bool = False, op: ReduceOp.RedOpType = ReduceOp.SUM
+) -> Work | None:
     """Reduces `input_` over ranks. Each rank keeps its part of dim 0. See :func:`all_gather_single`."""
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    work: dist.Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
+    work: Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
     return work
 
 
-def group_of_name(name: str) -> dist.ProcessGroup:
+def group_of_name(name: str) -> ProcessGroup:
     """Returns the process group of this name, which code that is compiled takes in place of the group."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
-    group: dist.ProcessGroup = resolve(name)
+    group: ProcessGroup = resolve(name)
     return group
 
 
@@ -132,7 +128,7 @@ def forget_sharding_decisions() -> None:
             clear()
 
 
-def group_time_limit(group: dist.ProcessGroup) -> timedelta:
+def group_time_limit(group: ProcessGroup) -> timedelta:
     """Returns how long a backend lets a collective of a group take, or torch's default where it does not say."""
     for kind in ("cuda", "cpu"):
         try:

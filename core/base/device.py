@@ -151,11 +151,8 @@ def _local_rank() -> int:
 
 def _has_a_gpu_of_its_own() -> bool:
     """Returns whether Slurm lets each rank see one GPU: ``--gpus-per-task=1`` or ``--gpu-bind``."""
-    return (
-        "SLURM_GPUS_PER_TASK" in os.environ
-        or "SLURM_GPU_BIND" in os.environ
-        or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
-    )
+    is_bound = not {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"}.isdisjoint(os.environ)
+    return is_bound or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
 
 
 def compute_deterministically() -> None:

@@ -70,7 +70,7 @@ class Ranks:
         error, outcome = self._attempt(make, doing) if self.is_first else (None, None)
         shared = [outcome]
         if self.size > 1:
-            dist.broadcast_object_list(shared, src=self._first_global_rank(), group=self.group)
+            dist.broadcast_object_list(shared, group=self.group, group_src=0)
         return self._result(shared[0], error, doing)  # type: ignore[no-any-return]
 
     def decided_by_first(self, value: T, decide: Callable[[list[T]], Sequence[R]], doing: str = "") -> R:
@@ -84,14 +84,13 @@ class Ranks:
         """
         values: list[Any] = [value] * self.size
         own: list[Any] = [None]
-        group, first = self.group, self._first_global_rank()
         if self.size > 1:
-            dist.gather_object(value, values if self.is_first else None, dst=first, group=group)
+            dist.gather_object(value, values if self.is_first else None, group=self.group, group_dst=0)
         error, outcome = self._attempt(lambda: decide(values), doing) if self.is_first else (None, (None, ""))
         decisions, message = outcome
         outcomes = [(entry, message) for entry in decisions or [None] * self.size]
         if self.size > 1:
-            dist.scatter_object_list(own, outcomes if self.is_first else None, src=first, group=group)
+            dist.scatter_object_list(own, outcomes if self.is_first else None, group=self.group, group_src=0)
         return self._result(own[0] if self.size > 1 else outcomes[0], error, doing)  # type: ignore[no-any-return]
 
     def on_all(self, run: Callable[[], T], doing: str = "") -> T:
@@ -121,9 +120,6 @@ class Ranks:
         if message:
             raise self._error(f"{doing}{message}") from error
         return result
-
-    def _first_global_rank(self) -> int:
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
 
 def pipeline_ranks(error: type[ShardstackError] = CheckpointError) -> Ranks:

@@ -19,15 +19,12 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.text import join_parts
-from .agreement import Ranks
+from .agreement import Ranks, refuse
 from .format.index import CheckpointIndex, Piece
 from .format.reader import PieceReader
 from .gathering import Outgoing
 from .global_view import can_be_cast, held_boxes
 from .safetensors_io import open_safetensors
-
-_PROBLEMS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Run:
     scale: float = 1.0
     """Multiplies what is read."""
 
-    def within(self, begin: int, end: int, index: int) -> Run:
+    def within(self, begin: int, end: int, index: int | None) -> Run:
         """Returns the part of the run that our rows ``[begin, end)`` have, as rows of entry `index` of a stack."""
         first = max(0, -(-(begin - self.start) // self.step))
         last = min(self.count, -(-(end - self.start) // self.step))
@@ -148,7 +145,13 @@ def load_foreign(
     ranks = Ranks(process_group)
     ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored_names)))
     source = BoxReader(folder, index)
-    ranks.on_all(lambda: _fill_all(targets, recipes, source))
+
+    def fill_all() -> None:
+        for recipe in recipes:
+            _fill(targets[recipe.name], recipe, source)
+            source.close_files()
+
+    ranks.on_all(fill_all)
 
 
 def _check(
@@ -179,16 +182,7 @@ def _check(
             dtype = index.tensors[name].dtype
             if dtype != target.dtype and not can_be_cast(dtype, target):
                 problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
-    if problems:
-        raise CheckpointError(
-            f"{folder} is of another model, and nothing was loaded: {join_parts(problems, _PROBLEMS_SHOWN)}"
-        )
-
-
-def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: BoxReader) -> None:
-    for recipe in recipes:
-        _fill(targets[recipe.name], recipe, source)
-        source.close_files()
+    refuse(f"{folder} is of another model, and nothing was loaded", problems)
 
 
 def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
@@ -203,17 +197,14 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
 
 
 def _fill_rows(part: torch.Tensor, offsets: Sequence[int], run: Run, source: BoxReader) -> None:
-    first, last = offsets[0], offsets[0] + part.shape[0]
-    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True)]
-    begin = max(0, -(-(first - run.start) // run.step))
-    end = min(run.count, -(-(last - run.start) // run.step))
-    if begin >= end:
+    own = run.within(offsets[0], offsets[0] + part.shape[0], run.index)
+    if own.count <= 0:
         return
-    start = run.start + begin * run.step - first
-    rows = part[start : start + (end - begin - 1) * run.step + 1 : run.step]
+    rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], part.shape[1:], strict=True)]
+    rows = part[own.start : own.start + (own.count - 1) * own.step + 1 : own.step]
     if run.source_column:
         rest[0] = slice(rest[0].start + run.source_column, rest[0].stop + run.source_column)
-    rows.copy_(_transpose_if_columns(run, source.read(run.source, _source_box(run, slice(begin, end), rest))))
+    rows.copy_(_transpose_if_columns(run, source.read(run.source, _source_box(own, slice(0, own.count), rest))))
     if run.scale != 1:
         rows.mul_(run.scale)
 

@@ -221,9 +221,8 @@ class TensorStream:
         Raises:
             CheckpointError: on all ranks, if the boxes of a tensor do not make it up.
         """
-        owners = owners_of(
-            dict(enumerate(self.ranks.all_gather({name: [*parts] for name, parts in self.held.items()})))
-        )
+        boxes_of_ranks = self.ranks.all_gather({name: [*parts] for name, parts in self.held.items()})
+        owners = owners_of(dict(enumerate(boxes_of_ranks)))
         for name, boxes in owners.items():
             if name not in self.views:
                 raise CheckpointError(f"only some ranks have {name}; give the same model on every rank")

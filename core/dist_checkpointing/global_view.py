@@ -87,9 +87,7 @@ def local_slices(param: Tensor) -> tuple[slice, ...]:
     mesh, placements, shape = _layout(param, param.device.type)
     if mesh is None:
         return tuple(slice(0, size) for size in shape)
-    sizes, offsets = _check_piece(
-        param.to_local().shape if isinstance(param, DTensor) else param.shape, mesh, placements, shape
-    )
+    sizes, offsets = _check_piece(local_part(param).shape, mesh, placements, shape)
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
 

@@ -78,16 +78,12 @@ def load(
     problems = _mismatches(state, index)
     names_there = index.tensors.keys() | index.others
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
-    answers = ranks.all_gather(
-        (problems + absent if strict else problems, names_there - state.keys(), len(absent) == len(state))
-    )
-    if strict:
-        unclaimed_names = set.intersection(*(names for _, names, _ in answers))
-        unclaimed_names = {name for name in unclaimed_names if optional is None or not name.startswith(optional)}
-        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unclaimed_names)]
-    else:
-        problems = []
-    problems = list(dict.fromkeys([problem for of_rank, _, _ in answers for problem in of_rank] + problems))
+    own = problems + absent if strict else problems, names_there - state.keys(), len(absent) == len(state)
+    answers = ranks.all_gather(own)
+    problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))
+    unclaimed = sorted(set.intersection(*(names for _, names, _ in answers))) if strict else []
+    unclaimed = [name for name in unclaimed if optional is None or not name.startswith(optional)]
+    problems += [f"not asked for, but in the checkpoint: {name}" for name in unclaimed]
     if not problems and all(nothing for _, _, nothing in answers):
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     refuse(f"{folder} is a checkpoint of another model or layout", problems)

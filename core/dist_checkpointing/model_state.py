@@ -14,9 +14,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..base.device import current_device
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError
-from ..base.parameters import is_packed, kept_range
-from .agreement import Ranks, is_of_first_rank, of_first_rank, pipeline_ranks
-from .global_view import FlatRange, can_be_cast, global_shape, global_view, local_slices, local_tensor, whole_view
+from ..base.parameters import is_packed
+from .agreement import Ranks, is_of_first_rank, of_first_rank, pipeline_ranks, refuse
+from .global_view import FlatRange, can_be_cast, global_shape, held_boxes, local_tensor, whole_view
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -218,8 +218,7 @@ def _check(
             problems.append(f"{present[0]} is on the meta device in the module: materialise it first")
         if any(not _same(values[present[0]], values[other]) for other in present[1:]):
             problems.append(f"{' and '.join(present)} are one tensor in the module and differ in the state dict")
-    if problems:
-        raise CheckpointError(f"the state dict does not fit the module, and nothing was loaded: {'; '.join(problems)}")
+    refuse("the state dict does not fit the module, and nothing was loaded", problems)
 
 
 def _mismatch(name: str, value: Any, target: torch.Tensor) -> str | None:
@@ -235,13 +234,9 @@ def _mismatch(name: str, value: Any, target: torch.Tensor) -> str | None:
 
 def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
     """Returns whether `value` has on every rank the piece that the module has there."""
-    return (
-        isinstance(value, DTensor)
-        and isinstance(target, DTensor)
-        and value.shape == target.shape
-        and value.device_mesh == target.device_mesh
-        and value.placements == target.placements
-    )
+    if not (isinstance(value, DTensor) and isinstance(target, DTensor)):
+        return False
+    return (value.shape, value.device_mesh, value.placements) == (target.shape, target.device_mesh, target.placements)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -256,27 +251,17 @@ def _own_values(value: torch.Tensor) -> torch.Tensor:
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
     """Fills this rank's piece. Gathers a DTensor on another mesh whole, one tensor at a time."""
-    kept_elements = kept_range(target)
-    if kept_elements is None and (_has_same_layout(value, target) or _has_same_layout(value, global_view(target))):
-        local_tensor(target).copy_(local_tensor(value))
-        return
-    if isinstance(value, FlatRange):
-        _copy_range(value, target)
-        return
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    piece = whole.detach()[local_slices(target)]
-    if kept_elements is None:
-        local_tensor(target).copy_(piece)
-    else:
-        values, start = kept_elements
-        values.copy_(piece.reshape(-1)[start : start + values.numel()])
-
-
-def _copy_range(value: FlatRange, target: torch.Tensor) -> None:
-    """Copies a range that is laid out as the target's own, which may be that itself."""
     own = whole_view(target)
-    if not isinstance(own, FlatRange) or own.boxes != value.boxes:
-        raise CheckpointError(
-            "a state dict holds flat ranges of another wrapper's; save it with core.dist_checkpointing and load that"
-        )
-    own.elements.copy_(value.elements)
+    if isinstance(value, FlatRange):  # laid out as the target's own, which it may be itself
+        if not isinstance(own, FlatRange) or own.boxes != value.boxes:
+            raise CheckpointError(
+                "a state dict holds flat ranges of another wrapper's; save it with core.dist_checkpointing, and load "
+                "that"
+            )
+        own.elements.copy_(value.elements)
+    elif _has_same_layout(value, target) or _has_same_layout(value, own):
+        local_tensor(target).copy_(local_tensor(value))
+    else:
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        for offsets, part in held_boxes(own):
+            part.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))])

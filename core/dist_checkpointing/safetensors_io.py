@@ -13,10 +13,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from ..base.checked_json import checked
 from ..base.dtypes import DTYPES
 from ..base.errors import CheckpointError, import_extra
 from ..base.files import JSON_BYTES, read_json, sync_folder, write_durably
@@ -68,7 +69,8 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
     tensors: dict[str, TensorEntry] = {}
     file_bytes: dict[str, int] = {}
     for name in sorted(set(places.values())) if places is not None else [SINGLE_FILE]:
-        entries = _entries(folder / name)
+        file = open_safetensors(folder / name)
+        entries = {key: _entry(folder / name, key, file.get_slice(key)) for key in file.keys()}  # noqa: SIM118
         file_bytes[name] = (folder / name).stat().st_size
         wrong = sorted(key for key in entries if places is not None and places.get(key) != name)
         if wrong:
@@ -210,21 +212,19 @@ def _library() -> Any:
     return library
 
 
+_Neighbour = Annotated[
+    str, lambda name: Path(name).name == name and name not in (".", ".."), "that names a file next to it"
+]
+
+
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        places = read_json(path, JSON_BYTES)["weight_map"]
-        valid = isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
+        places: dict[str, str] = checked(
+            read_json(path, JSON_BYTES)["weight_map"], dict[str, _Neighbour], "weight_map"
+        )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
-    if not valid or any(Path(name).name != name or name in (".", "..") for name in places.values()):
-        raise CheckpointError(f"{path} has a weight_map that does not name files next to it")
-    return dict(places)
-
-
-def _entries(path: Path) -> dict[str, TensorEntry]:
-    """Returns the entries of a file's tensors by name."""
-    file = open_safetensors(path)
-    return {name: _entry(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    return places
 
 
 def _entry(path: Path, name: str, slices: Any) -> TensorEntry:

@@ -14,6 +14,7 @@ import copy
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -210,8 +211,6 @@ class _Writer:
         self.folder = folder
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
-        self._lock: tuple[int, str] | None = None
-        """Key of the folder's lock on the first rank, while `write` runs. None on other ranks."""
 
     def write(
         self, own_offers: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor], ranks: Ranks
@@ -224,22 +223,10 @@ class _Writer:
             tensors: their values.
         """
         doing, file = f"saving {self.folder}: ", f"rank_{ranks.rank:05d}.bin"
-        try:
-            ranks.from_first(self._begin, doing)
+        with ExitStack() as of_first:
+            ranks.from_first(lambda: of_first.enter_context(folders.being_written(self.folder)), doing)
             entries = ranks.on_all(lambda: self._write_file(file, own_offers, keys, tensors), doing)
             ranks.decided_by_first(entries, self._finish, doing)
-        except BaseException:
-            if self._lock is not None:
-                folders.discard(self.folder)
-            raise
-        finally:
-            if self._lock is not None:
-                folders.release_folder(self._lock)
-                self._lock = None
-
-    def _begin(self) -> None:
-        self._lock = folders.acquire_folder(self.folder.parent)
-        folders.begin(self.folder)
 
     def _write_file(
         self, file: str, own_offers: Mapping[str, Offer], keys: Sequence[Key], tensors: Sequence[Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from ..base.dtypes import Dtype, as_dtype
 from ..base.errors import ParallelConfigError, check_choices, check_range
@@ -217,27 +217,6 @@ class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     @property
     def engine(self) -> Engine:
         return Engine.FSDP2
-
-
-NOT_OF_FSDP2: dict[str, tuple[tuple[Any, ...], str]] = {
-    "reduce_scatter_with_fp32_accumulation": (
-        (),
-        "which adds fp16 and bf16 gradients in fp32 while it sends them as they are, and FSDP2 cannot; drop it, or "
-        "set grad_reduce_in_fp32, which sends them in fp32",
-    ),
-    "param_name_patterns_for_fp32_local_accumulation": (
-        (),
-        "which adds up gradients in fp32 before they are reduced in their own precision, and FSDP2 cannot; drop it, "
-        "or set grad_reduce_in_fp32",
-    ),
-    "outer_dp_sharding_strategy": (
-        ("no_shard",),
-        "and FSDP2 replicates shards over optimizer instances; drop it, or use FullyShardedDataParallel",
-    ),
-    "shard_cut": (("auto", "rows"), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
-    "shard_cut_overrides": ((), "and FSDP2 always cuts by rows; drop it, or use FullyShardedDataParallel"),
-}
-"""Values of settings that FSDP2 takes, in addition to empty ones, and what is wrong with the others."""
 
 
 def config_class(use_torch_fsdp2: bool, sharding_strategy: str) -> type[DistributedDataParallelConfig]:

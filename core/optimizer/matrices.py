@@ -8,11 +8,13 @@ rows. A matrix is some of these rows. Layers declare rows that they have fused b
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -187,31 +189,9 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"(?<![a-zA-Z_])\d+|(?<=^[qkv])\d+", "*", name)
 
 
-Triple = tuple[float, float, float]
-
-_CLASSIC: Triple = (3.4445, -4.7750, 2.0315)
-
-# fmt: off
-COEFFICIENTS: dict[CoefficientType, tuple[Triple, ...]] = {
-    "simple": (_CLASSIC,),
-    "quintic": (
-        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    "polar_express": (
-        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
-    ),
-    "cans": (
-        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630), (3.2866, -2.4647, 0.5074),
-        (2.2737, -1.6447, 0.4162),
-    ),
-    "aol": (
-        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169),
-    ),
-    "deepseekv4": (*(_CLASSIC,) * 8, (2.0, -1.5, 0.5)),
-}
-# fmt: on
+COEFFICIENTS: dict[CoefficientType, list[list[float]]] = json.loads(
+    Path(__file__).with_name("muon_coefficients.json").read_text("utf-8")
+)
 """Coefficients (a, b, c) of the steps, by Megatron-LM's names.
 
 Jordan et al., 2024; Cesista et al., 2025; Amsel et al., 2025 (Polar Express, with its safety factor of 1.01); Grishina

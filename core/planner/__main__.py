@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ..base.errors import ConfigError
@@ -67,21 +67,22 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     own, wrappers = parse_arguments(flags), options.wrappers.split(",")
     validate(own, world_size)
-    memory = hardware.memory_bytes if options.gpu_memory is None else int(options.gpu_memory * 2**30)
+    if options.gpu_memory is not None:
+        hardware = replace(hardware, memory_bytes=int(options.gpu_memory * 2**30))
     configs = wrapper_configs(flags, wrappers)
-    results = {name: _estimate(name, config, world_size, hardware, memory) for name, config in configs.items()}
+    results = {name: _estimate(name, config, world_size, hardware) for name, config in configs.items()}
     own_result = results.get(own_wrapper(own), next(iter(results.values())))
     if isinstance(own_result, ConfigError):
         raise own_result
     text = as_text(results)
     if not own_result.fits:
-        change = next(iter(candidates(single_changes(flags), world_size, hardware, memory)), None)
+        change = next(iter(candidates(single_changes(flags), world_size, hardware)), None)
         remedy = "no single change makes it fit" if change is None else f"the cheapest change that fits: {change.name}"
         text += f"\n{own_result.wrapper} does not fit; {remedy}\n"
     if options.search:
-        text += f"\n{search_table(search(flags, wrappers, world_size, hardware, memory))}\n"
+        text += f"\n{search_table(search(flags, wrappers, world_size, hardware))}\n"
     feasible = {name: result.config for name, result in results.items() if isinstance(result, Estimate)}
-    sweep = scalings(feasible, world_size, hardware, memory) if options.sweep else []
+    sweep = scalings(feasible, world_size, hardware) if options.sweep else []
     text += f"\n{sweep_table(sweep)}\n" if sweep else ""
     sys.stdout.write(text)
     if options.json is not None:
@@ -98,11 +99,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if own_result.fits else DOES_NOT_FIT_STATUS
 
 
-def _estimate(
-    name: str, config: PretrainConfig | ConfigError, world_size: int, hardware: Hardware, memory: int
-) -> Result:
+def _estimate(name: str, config: PretrainConfig | ConfigError, world_size: int, hardware: Hardware) -> Result:
     try:
-        return config if isinstance(config, ConfigError) else estimate(name, config, world_size, hardware, memory)
+        return config if isinstance(config, ConfigError) else estimate(name, config, world_size, hardware)
     except ConfigError as error:
         return error
 

@@ -68,7 +68,6 @@ class Estimate:
     """Of a step, on all ranks, without recomputation."""
     time: StepTime
     hardware: Hardware
-    gpu_memory: int
 
     @property
     def peak_bytes(self) -> int:
@@ -76,7 +75,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.simulation.most_bytes + RESERVED_BYTES <= self.gpu_memory
+        return self.simulation.most_bytes + RESERVED_BYTES <= self.hardware.memory_bytes
 
     @property
     def mfu(self) -> float:
@@ -114,14 +113,11 @@ class Estimate:
         }
 
 
-def estimate(
-    wrapper: str, config: PretrainConfig, world_size: int, hardware: Hardware, gpu_memory: int | None = None
-) -> Estimate:
+def estimate(wrapper: str, config: PretrainConfig, world_size: int, hardware: Hardware) -> Estimate:
     """Simulates a step and estimates its costs. No process group may exist.
 
     Args:
         wrapper: a name for tables.
-        gpu_memory: bytes of an accelerator; None takes the hardware's.
 
     Raises:
         ConfigError: what a run with these settings raises; or a setting that is not simulated.
@@ -145,7 +141,6 @@ def estimate(
         model_flops=model_flops(config, world_size),
         time=step_time(simulations, hardware),
         hardware=hardware,
-        gpu_memory=hardware.memory_bytes if gpu_memory is None else gpu_memory,
     )
 
 

@@ -59,9 +59,7 @@ class Scaling:
         return None
 
 
-def shallow_estimate(
-    name: str, config: PretrainConfig, world_size: int, hardware: Hardware, gpu_memory: int
-) -> Candidate:
+def shallow_estimate(name: str, config: PretrainConfig, world_size: int, hardware: Hardware) -> Candidate:
     """Estimates a run from models of two depths, each a multiple of what repeats: layers, stages and buckets.
 
     Raises:
@@ -81,9 +79,7 @@ def shallow_estimate(
     shallow, deep = (step, 2 * step) if 2 * step < depth else (depth, depth)
 
     def at(layers: int) -> tuple[Estimate, tuple[float, ...]]:
-        result = estimate(
-            name, replace(config, model=replace(config.model, num_layers=layers)), world_size, hardware, gpu_memory
-        )
+        result = estimate(name, replace(config, model=replace(config.model, num_layers=layers)), world_size, hardware)
         time = result.time
         return result, (result.simulation.most_bytes, time.step_s, time.exposed_s, time.latency_s)
 
@@ -95,9 +91,7 @@ def shallow_estimate(
     return Candidate(name, world_size, int(peak), step_s, exposed_s, latency_s, tokens / step_s)
 
 
-def candidates(
-    variants: Mapping[str, Sequence[str]], world_size: int, hardware: Hardware, gpu_memory: int
-) -> list[Candidate]:
+def candidates(variants: Mapping[str, Sequence[str]], world_size: int, hardware: Hardware) -> list[Candidate]:
     """Returns the variants of a run that fit, the fastest first. Leaves out what the run would refuse.
 
     Args:
@@ -105,20 +99,18 @@ def candidates(
     """
     estimates = []
     for name, flags in variants.items():
-        try:
-            estimates.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware, gpu_memory))
-        except ConfigError:
-            continue
-    return _fastest_first(estimates, gpu_memory)
+        with suppress(ConfigError):
+            estimates.append(shallow_estimate(name, parse_arguments(flags), world_size, hardware))
+    return _fastest_first(estimates, hardware)
 
 
-def _fits(candidate: Candidate, gpu_memory: int) -> bool:
-    return candidate.peak_bytes + RESERVED_BYTES <= gpu_memory
+def _fits(candidate: Candidate, hardware: Hardware) -> bool:
+    return candidate.peak_bytes + RESERVED_BYTES <= hardware.memory_bytes
 
 
-def _fastest_first(several: Iterable[Candidate], gpu_memory: int) -> list[Candidate]:
+def _fastest_first(several: Iterable[Candidate], hardware: Hardware) -> list[Candidate]:
     """Returns those that fit."""
-    return sorted((each for each in several if _fits(each, gpu_memory)), key=lambda each: -each.tokens_per_second)
+    return sorted((each for each in several if _fits(each, hardware)), key=lambda each: -each.tokens_per_second)
 
 
 def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
@@ -133,9 +125,7 @@ def single_changes(flags: Sequence[str]) -> dict[str, list[str]]:
     return changes | {more: [*flags, *more.split()] for more in extra}
 
 
-def search(
-    flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardware: Hardware, gpu_memory: int
-) -> list[Candidate]:
+def search(flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardware: Hardware) -> list[Candidate]:
     """Looks for the fastest way to run a model, and returns what fits of all that was planned, the fastest first.
 
     One setting changes at a time: the wrapper, the size of a parallel group, or of a micro-batch. Sizes double until
@@ -173,11 +163,11 @@ def search(
             try:
                 config = parse_arguments(line)
                 candidates_so_far.append(
-                    shallow_estimate(f"{name}, recomputes {recomputes}", config, world_size, hardware, gpu_memory)
+                    shallow_estimate(f"{name}, recomputes {recomputes}", config, world_size, hardware)
                 )
             except ConfigError:
                 break
-            if _fits(candidates_so_far[-1], gpu_memory):
+            if _fits(candidates_so_far[-1], hardware):
                 return True, candidates_so_far[-1].tokens_per_second
             lowest = min(lowest, candidates_so_far[-1].peak_bytes)
         return False, -lowest
@@ -192,12 +182,10 @@ def search(
                 if index and score(*neighbours[-1]) < max(score(*each) for each in neighbours[1:]):
                     break
             best = max(neighbours, key=lambda settings: score(*settings))
-    return _fastest_first(candidates_so_far, gpu_memory)
+    return _fastest_first(candidates_so_far, hardware)
 
 
-def scalings(
-    configs: Mapping[str, PretrainConfig], world_size: int, hardware: Hardware, gpu_memory: int
-) -> list[Scaling]:
+def scalings(configs: Mapping[str, PretrainConfig], world_size: int, hardware: Hardware) -> list[Scaling]:
     """Plans each wrapper on more and more ranks, which keep their micro-batches. Those that shard parameters are
     also planned with shards inside a node, replicated over nodes."""
     results = []
@@ -219,7 +207,7 @@ def scalings(
                     data=replace(config.data, global_batch_size=number * replicas),
                 )
                 with suppress(ConfigError):  # so many ranks do not divide, into groups of experts for example
-                    points.append(shallow_estimate(way, size, ranks, hardware, gpu_memory))
+                    points.append(shallow_estimate(way, size, ranks, hardware))
             if points:
                 results.append(Scaling(way, tuple(points)))
     return results

@@ -85,7 +85,7 @@ def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
     memory = text_table(["memory of a rank", *names], [*parts, *rows(_MEMORY)])
     moments = [f"peak of {each['wrapper']}: {each['peak_at']}" for each in numbers]
     left = f"{_size(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
-    yield "\n".join([memory, *moments, f"fits: in {_size(estimates[0].gpu_memory)}, with {left}"])
+    yield "\n".join([memory, *moments, f"fits: in {_size(estimates[0].hardware.memory_bytes)}, with {left}"])
     host = estimates[0].hardware
     assumed = (
         f"\ncopies to and from the host at {host.host_bandwidth / 1e9:.0f} GB/s, and its memory at "

@@ -10,10 +10,12 @@ other digit (`rank_groups`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,34 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.device import device_type, set_backend_defaults
 from ..base.errors import ParallelConfigError, check_positive
 
-# Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
-# shards over the inner one and is replicated over the outer one.
-_DP = ("dp_shard", "dp_replicate")
-_DENSE_KINDS: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
-    "dp": _DP,
-    "dp_cp": (*_DP, "cp"),
-    "dp_shard": ("dp_shard",),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_replicate": ("dp_replicate",),
-    "tp_pp": ("tp", "pp"),
-    "tp_cp": ("tp", "cp"),
-    "tp_dp": ("tp", *_DP),
-    "tp_dp_cp": ("tp", *_DP, "cp"),
-    "optimizer_instance": ("tp", "cp", "dp_shard", "pp"),
-}
-# Experts divide the same ranks by another grid, without a context axis. If they use the grid of dense layers instead,
-# "cp" makes their data-parallel group that of dense layers.
-_EXPERT_KINDS: dict[str, tuple[str, ...]] = {
-    "ep": ("ep",),
-    "expert_tp": ("tp",),
-    "expert_tp_ep": ("tp", "ep"),
-    "expert_tp_ep_pp": ("tp", "ep", "pp"),
-    "expert_dp": (*_DP, "cp"),
-    "expert_dp_shard": ("dp_shard", "cp"),
-}
+_KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("group_kinds.json").read_text("utf-8"))
+"""Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
+shards over the inner one and is replicated over the outer one. Experts divide the same ranks by another grid, without
+a context axis. If they use the grid of dense layers instead, "cp" makes their data-parallel group that of dense
+layers."""
+
 _OF_REPLICAS = ("dp", "dp_cp", "dp_shard", "dp_shard_cp", "dp_replicate", "expert_dp", "expert_dp_shard")
 """Kinds that a lane communicates over, on another thread or stream, while a model computes and communicates over other
 kinds: they share no process group with these, even where the ranks are the same."""
@@ -217,8 +197,8 @@ def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: tim
     """Makes every process group and mesh. All ranks of `world`, the default group, call it with equal arguments."""
     set_backend_defaults()
     dense, expert = sizes.grids()
-    kinds = {kind: rank_groups(dense, axes) for kind, axes in _DENSE_KINDS.items()}
-    kinds |= {kind: rank_groups(expert, axes) for kind, axes in _EXPERT_KINDS.items()}
+    kinds = {kind: rank_groups(dense, axes) for kind, axes in _KINDS["dense"].items()}
+    kinds |= {kind: rank_groups(expert, axes) for kind, axes in _KINDS["expert"].items()}
     kinds["embedding"] = [sorted({pipeline[0], pipeline[-1]}) for pipeline in kinds["pp"]]
     kinds["position_embedding"] = [pipeline[:1] for pipeline in kinds["pp"]]
     this_rank = dist.get_rank()

@@ -24,12 +24,11 @@ from ..base.errors import CheckpointError, ShardstackError
 from ..base.files import brief
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.record import recorded
-from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
+from ..dist_checkpointing.agreement import Ranks, held_pieces, pipeline_ranks
 from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.folders import complete_checkpoints
 from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
-from ..dist_checkpointing.global_view import held_boxes
 from ..dist_checkpointing.loading import advice, another_offered, held_hashes, newest_good
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
 from ..optimizer import RunState
@@ -213,13 +212,9 @@ def _of_all_stages(names: list[str]) -> list[str]:
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Returns whether every floating value on every rank is finite. Collective."""
-    all_finite = True
-    for tensor in tensors.values():
-        for _, values in held_boxes(tensor):
-            if values.is_floating_point() and values.element_size() > 1 and values.numel():
-                low, high = torch.aminmax(values.detach())  # both are NaN if any value is
-                all_finite = all_finite and bool(low.isfinite() & high.isfinite())
-    everywhere = torch.tensor(int(all_finite), device=device.current_device())
+    parts = [part for part in held_pieces(tensors).values() if part.is_floating_point() and part.element_size() > 1]
+    ends = [end for part in parts for end in torch.aminmax(part)]  # both are NaN if any value is
+    everywhere = torch.tensor(int(all(end.isfinite() for end in ends)), device=device.current_device())
     all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
     return bool(everywhere)
 

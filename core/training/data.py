@@ -221,27 +221,22 @@ class DeviceBatches(Iterator[Batch]):
     """
 
     def __init__(self, batches: Iterator[Batch], start_copy: Callable[[Batch], Wait] | None = None) -> None:
-        self._batches = batches
         if start_copy is None and streams.is_asynchronous(device.current_device()):
             start_copy = SideStream().start
-        self._start_copy = start_copy
+        self._batches, self._copies = batches, None if start_copy is None else map(start_copy, batches)
         # Futures of the next batches, in order. `__next__` appends and takes them; the reading thread fulfils them.
         self._ahead: deque[Future[Wait]] = deque()
         # The reading thread. Set here, and shut down by `close`; None if batches are not read ahead.
         self._reader: ThreadPoolExecutor | None = None
-        if start_copy is not None:
+        if self._copies is not None:
             self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-            for _ in range(BATCHES_AHEAD):
-                self._ahead.append(self._reader.submit(self._read, start_copy))
+            self._ahead.extend(self._reader.submit(next, self._copies) for _ in range(BATCHES_AHEAD))
 
     def __next__(self) -> Batch:
-        if self._reader is None or self._start_copy is None:
+        if self._reader is None or self._copies is None:
             return to_device(next(self._batches))
-        self._ahead.append(self._reader.submit(self._read, self._start_copy))
+        self._ahead.append(self._reader.submit(next, self._copies))
         return self._ahead.popleft().result()()
-
-    def _read(self, start_copy: Callable[[Batch], Wait]) -> Wait:
-        return start_copy(next(self._batches))
 
     def close(self) -> None:
         """Stops reading ahead. May be called again."""

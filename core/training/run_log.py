@@ -272,17 +272,10 @@ def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields the complete lines of a log, each with the byte at which it ends."""
     end = 0
     try:
-        with path.open("rb") as file:
+        with suppress(FileNotFoundError, BoundsError), path.open("rb") as file:
             for raw in file:
                 end += len(raw)
-                text = raw.decode("utf-8")
-                try:
-                    line = parse_json(text)
-                except BoundsError:
-                    return
-                yield line, end
-    except FileNotFoundError:
-        return
+                yield parse_json(raw.decode("utf-8")), end
     except (OSError, UnicodeDecodeError):
         raise CheckpointError(_NO_LOG.format(path)) from None
 

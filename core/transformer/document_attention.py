@@ -134,16 +134,8 @@ def _operation(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, counts
     return _unflatten(results[0], query), results[1]
 
 
-def _backward_operation(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    bounds: Tensor,
-    counts: Tensor,
-) -> tuple[Tensor, ...]:
+def _backward_operation(grad: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
+    query, key, value, output, logsumexp, bounds, counts = arguments
     flat = [_flatten(tensor) for tensor in (grad, query, key, value, output)]
     grads = torch.ops.aten._flash_attention_backward(
         *(*flat, logsumexp, *_lengths(bounds, counts), 0.0, True, *no_random_state(query)),

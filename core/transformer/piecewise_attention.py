@@ -75,8 +75,7 @@ class _DroppingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        grads = _backward(grad, query, key, value, output, logsumexp, ctx.pieces, ctx.random, ctx.dropout, ctx.group)
+        grads = _backward(grad, ctx.saved_tensors, ctx.pieces, ctx.random, ctx.dropout, ctx.group)
         return *grads, None, None, None
 
 
@@ -104,11 +103,7 @@ def _forward(
 
 def _backward(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
+    saved: Sequence[Tensor],
     pieces: Sequence[QueryPiece],
     random: Sequence[_Random],
     dropout: float,
@@ -118,7 +113,11 @@ def _backward(
 
     Half of the pieces attend to their own keys during the gather, then all to the keys before them, and the rest to
     their own during the reduce-scatter.
+
+    Args:
+        saved: query, key, value, output and logsumexp of the forward.
     """
+    query, key, value, output, logsumexp = saved
     grad = grad.contiguous()
     grad_query, grad_key, grad_value = (
         torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
@@ -202,20 +201,12 @@ def _operation(
     return output, logsumexp
 
 
-def _backward_operation(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    document_starts: Tensor | None,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_operation(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *saved, document_starts, group = arguments
     ranks = _group_of(group)
-    pieces = _pieces(query, document_starts, ranks)
+    pieces = _pieces(saved[0], document_starts, ranks)
     random: list[_Random] = [((), ())] * len(pieces)
-    return _backward(grad, query, key, value, output, logsumexp, pieces, random, 0.0, ranks)
+    return _backward(grad, saved, pieces, random, 0.0, ranks)
 
 
 def _empty_logsumexp(query: Tensor) -> Tensor:

@@ -7,9 +7,11 @@ gradient or weight differs.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,30 +34,7 @@ __all__ = ["Options", "FirstDifference", "ModelUnderTest", "Verdict", "load_mode
 REPLICAS = "ddp"
 """The reference of every other wrapper. It is itself compared with one process."""
 
-_OVERLAP = {"overlap_grad_reduce": True, "num_buckets": 4}
-_OVERLAP_BOTH = {**_OVERLAP, "overlap_param_gather": True}
-_ZERO1 = {"data_parallel_sharding_strategy": "optim"}
-_ZERO2 = {"data_parallel_sharding_strategy": "optim_grads", "num_buckets": 4}
-_HYBRID = {"num_distributed_optimizer_instances": 2}
-
-WRAPPERS: dict[str, Mapping[str, Any]] = {
-    REPLICAS: {},
-    "ddp, overlapped": _OVERLAP,
-    "zero1": _ZERO1,
-    "zero1, overlapped": _ZERO1 | _OVERLAP_BOTH,
-    "zero2": _ZERO2,
-    "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
-    "zero2, every micro-batch": {**_ZERO2, "reduce_every_micro_batch": True},
-    "zero3": {},
-    "zero3, every micro-batch": {"reduce_every_micro_batch": True},
-    "fsdp2": {},
-    "fsdp2, kept gathered": {"reshard_overrides": ("*=False",)},
-    "fsdp2, every micro-batch": {"reduce_every_micro_batch": True},
-    "fsdp2, recomputed": {"activation_checkpointing": "full"},
-    "hybrid zero2": _ZERO2 | _HYBRID,
-    "hybrid zero3": _HYBRID,
-    "hybrid fsdp2": _HYBRID,
-}
+WRAPPERS: dict[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("wrappers.json").read_text("utf-8"))
 """Settings to verify, in this order. Hybrids, with two groups that shard, need an even number of ranks from four."""
 
 

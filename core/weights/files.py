@@ -121,9 +121,8 @@ def save_adapter(
     ranks = Ranks(process_group)
     stages = [model] if isinstance(model, nn.Module) else model
     adapters = [module for stage in stages for module in stage.modules() if isinstance(module, Adapter)]
-    kinds = set().union(
-        *ranks.all_gather({(adapter.linear_in.weight.shape[0], adapter.scale) for adapter in adapters})
-    )
+    own_kinds = {(adapter.linear_in.weight.shape[0], adapter.scale) for adapter in adapters}
+    kinds = set().union(*ranks.all_gather(own_kinds))
     if len(kinds) != 1:
         raise ConfigError(
             f"the adapters of the model have {len(kinds)} different ranks and scales, and a file describes one; call "

@@ -1,16 +1,17 @@
-"""Another library's settings become a wrapper: a table says what is honoured, refused or ignored.
+"""Another library's settings become a wrapper: tables say what is refused or ignored.
 
-`translate` and `config_of` make the settings of a wrapper by such a table; `wrap_for_trainer` and `Replicas` build it.
+`check_settings` reads them; `config_of` makes the settings of a wrapper; `wrap_for_trainer` and `Replicas` build it.
 `check_version` says which versions of the other library are known.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from importlib import metadata, util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,66 +40,40 @@ STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
 """Those of ``data_parallel_sharding_strategy``, on flat buffers, and torch's FSDP2."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One setting of another library. `honoured`, `refused` and `ignored` make it."""
-
-    name: str
-    """The setting's name there."""
-    field: str = ""
-    """The field of the wrapper's config that it becomes. "" if it is refused or ignored."""
-    value: Callable[[Any], Any] = lambda value: value
-    """Returns the field's value for the setting's."""
-    reason: str = ""
-    """Why it is refused and what to do, or why it changes nothing."""
-    is_refused: bool = False
-    concerns: Callable[[Any], bool] | None = None
-    """Whether a value is refused or ignored. None: one that is neither the default nor empty."""
+_TABLES: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("foreign_settings.json").read_text("utf-8")
+)
 
 
-def honoured(name: str, field: str = "", value: Callable[[Any], Any] = lambda value: value) -> Row:
-    """A setting that becomes a field of the wrapper's config, of the same name by default."""
-    return Row(name, field or name, value)
+def check_settings(settings: Any, table: str, *, where: str = "") -> None:
+    """Raises for another library's setting that is refused here. Warns once of each that is given and ignored.
 
-
-def refused(name: str, reason: str, concerns: Callable[[Any], bool] | None = None) -> Row:
-    """A setting that cannot be honoured. `reason` says why, and what to do."""
-    return Row(name, reason=reason, is_refused=True, concerns=concerns)
-
-
-def ignored(name: str, reason: str, concerns: Callable[[Any], bool] | None = None) -> Row:
-    """A setting that changes no number here. `reason` says why."""
-    return Row(name, reason=reason, concerns=concerns)
-
-
-def translate(settings: Any, rows: Sequence[Row], *, where: str = "") -> dict[str, Any]:
-    """Returns the fields of the wrapper's config that another library's settings become.
-
-    Warns once of each setting that is given and ignored.
+    The tables of ``foreign_settings.json`` say, by names with spaces between, why a setting is ``refused`` and what to
+    do, or why it is ``ignored``, which changes no number. It concerns a value that is neither the default nor empty;
+    or one that is ``only`` these, or any ``unless`` these.
 
     Args:
         settings: a mapping; or an object, whose default values, if it is a dataclass, ask for nothing. A setting that
             it lacks is neither refused nor ignored.
+        table: the table's name, which begins with that of the adapter.
         where: what refuses, for the message.
 
     Raises:
         ParallelConfigError: a setting that is refused.
     """
     values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
-    is_dataclass = dataclasses.is_dataclass(settings)
-    changes = changed_fields(settings) if is_dataclass else {row.name for row in rows if values.get(row.name)}
-    fields: dict[str, Any] = {}
-    for row in rows:
-        if row.field:
-            fields[row.field] = row.value(values[row.name])
-            continue
-        value = values.get(row.name)
-        if row.concerns(value) if row.concerns else row.name in changes:
+    changes = changed_fields(settings) if dataclasses.is_dataclass(settings) else None
+    for fate, rows in _TABLES[table].items():
+        for name, row in ((name, row) for names, row in rows.items() for name in names.split() if name in values):
+            value, row = values[name], {"reason": row} if isinstance(row, str) else row
+            concerns = bool(value) if changes is None else name in changes
+            if "only" in row or "unless" in row:
+                concerns = value in row["only"] if "only" in row else value not in row["unless"]
             text = value.name if isinstance(value, Enum) else value
-            if row.is_refused:
-                raise ParallelConfigError(f"{row.name} is {text!r}{where}: {row.reason}")
-            warn_once(f"{row.name}={text} changes nothing: {row.reason}")
-    return fields
+            if concerns and fate == "refused":
+                raise ParallelConfigError(f"{name} is {text!r}{where}: {row['reason']}")
+            if concerns:
+                warn_once(f"{name}={text} changes nothing: {row['reason']}")
 
 
 def changed_fields(settings: Any) -> dict[str, Any]:
@@ -142,22 +117,19 @@ def reject_reproducible(config: DistributedDataParallelConfig) -> None:
         )
 
 
-def config_of(
-    strategy: str, settings: Any = None, rows: Sequence[Row] = (), **fields: Any
-) -> DistributedDataParallelConfig:
+def config_of(strategy: str, **fields: Any) -> DistributedDataParallelConfig:
     """Returns the config of a strategy's wrapper.
 
     Args:
-        settings: another library's, which become fields by `rows`.
         fields: further fields of the config.
 
     Raises:
-        ParallelConfigError: a setting that is refused, or settings that contradict each other.
+        ParallelConfigError: settings that contradict each other.
     """
     kind = config_class(strategy)
     if kind is DistributedDataParallelConfig:
         fields["data_parallel_sharding_strategy"] = strategy
-    return kind(**fields, **translate(settings, rows))
+    return kind(**fields)
 
 
 class Replicas(DistributedDataParallel):

@@ -1,7 +1,7 @@
 """NeMo Automodel's ways to shard any model: its arguments become settings of FSDP2, or of any wrapper.
 
 `fsdp2_strategy_parallelize` shards the model in place, with tensor parallelism below; `nvfsdp_strategy_parallelize`
-wraps it under nvFSDP's options. The tables say what each option becomes.
+wraps it under nvFSDP's options. `bridge/foreign_settings.json` says what is ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.model.unfit_models import reject_wrapped
 from ...distributed.plan.unit_choice import CONTAINERS
 from ..bridge.sharding import check_classes_are_in, import_classes_from_paths, mesh_axes
-from ..bridge.translation import FSDP2, config_of, honoured, ignored, wrap_for_trainer
+from ..bridge.translation import FSDP2, check_settings, config_of, wrap_for_trainer
 from .tensor_parallel_plan import Plan, cut_as_planned, get_hf_tp_shard_plan, translate_to_torch_parallel_style
 
 __all__ = [
@@ -45,38 +44,6 @@ __all__ = [
     "translate_to_torch_parallel_style",
 ]
 
-_FSDP2 = (
-    honoured("activation_checkpointing", value=lambda value: {True: "full", False: "none"}.get(value, value)),
-    honoured("reshard_after_forward"),
-    honoured("offload_policy", "cpu_offload", lambda policy: isinstance(policy, CPUOffloadPolicy)),
-    honoured("offload_policy", "pin_memory", lambda policy: getattr(policy, "pin_memory", False)),
-    honoured("sync_module_states"),
-)
-_MEMORY = "it is about memory of NVIDIA's own buffers"
-_NVFSDP = (
-    *map(honoured, ("grad_reduce_in_fp32", "check_for_nan_in_grad", "average_in_collective")),
-    ignored("keep_fp8_transpose_cache_when_using_custom_fsdp", _MEMORY),
-    ignored("fsdp_double_buffer", _MEMORY),
-    ignored("init_nvfsdp_with_meta_device", "a model on the meta device is drawn after sharding in any case"),
-)
-_ON_FSDP2 = (
-    *_NVFSDP,
-    honoured("nccl_ub"),
-    honoured("overlap_param_gather", "forward_prefetch", int),
-    honoured("overlap_param_gather", "backward_prefetch", int),
-    ignored("overlap_grad_reduce", "FSDP2 reduces gradients while backward runs", operator.not_),
-    ignored("disable_bucketing", "under optim_grads_params a unit is the bucket"),
-)
-_ON_BUFFERS = (
-    *_NVFSDP,
-    honoured("overlap_grad_reduce"),
-    ignored("nccl_ub", _MEMORY),
-    ignored("nvfsdp_unit_modules", "parameters are in buffers, which are cut into buckets and not units"),
-    ignored(
-        "preserve_fp32_weights",
-        "the optimizer of core.optimizer always keeps fp32 masters of weights in low precision",
-    ),
-)
 _RUN_AS_FULLY_SHARDED = ("grads_params", "params")
 
 
@@ -121,11 +88,19 @@ def fsdp2_strategy_parallelize(
             fit.
         WrapError: a model that is sharded already or cannot be.
     """
-    options = dict(locals())
     axes = mesh_axes(device_mesh)
     reject_wrapped(model)
     cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
-    config = config_of(FSDP2, options, _FSDP2)
+    if isinstance(activation_checkpointing, bool):
+        activation_checkpointing = "full" if activation_checkpointing else "none"
+    config = config_of(
+        FSDP2,
+        activation_checkpointing=activation_checkpointing,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pin_memory=getattr(offload_policy, "pin_memory", False),
+        sync_module_states=sync_module_states,
+    )
     if config.activation_checkpointing != "none":
         _keep_no_cache_in_training(model)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -207,11 +182,19 @@ def nvfsdp_strategy_parallelize(
     unit_classes = import_classes_from_paths(nvfsdp_unit_modules or ())
     check_classes_are_in(model, unit_classes, "nvfsdp_unit_modules")
     param_dtype: torch.dtype | None = None
+    check_settings(options, "nemo nvFSDP")
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": grad_reduce_in_fp32,
+        "check_for_nan_in_grad": check_for_nan_in_grad,
+        "average_in_collective": average_in_collective,
+    }
     if shards_parameters(strategy):
         param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
         # FSDP2 takes DTensors of tensor parallelism, and fp32 shards that are cast when they are gathered.
-        fields = {"param_dtype": param_dtype, "reduce_dtype": None if grad_reduce_in_fp32 else param_dtype}
-        config = config_of(FSDP2, options, _ON_FSDP2, **fields)
+        check_settings(options, "nemo nvFSDP on FSDP2")
+        fields |= {"param_dtype": param_dtype, "reduce_dtype": None if grad_reduce_in_fp32 else param_dtype}
+        ahead = int(overlap_param_gather)
+        config = config_of(FSDP2, nccl_ub=nccl_ub, forward_prefetch=ahead, backward_prefetch=ahead, **fields)
     elif axes.tensor is not None:
         raise ParallelConfigError(
             f"data_parallel_sharding_strategy is {strategy!r} on a mesh with {axes.tensor.size()} tensor-parallel "
@@ -219,7 +202,9 @@ def nvfsdp_strategy_parallelize(
         )
     else:
         gathers = overlap_param_gather and strategy != "no_shard"
-        config = config_of(strategy, options, _ON_BUFFERS, overlap_param_gather=gathers)
+        check_settings(options, "nemo nvFSDP on buffers")
+        fields |= {"overlap_grad_reduce": overlap_grad_reduce, "overlap_param_gather": gathers}
+        config = config_of(strategy, **fields)
     cut_as_planned(model, axes.tensor, tp_shard_plan, device_mesh)
     return wrap_for_trainer(
         model,

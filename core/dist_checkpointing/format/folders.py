@@ -27,7 +27,7 @@ import shutil
 import socket
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -168,7 +168,26 @@ def existing_folder(folder: Path) -> Path:
     return _aside(folder) if _was_being_replaced(folder) else folder
 
 
-def begin(folder: Path) -> Path:
+@contextlib.contextmanager
+def being_written(folder: Path) -> Iterator[None]:
+    """Makes the temporary folder that `folder` is written in, and holds the lock of their root. Removes it after an
+    error.
+
+    Raises:
+        CheckpointError: another process holds the lock, or `folder` has other contents.
+    """
+    key = acquire_folder(folder.parent)
+    try:
+        begin(folder)
+        yield
+    except BaseException:
+        discard(folder)
+        raise
+    finally:
+        release_folder(key)
+
+
+def begin(folder: Path) -> None:
     """Makes the temporary folder that `folder` is written in. Raises CheckpointError if `folder` has other
     contents."""
     if folder.exists() and not _is_replaceable(folder):
@@ -180,7 +199,6 @@ def begin(folder: Path) -> Path:
     _sweep(folder.parent)
     _remove(temporary)  # left by a save that was killed; its name may be any
     temporary.mkdir()
-    return temporary
 
 
 def _sweep(root: Path) -> None:

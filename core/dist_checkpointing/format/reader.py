@@ -43,7 +43,8 @@ class PieceReader:
                     if (piece.offsets, piece.sizes) != (offsets, tuple(values.shape)):
                         resharded_names.add(name)
         for name, piece, part, within in sorted(requests, key=lambda request: (request[1].file, request[1].start)):
-            if self.index.encoding == "raw" and tuple(part.shape) == piece.sizes and _is_plain_memory(part):
+            is_plain = part.device.type == "cpu" and part.is_contiguous() and type(part) is Tensor
+            if self.index.encoding == "raw" and tuple(part.shape) == piece.sizes and is_plain:
                 self._read_into(part, piece)
             else:
                 part.copy_(self.piece_values(name, piece)[within])
@@ -65,14 +66,10 @@ class PieceReader:
     def _read_into(self, target: Tensor, piece: Piece) -> None:
         """Reads a whole piece straight into the memory of its target."""
         memory = target.reshape(-1).view(torch.uint8).numpy().data
-        with (self.folder / piece.file).open("rb", buffering=0) as stream:
+        with (self.folder / piece.file).open("rb") as stream:
             stream.seek(piece.start)
-            num_read = 0
-            while num_read < len(memory):
-                count = stream.readinto(memory[num_read:])
-                if not count:
-                    raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
-                num_read += count
+            if stream.readinto(memory) != len(memory):
+                raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
 
     def piece_values(self, name: str, piece: Piece) -> Any:
         """Returns a stored piece of the tensor `name`, to read by indexing. Raw bytes are a mapped view of the file.
@@ -111,17 +108,13 @@ def read_index(folder: Path) -> CheckpointIndex:
         CheckpointError: there is no checkpoint, the index is damaged or unsafe, or a file is missing or of another
             size.
     """
-    path = folder / INDEX_FILE
-    torch_path = folder / TORCH_INDEX_FILE
-    if not path.is_file() and not torch_path.is_file():
+    path = next((folder / name for name in (INDEX_FILE, TORCH_INDEX_FILE) if (folder / name).is_file()), None)
+    if path is None:
         reason = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
         raise CheckpointError(f"{folder} is not a checkpoint: {reason}; name a folder that `save` wrote")
     try:
-        if path.is_file():
-            index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
-        else:
-            path = torch_path
-            index = read_torch_index(path)
+        is_torchs = path.name == TORCH_INDEX_FILE
+        index = read_torch_index(path) if is_torchs else decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
     except (CheckpointError, BoundsError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or unsafe: {error}; use another checkpoint") from error
     for name, num_bytes in index.file_bytes.items():
@@ -151,7 +144,3 @@ def is_good(folder: Path) -> bool:
     except CheckpointError:
         return False
     return metadata.get(FINITE, True) is not False and metadata.get(SKIPPED, 0) == 0
-
-
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is torch.Tensor

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +23,6 @@ from ...comm import streams
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import (
-    NOT_OF_FSDP2,
     FullyShardedDataParallelConfig,
     Reshard,
     TorchFullyShardedDataParallelConfig,
@@ -37,6 +38,9 @@ _FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient
 
 
 Settings = TypeVar("Settings", bound=DistributedDataParallelConfig)
+
+_NOT_OF_FSDP2 = json.loads(Path(__file__).with_name("not_of_fsdp2.json").read_text("utf-8"))
+"""Values of settings that FSDP2 accepts, in addition to empty ones, and what is wrong with the others."""
 
 _BUFFER_FIELDS = (
     *("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets"),
@@ -101,10 +105,10 @@ def fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShard
             f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
         )
     settings = _settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
-    for name, (accepted, why) in NOT_OF_FSDP2.items():
+    for name, row in _NOT_OF_FSDP2.items():
         value = getattr(settings, name)
-        if value and value not in accepted:
-            raise ParallelConfigError(f"{name} is {value!r}, {why}")
+        if value and value not in row["accepted"]:
+            raise ParallelConfigError(f"{name} is {value!r}, {row['why']}")
     if without_effect := [name for name in _BUFFER_FIELDS if getattr(settings, name)]:
         warn_once(
             f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "

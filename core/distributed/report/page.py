@@ -9,8 +9,8 @@ from string import Template
 
 from .table import TEXT_COLUMNS, Line, Memory, ModelFacts, UnitFacts, amount, dtype_names, headline, notes, table
 
-# The page around every body, with the style of all pages.
-_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+# The page around every body, with the style of all pages, and the body of a wrapper's report.
+_PAGE, _TABLE = (Template(Path(__file__).with_name(f"{name}.html").read_text("utf-8")) for name in ("page", "table"))
 
 
 def as_html(facts: ModelFacts) -> str:
@@ -23,20 +23,9 @@ def as_html(facts: ModelFacts) -> str:
     most = max((memory.nbytes for unit in facts.units for memory in _memory_of(unit).values()), default=1)
     rows = "\n".join(f"<tr>{_row(grid.columns, line, _bars(line.unit, most))}</tr>" for line in grid.lines[:-1])
     items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
-    body = f"""<div class="scroll">
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-<tfoot><tr>{_row(grid.columns, grid.lines[-1])}</tr></tfoot>
-</table>
-</div>
-<p class="legend">Bars: what this rank keeps, and paler the same while it is gathered.{_legend(facts)}</p>
-<ul class="notes">
-{items}
-</ul>"""
-    return page(title, body)
+    total, legend = f"<tr>{_row(grid.columns, grid.lines[-1])}</tr>", _legend(facts)
+    body = _TABLE.substitute(head=head, rows=rows, total=total, legend=legend, items=items)
+    return page(title, body.rstrip())
 
 
 def page(title: str, body: str, style: str = "") -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +23,16 @@ from ...transformer.transformer_config import TransformerConfig
 from ...transformer.transformer_layer import TransformerLayer
 from ..common.embeddings.language_model_embedding import PositionEmbeddingType
 from .gpt_model import GPTModel
+
+HF_TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("hf_layouts.json").read_text("utf-8"))
+"""What is known of config files of Hugging Face."""
+
+Layout = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gpt2"]
+"""Kinds of model that Hugging Face's ``model_type`` names."""
+
+HF_LAYOUTS: dict[Layout, dict[str, Any]] = HF_TABLES["layouts"]  # type: ignore[assignment]
+"""By kind: the ``class``; ``names`` there of our fields; ``constants`` that are written; values that it ``takes`` of
+settings that change what a model computes; and names of sizes of ``experts``, of which the first is written."""
 
 TRANSFORMER_FIELDS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),

@@ -32,30 +32,22 @@ from ...base.errors import CheckpointError, warn_once
 from ...dist_checkpointing.foreign_layout import Recipe, Run
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.global_view import held_boxes
-from .architecture import Architecture
+from .architecture import HF_LAYOUTS, Architecture, Layout
 
 _MLP = re.compile(r"(decoder\.layers\.(\d+)\.mlp)\.(linear_fc\d\.\w+)")
-_KEYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {  # by layout; the first name is written, each is read
-    "mixtral": {"num_moe_experts": ("num_local_experts",), "moe_ffn_hidden_size": ("intermediate_size",)},
-    "qwen3_moe": {
-        "num_moe_experts": ("num_experts", "num_local_experts"),  # transformers 5 saves the second
-        "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    },
-    "glm4_moe": {"num_moe_experts": ("n_routed_experts",), "moe_ffn_hidden_size": ("moe_intermediate_size",)},
-}
-LAYOUTS_WITH_EXPERTS = tuple(_KEYS)
+LAYOUTS_WITH_EXPERTS = tuple(layout for layout, known in HF_LAYOUTS.items() if "experts" in known)
 _TOPK = "num_experts_per_tok"
 _SCORED_BEST = 2
 """Experts of a group whose scores `transformers` adds up to the group's."""
 
 
-def expert_fields(layout: str, get: Any, num_layers: int) -> tuple[dict[str, Any], list[str]]:
+def expert_fields(layout: Layout, get: Any, num_layers: int) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields of `TransformerConfig` about experts, and the settings that none of them expresses.
 
     Args:
         get: reads a value of ``config.json``, or an optional size by ``get.size``.
     """
-    fields: dict[str, Any] = {name: get.size(*names) for name, names in _KEYS[layout].items()}
+    fields: dict[str, Any] = {name: get.size(*names) for name, names in HF_LAYOUTS[layout]["experts"].items()}
     topk = fields["moe_router_topk"] = get.size(_TOPK)
     normalizes, problems = get("norm_topk_prob", layout != "qwen3_moe"), []
     if layout == "qwen3_moe":
@@ -90,9 +82,10 @@ def expert_fields(layout: str, get: Any, num_layers: int) -> tuple[dict[str, Any
     return fields, problems
 
 
-def expert_settings(layout: str, a: Architecture) -> dict[str, Any]:
+def expert_settings(layout: Layout, a: Architecture) -> dict[str, Any]:
     """Returns what ``config.json`` says of experts."""
-    settings = {names[0]: a[name] for name, names in _KEYS[layout].items()} | {_TOPK: a["moe_router_topk"]}
+    settings = {names[0]: a[name] for name, names in HF_LAYOUTS[layout]["experts"].items()}
+    settings[_TOPK] = a["moe_router_topk"]
     dense = [n for n in range(a["num_layers"]) if not a.has_experts(n)]
     if layout == "qwen3_moe":
         settings |= {"norm_topk_prob": not a["moe_router_pre_softmax"]}
@@ -110,7 +103,7 @@ def expert_settings(layout: str, a: Architecture) -> dict[str, Any]:
     return settings
 
 
-def expert_recipes(layout: str, a: Architecture, ours: str, theirs: str) -> Iterator[Recipe]:
+def expert_recipes(layout: Layout, a: Architecture, ours: str, theirs: str) -> Iterator[Recipe]:
     """Yields the recipes of a layer's experts and router.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import parallel_state
 from ...base import device
 from ...base.errors import ConfigError, DataError, check_choices, check_positive
-from ...base.megatron_names import checks_arguments, refuse
+from ...base.megatron_names import checks_arguments
 from ...comm.collectives import broadcast_by_backend
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import IGNORE_INDEX
@@ -171,6 +171,7 @@ class GPTModel(LanguageModule):
             input_tensor, self._earlier_losses = [*input_tensor, None][:2]
         self.decoder.set_input_tensor(input_tensor)
 
+    @checks_arguments
     def forward(
         self,
         input_ids: Tensor,
@@ -178,14 +179,8 @@ class GPTModel(LanguageModule):
         attention_mask: Tensor | None = None,
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
-        inference_context: None = None,
-        packed_seq_params: None = None,
-        extra_block_kwargs: None = None,
         runtime_gather_output: bool | None = None,
         *,
-        inference_params: None = None,
-        loss_mask: Tensor | None = None,
-        padding_mask: None = None,
         document_starts: Tensor | None = None,
         documents: PackedDocuments | None = None,
     ) -> Tensor:
@@ -220,15 +215,6 @@ class GPTModel(LanguageModule):
             DataError: shapes disagree, or the sequence is longer than `max_sequence_length`.
             ParallelConfigError: an argument is refused.
         """
-        no_inference = "generate as examples/gpt/sampling.py does, which calls the model"
-        refuse(
-            "GPTModel.forward",
-            inference_context=(inference_context, None, no_inference),
-            inference_params=(inference_params, None, no_inference),
-            packed_seq_params=(packed_seq_params, None, "give document_starts"),
-            extra_block_kwargs=(extra_block_kwargs, None, "write a layer of your own, as transformer_layer_spec"),
-            padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
-        )
         check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
         if self.config.num_moe_experts is not None and torch.is_grad_enabled():
             begin_forward()

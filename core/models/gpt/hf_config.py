@@ -7,53 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from ...base.errors import CheckpointError, ConfigError
 from ...base.files import brief
 from ...base.text import choices
 from ...transformer.transformer_config import TransformerConfig
-from .architecture import Architecture, model_fields
+from .architecture import HF_LAYOUTS, HF_TABLES, Architecture, Layout, model_fields
 from .expert_weights import LAYOUTS_WITH_EXPERTS, expert_fields, expert_settings
 
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
 
-Layout = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gpt2"]
-
-_CLASSES: dict[Layout, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
 _LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
-_ACTIVATIONS = {
-    **dict.fromkeys(("silu", "swish"), "silu"),
-    "gelu": "gelu",
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
-}
 _NORMS_HEADS = ("qwen3", "qwen3_moe")
 """Layouts that norm queries and keys in any case."""
-_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-_REFUSED: dict[
-    Layout, dict[str, tuple[bool | None, ...]]
-] = {  # settings that change what a model computes, with the values that do not
-    "gpt2": {
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    "qwen2": {"use_sliding_window": (False,)},
-    "qwen3": {"use_sliding_window": (False,), "attention_bias": (False,)},
-    "qwen3_moe": {"use_sliding_window": (False,), "attention_bias": (False,)},
-    "mixtral": {"sliding_window": (None,)},
-    "glm4_moe": {"attention_bias": (False, True), "use_qk_norm": (False, True)},
-    "llama": {"mlp_bias": (False, True), "attention_bias": (False, True)},
-}
+_ACTIVATIONS: dict[str, str] = HF_TABLES["activations"]
+_THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}  # the first of several
 
 
 def choose_layout(architecture: Architecture) -> Layout:
@@ -63,7 +33,7 @@ def choose_layout(architecture: Architecture) -> Layout:
         CheckpointError: there is none; says of each kind what it cannot express.
     """
     reasons = {}
-    for layout in _CLASSES:
+    for layout in HF_LAYOUTS:
         problems = _inexpressible(layout, architecture)
         if not problems:
             return layout
@@ -74,8 +44,8 @@ def choose_layout(architecture: Architecture) -> Layout:
 
 def check_layout(layout: Layout, architecture: Architecture) -> None:
     """Raises CheckpointError with everything that `layout` cannot express of the model."""
-    if layout not in _CLASSES:
-        raise CheckpointError(f"there is no layout {layout!r}; {choices(layout, _CLASSES)}")
+    if layout not in HF_LAYOUTS:
+        raise CheckpointError(f"there is no layout {layout!r}; {choices(layout, HF_LAYOUTS)}")
     if problems := _inexpressible(layout, architecture):
         raise CheckpointError(f"the layout {layout} cannot express {', '.join(problems)} of this model")
 
@@ -84,7 +54,7 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
     """Returns the content of ``config.json``."""
     a = architecture
     common = {
-        "architectures": [_CLASSES[layout]],
+        "architectures": [HF_LAYOUTS[layout]["class"]],
         "model_type": layout,
         "vocab_size": a.vocab_size,
         "tie_word_embeddings": a.ties_embeddings,
@@ -93,43 +63,22 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
         "dtype": dtype,
         "torch_dtype": dtype,  # transformers before 4.56
     }
+    known = HF_LAYOUTS[layout]
+    settings = common | {theirs: a[ours] for theirs, ours in known.get("names", {}).items()}
+    activation = _THEIR_ACTIVATIONS[a["activation_func"]]
     if layout == "gpt2":
-        return common | {
-            "n_layer": a["num_layers"],
-            "n_embd": a["hidden_size"],
-            "n_head": a["num_attention_heads"],
-            "n_inner": a["ffn_hidden_size"],
-            "n_positions": a.max_sequence_length,
-            "activation_function": _THEIR_ACTIVATIONS[a["activation_func"]],
-            "layer_norm_epsilon": a["layernorm_epsilon"],
-        }
+        return settings | {"n_positions": a.max_sequence_length, "activation_function": activation}
+    settings |= {theirs: a[ours] for theirs, ours in HF_TABLES["names_of_all_but_gpt2"].items()}
     base = float(a["rotary_base"])
     share = {"partial_rotary_factor": a["rotary_percent"]} if layout == "glm4_moe" else {}
-    settings = common | {
-        "num_hidden_layers": a["num_layers"],
-        "hidden_size": a["hidden_size"],
-        "num_attention_heads": a["num_attention_heads"],
-        "num_key_value_heads": a["num_query_groups"],
-        "head_dim": a["kv_channels"],
-        "intermediate_size": a["ffn_hidden_size"],
-        "hidden_act": _THEIR_ACTIVATIONS[a["activation_func"]],
+    settings |= {
+        "hidden_act": activation,
         "max_position_embeddings": a.max_sequence_length,
-        "rms_norm_eps": a["layernorm_epsilon"],
         "rope_theta": base,  # transformers before 5
         "rope_parameters": {"rope_type": "default", "rope_theta": base, **share},
-        **share,
+        **known.get("constants", {}),
     }
-    if a["num_moe_experts"] is not None:
-        settings |= expert_settings(layout, a)
-    if layout == "llama":
-        return settings | {"attention_bias": a["add_bias_linear"], "mlp_bias": a["add_bias_linear"]}
-    if layout == "glm4_moe":
-        return settings | {"attention_bias": a["add_qkv_bias"], "use_qk_norm": a["qk_layernorm"]}
-    if layout == "mixtral":
-        return settings | {"sliding_window": None}
-    if layout in _NORMS_HEADS:
-        settings["attention_bias"] = False
-    return settings | {"use_sliding_window": False}
+    return settings if a["num_moe_experts"] is None else settings | expert_settings(layout, a)
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
@@ -141,7 +90,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     layout = layout_of(config)
     problems = [
         f"{name} {brief(config[name])}"
-        for name, values in _REFUSED[layout].items()
+        for name, values in HF_LAYOUTS[layout]["takes"].items()
         if name in config and config[name] not in values
     ]
     if config.get("quantization_config"):
@@ -236,14 +185,14 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         CheckpointError: the kind is unknown.
     """
     model_type = config.get("model_type")
-    layouts: list[Layout] = [layout for layout in _CLASSES if layout == model_type]
+    layouts: list[Layout] = [layout for layout in HF_LAYOUTS if layout == model_type]
     if model_type in _LATENT_ATTENTION:
         raise CheckpointError(
             f"model_type is {brief(model_type)}, whose multi-head latent attention (kv_lora_rank "
             f"{brief(config.get('kv_lora_rank'))}) no model here has; its router is that of a glm4_moe"
         )
     if not layouts:
-        raise CheckpointError(f"model_type is {brief(model_type)}; {', '.join(_CLASSES)} are known here")
+        raise CheckpointError(f"model_type is {brief(model_type)}; {', '.join(HF_LAYOUTS)} are known here")
     return layouts[0]
 
 

@@ -37,9 +37,9 @@ from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import stages_state_dict
 from ...dist_checkpointing.safetensors_io import DEFAULT_SHARD_BYTES, read_safetensors_index, save_folder
 from ...transformer.lora import is_adapter
-from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
+from .architecture import Architecture, Layout, architecture_of, base_state_dict, gpt_of
 from .expert_weights import dense_architecture, expert_recipes, group_routers, upcycle_recipes
-from .hf_config import Layout, architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
+from .hf_config import architecture_from_hf, check_fits, check_layout, choose_layout, hf_config, layout_of
 
 
 def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:

@@ -1,13 +1,15 @@
 """Builds settings from a flat mapping of field names: sorts them into sections and expands shorthands.
 
-The tables of flags are here: names that differ from those of the fields, shorthands and headings. Hints for
-Megatron-LM's flags that do not exist here are in `base/megatron_names.json`.
+The tables of flags, names that differ from those of the fields, shorthands and headings, are in `flags.json`. Hints
+for Megatron-LM's flags that do not exist here are in `base/megatron_names.json`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError, ParallelConfigError, raise_together
@@ -119,56 +121,19 @@ def _field_names(kind: type) -> set[str]:
     return {entry.name for entry in fields(kind)}
 
 
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "virtual_pipeline_model_parallel_size": ("--num-virtual-stages-per-pipeline-rank",),
-    "num_layers_in_first_pipeline_stage": ("--decoder-first-pipeline-num-layers",),
-    "num_layers_in_last_pipeline_stage": ("--decoder-last-pipeline-num-layers",),
-    "num_moe_experts": ("--num-experts",),
-    "layernorm_epsilon": ("--norm-epsilon",),
-    "bucket_size": ("--ddp-bucket-size",),
-    "average_in_collective": ("--ddp-average-in-collective",),
-    "grad_reduce_in_fp32": ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
-    "deterministic": ("--deterministic", "--deterministic-mode"),
-    "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
-    "override_opt_param_scheduler": ("--override-opt_param-scheduler",),
-}
+_TABLES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("flags.json").read_text("utf-8"))
+
+OTHER_NAMES = {name: tuple(flags) for name, flags in _TABLES["other_names"].items()}
 """Fields whose flags have other names in Megatron-LM."""
 
-NEGATED = {
-    "add_bias_linear": "--disable-bias-linear",
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
-    "muon_split_qkv": "--muon-no-split-qkv",
-    "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
-}
+NEGATED: dict[str, str] = _TABLES["negated"]
 """Fields that are on by default, with the flag that turns each off."""
 
 NOT_FLAGS = {"params_dtype", "perform_initialization"}
 """Fields that the program sets itself, so they have no flag."""
 
-SHORTHANDS: dict[str, tuple[str, Any, str]] = {
-    "use_torch_fsdp2": (
-        "ddp",
-        bool,
-        "Wrap the model in PyTorch's FSDP2: parameters, gradients and optimizer state sharded.",
-    ),
-    "reshard_to_ranks": (
-        "ddp",
-        int,
-        "`--reshard-after-forward` to a number: between forward and backward keep each parameter whole among so many "
-        "ranks, a divisor of those that share it.",
-    ),
-    "swiglu": ("model", bool, "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
-    "num_layers_per_virtual_pipeline_stage": (
-        "model",
-        int,
-        "Layers of each of a rank's pipeline stages: `--num-virtual-stages-per-pipeline-rank` by their size.",
-    ),
-    "group_query_attention": (
-        "model",
-        bool,
-        "Share key and value heads between query heads; needs `--num-query-groups`.",
-    ),
-}
+_KINDS = {"bool": bool, "int": int}
+SHORTHANDS = {name: (section, _KINDS[kind], text) for name, (section, kind, text) in _TABLES["shorthands"].items()}
 """Flags that are not fields: the section of ``--help`` that lists each one, its type and its help."""
 
 DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
@@ -177,16 +142,7 @@ DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
 ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
 """Fields that set the same thing: the flag of one overrides a program's default for another."""
 
-TITLES = {
-    "model": "Transformer",
-    "gpt": "Embeddings, and what is trained",
-    "ddp": "Data-parallel wrapper",
-    "optimizer": "Optimizer",
-    "scheduler": "Learning-rate schedule",
-    "data": "Data",
-    "checkpoint": "Checkpoints",
-    "run": "Run",
-}
+TITLES: dict[str, str] = _TABLES["titles"]
 """Headings of ``--help``, by section."""
 
 

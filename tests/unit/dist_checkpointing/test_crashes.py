@@ -162,10 +162,9 @@ def test_a_link_in_a_new_checkpoint_is_not_written_through(tmp_path, monkeypatch
     begin, own = folders.begin, tmp_path / "own"
     own.write_text("mine")
 
-    def begin_where_others_write(folder: Path) -> Path:
-        temporary = begin(folder)
-        (temporary / "rank_00000.bin").symlink_to(own)
-        return temporary
+    def begin_where_others_write(folder: Path) -> None:
+        begin(folder)
+        (folders.temporary_folder(folder) / "rank_00000.bin").symlink_to(own)
 
     monkeypatch.setattr(folders, "begin", begin_where_others_write)
     with pytest.raises(CheckpointError, match="File exists"):

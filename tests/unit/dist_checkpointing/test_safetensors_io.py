@@ -164,11 +164,11 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"half": "../model-00001-of-00002.safetensors"}, "does not name files next to it"),
+        ({"half": "../model-00001-of-00002.safetensors"}, "that names a file next to it"),
         ({"half": "model-00002-of-00002.safetensors"}, "holds half, which"),
         ({"more": "model-00002-of-00002.safetensors"}, "names more, which"),
         ({"half": "absent.safetensors"}, "absent.safetensors is missing"),
-        ({"half": 3}, "does not name files"),
+        ({"half": 3}, "has 3 for weight_map, which takes str"),
     ],
 )
 def test_an_index_that_is_not_what_the_files_hold_is_refused(tmp_path: Path, change: dict[str, str], message: str):

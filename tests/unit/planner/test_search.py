@@ -13,13 +13,13 @@ from core.training.config import PretrainConfig
 from core.training.config.arguments import parse_arguments
 from tests.unit.planner._lines import LLAMA, TINY
 
-H100, MEMORY = PRESETS["h100"], 80 * 2**30
+H100 = PRESETS["h100"]
 FLAGS = f"{TINY} {LLAMA} --use-torch-fsdp2 --num-layers 8".split()
 
 
 def test_two_depths_give_the_costs_of_any_depth():
     config = parse_arguments(FLAGS)
-    whole, shallow = estimate("", config, 2, H100), shallow_estimate("", config, 2, H100, MEMORY)
+    whole, shallow = estimate("", config, 2, H100), shallow_estimate("", config, 2, H100)
     assert shallow.peak_bytes == pytest.approx(max(whole.peak_bytes, whole.simulation.construction_peak), rel=0.01)
     assert shallow.step_s == pytest.approx(whole.time.step_s, rel=0.01)
     assert shallow.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=0.01)
@@ -31,8 +31,8 @@ def test_the_fastest_that_fits_comes_first():
         "none": FLAGS,
         "refused": [*FLAGS, "--no", "1"],
     }
-    assert [each.name for each in candidates(variants, 2, H100, MEMORY)] == ["none", "full"]
-    assert candidates({"none": FLAGS}, 2, H100, 2**31) == []
+    assert [each.name for each in candidates(variants, 2, H100)] == ["none", "full"]
+    assert candidates({"none": FLAGS}, 2, replace(H100, memory_bytes=2**31)) == []
 
 
 def test_a_change_is_one_setting_of_the_run():
@@ -53,7 +53,7 @@ def test_a_search_changes_one_setting_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(search, "shallow_estimate", planned)
     flags = f"{TINY} {LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall".split()
-    found = search.search(flags, ["ZeRO-1", "FSDP2"], 8, H100, search.RESERVED_BYTES + 5 * 2**20)
+    found = search.search(flags, ["ZeRO-1", "FSDP2"], 8, replace(H100, memory_bytes=search.RESERVED_BYTES + 5 * 2**20))
     assert found[0].name == "FSDP2, pipeline-parallel 2, expert-parallel 2, micro-batch 4, recomputes full"
     assert found == sorted(found, key=lambda each: -each.tokens_per_second)
     assert len(found) == len({each.name for each in found}) < 20  # of 2 x 4 x 2 x 3 x 3 ways
@@ -64,7 +64,7 @@ def test_a_sweep_keeps_the_micro_batches_of_a_rank(monkeypatch: pytest.MonkeyPat
     planned = []
     monkeypatch.setattr(search, "MOST_RANKS", 64)
     monkeypatch.setattr(search, "shallow_estimate", lambda _, config, ranks, *rest: planned.append((config, ranks)))
-    scalings({"replicated": parse_arguments(flags.replace("heads 4", "heads 8").split())}, 32, H100, MEMORY)
+    scalings({"replicated": parse_arguments(flags.replace("heads 4", "heads 8").split())}, 32, H100)
     assert [(config.num_microbatches(ranks), ranks) for config, ranks in planned] == [(4, 16), (4, 32), (4, 64)]
 
 

@@ -150,9 +150,7 @@ def _outcome(name: str, into: bool) -> tuple[str, str, bool, bool]:
         with suppress(RuntimeError):
             lying.result()
         answers = [
-            to.read(f"round/2/{step}/1", str)
-            for step in ("vote", "done")
-            if to.store.check([f"round/2/{step}/1"])
+            to.read(f"round/2/{step}/1", str) for step in ("vote", "done") if to.store.check([f"round/2/{step}/1"])
         ]
     same = all(torch.equal(receiver.weights.get(key, torch.empty(0)), value) for key, value in before.items())
     as_before = same and (receiver.version, receiver._state) == (1, state)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from core.adapters.bridge import translation
-from core.adapters.bridge.translation import changed_fields, config_of, honoured, ignored, refused, translate
+from core.adapters.bridge.translation import changed_fields, check_settings, config_of
 from core.base.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
@@ -73,29 +73,35 @@ class _Settings:
     graphs: int = 0
 
 
-_ROWS = (
-    honoured("prefetch", "forward_prefetch", int),
-    ignored("kind", "there is one kind"),
-    ignored("static", "nothing is", lambda value: not value),
-    refused("graphs", "drop it", lambda value: value > 1),
-)
+_TABLES = {
+    "settings": {
+        "refused": {"graphs": {"reason": "drop it", "unless": [0, 1]}, "mask": "drop it"},
+        "ignored": {"kind": "there is one kind", "static": {"reason": "nothing is", "only": [False]}},
+    },
+    "names": {"refused": {"name other": "it only hurts; drop it"}},
+}
 
 
-def _warned(settings: object) -> tuple[dict[str, object], list[str]]:
+@pytest.fixture(autouse=True)
+def _tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation, "_TABLES", _TABLES)
+
+
+def _warned(settings: object) -> list[str]:
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fields = translate(settings, _ROWS)
-    return fields, [str(w.message) for w in caught]
+        check_settings(settings, "settings")
+    return [str(w.message) for w in caught]
 
 
-def test_each_row_becomes_a_field_an_error_or_a_warning():
-    assert _warned(_Settings()) == ({"forward_prefetch": 1}, [])
-    assert _warned(_Settings(prefetch=False, graphs=1)) == ({"forward_prefetch": 0}, [])
+def test_each_row_is_an_error_or_a_warning():
+    assert _warned(_Settings()) == []
+    assert _warned(_Settings(prefetch=False, graphs=1)) == []
     changed = ["kind=LARGE changes nothing: there is one kind", "static=False changes nothing: nothing is"]
-    assert _warned(_Settings(kind=_Kind.LARGE, static=False))[1] == changed
+    assert _warned(_Settings(kind=_Kind.LARGE, static=False)) == changed
     with pytest.raises(ParallelConfigError, match=r"^graphs is 2 with a flag: drop it$"):
-        translate(_Settings(graphs=2), _ROWS, where=" with a flag")
+        check_settings(_Settings(graphs=2), "settings", where=" with a flag")
 
 
 def test_a_setting_that_is_set_as_an_attribute_counts():
@@ -103,25 +109,25 @@ def test_a_setting_that_is_set_as_an_attribute_counts():
     settings.mask = 1
     assert changed_fields(settings) == {"mask": 1}
     with pytest.raises(ParallelConfigError, match="mask is 1: drop it"):
-        translate(settings, (refused("mask", "drop it"),))
+        check_settings(settings, "settings")
 
 
 def test_values_of_settings_in_no_row_are_not_looked_at():
-    assert translate({"mask": torch.ones(2), "graphs": 0}, (refused("graphs", "drop it"),)) == {}
+    check_settings({"loss": torch.ones(2), "graphs": 0}, "settings")
 
 
 def test_a_setting_without_a_default_counts_if_not_empty():
-    row = (refused("name", "drop it"),)
     for empty in (None, False, 0, "", ()):
-        assert translate({"name": empty}, row) == {}
-    with pytest.raises(ParallelConfigError, match="name is 'a': drop it"):
-        translate({"name": "a"}, row)
+        check_settings({"name": empty}, "names")
+    for name in ("name", "other"):
+        with pytest.raises(ParallelConfigError, match=f"{name} is 'a': it only hurts; drop it"):
+            check_settings({name: "a"}, "names")
 
 
-def test_a_table_makes_the_config_of_a_strategys_wrapper():
-    config = config_of("fsdp2", _Settings(), _ROWS, cpu_offload=True)
+def test_a_strategy_has_its_wrappers_config():
+    config = config_of("fsdp2", forward_prefetch=2, cpu_offload=True)
     assert isinstance(config, TorchFullyShardedDataParallelConfig)
-    assert (config.forward_prefetch, config.cpu_offload) == (1, True)
-    config = config_of("optim", {"asked": True}, [honoured("asked", "average_in_collective")])
+    assert (config.forward_prefetch, config.cpu_offload) == (2, True)
+    config = config_of("optim", average_in_collective=True)
     assert type(config) is DistributedDataParallelConfig
     assert (config.sharding_strategy, config.average_in_collective) == ("optim", True)
