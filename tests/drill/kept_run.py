@@ -178,10 +178,6 @@ class Run:
         alive = set(self.processes())
         return {pid: rank for pid, (generation, rank) in places.items() if generation == newest and pid in alive}
 
-    def generation(self) -> int:
-        numbers = [int(path.read_text().split()[0]) for path in self._places.iterdir() if path.suffix != ".new"]
-        return max(numbers, default=-1)
-
     def look(self) -> None:
         """Reads what was written, ends strangers in time, and starts a second launcher again that gave up."""
         for output in self.outputs:

@@ -55,7 +55,7 @@ def _still(run: Run, draw: random.Random, number: int) -> Event:
     victims = _victims(run, draw, 1, spares=False)
     send(victims, number)
     yield _named(run, victims, rf"did not answer for|held up the others for|made no step|SIGUSR1|{_NODE_LOST}")
-    if not run.wait(lambda: not set(victims) & set(run.processes()), 10.0) and not run.has_ended:
+    if not run.wait(lambda: not set(victims) & set(run.processes()), 30.0) and not run.has_ended:
         raise SystemExit(f"{run.folder}: {victims} were named, and are still there:\n{run.said()}")
     send(victims, signal.SIGCONT)  # it must not come back
 
@@ -266,7 +266,7 @@ def _victims(run: Run, draw: random.Random, most: int, *, spares: bool = True) -
 
 
 def _named(run: Run, victims: Sequence[int], pattern: str) -> tuple[int, str] | None:
-    """Returns what is said of the loss of the processes: nothing if they are spares, or if nothing is read."""
+    """Returns what is said of the loss of the processes: nothing if they are spares."""
     active = run.active()
     return (0, pattern) if any(pid in active for pid in victims) else None
 
