@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
@@ -32,7 +33,7 @@ from .copies_folder import memory_for_copies
 from .entry import USER_ERROR_STATUS
 from .follower import Follower
 from .joining import POLICIES, Job, LostRankPolicy
-from .messages import RUN_STARTED, STARTED_FORMAT
+from .messages import MOST_RANKS, RUN_STARTED, STARTED_FORMAT
 from .processes import SignalCount, kill, open_standard_files, say
 from .supervisor import Supervisor, Worker
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
     options = _parse(arguments)
     if options.secret_file:
-        os.environ[SECRET_FILE] = options.secret_file  # for the ranks too
+        os.environ[SECRET_FILE] = str(Path(options.secret_file).absolute())  # for the ranks too
     try:
         return run_ranks(
             options.nproc_per_node,
@@ -105,12 +106,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.nnodes > 1 and options.on_lost_rank == "restart":
         parser.error("--nnodes above 1 takes --on-lost-rank replace or shrink; to restart all ranks use torchrun")
     decides_alone = options.nnodes > 1 and options.node_rank == 0  # it may compute nothing, and be lost less likely
-    for name, least in (("nproc_per_node", 1 - decides_alone), ("max_restarts", 0), ("spare_processes", 0)):
-        if getattr(options, name) < least:
-            takes = "a positive number" if least else "zero or a positive number"
-            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it takes {takes}")
-    if not options.lost_rank_timeout > 0:
-        parser.error(f"--lost-rank-timeout is {options.lost_rank_timeout}; it takes a positive number of seconds")
+    bounds = {"nproc_per_node": (1 - decides_alone, MOST_RANKS), "spare_processes": (0, MOST_RANKS)}
+    bounds |= {"max_restarts": (0, 10**9), "lost_rank_timeout": (0.001, 10**9), "master_port": (1, 65535)}
+    for name, (least, most) in bounds.items():
+        if not least <= (value := getattr(options, name)) <= most:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it takes {least} to {most}")
+    if options.secret_file == "":
+        parser.error("--secret-file is empty; give a file")
     if options.node_rank > 0 and options.spare_processes:
         parser.error("--spare-processes is for the launcher of --node-rank 0, which starts them on its machine")
     if options.on_lost_rank == "restart" and options.spare_processes:

@@ -367,7 +367,11 @@ SECOND = ("--nnodes", "2", "--node-rank", "1", "--on-lost-rank", "replace")
     [
         (["--node-rank", "2", "--nnodes", "2"], "nodes count from 0"),
         (["--nnodes", "2"], "to restart all ranks use torchrun"),
-        (["--nproc-per-node", "0"], "takes a positive number"),
+        (["--nproc-per-node", "0"], "it takes 1 to 1024"),
+        (["--spare-processes", "100000", "--on-lost-rank", "replace"], "it takes 0 to 1024"),
+        (["--lost-rank-timeout", "inf"], "--lost-rank-timeout is inf; it takes 0.001 to 1000000000"),
+        (["--master-port", "99999"], "it takes 1 to 65535"),
+        (["--secret-file", ""], "--secret-file is empty"),
         ([*SECOND, "--spare-processes", "1"], "is for the launcher of --node-rank 0"),
     ],
 )

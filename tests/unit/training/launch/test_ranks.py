@@ -310,4 +310,4 @@ def test_wrong_arguments_are_one_line_more_than_the_usage(capsys):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 2
-    assert "it takes a positive number" in capsys.readouterr().err
+    assert "it takes 1 to 1024" in capsys.readouterr().err
