@@ -98,10 +98,10 @@ CASES = {
     "a rank beyond its machine's": Wrong("LOCAL_RANK is 2", environment={**MEETING, "LOCAL_RANK": "2"}),
     "an interface that is none": Wrong("GLOO_SOCKET_IFNAME is 'eth99'", environment={"GLOO_SOCKET_IFNAME": "eth99"}),
     "copies without a launcher": Wrong(
-        "SHARDSTACK_LAUNCHER_FD is not set", environment={"SHARDSTACK_COPIES_FOLDER": "copies"}
+        "SHARDSTACK_LAUNCHER_FD is no socket", environment={"SHARDSTACK_COPIES_FOLDER": "copies"}
     ),
     "a launcher that is gone": Wrong(
-        "SHARDSTACK_LAUNCHER_FD is 999 in the environment, and no open socket",
+        "SHARDSTACK_LAUNCHER_FD is no socket to this process's launcher",
         environment={"SHARDSTACK_COPIES_FOLDER": "copies", "SHARDSTACK_LAUNCHER_FD": "999"},
     ),
     "threads without end": Wrong("OMP_NUM_THREADS is '999999999'", environment={"OMP_NUM_THREADS": "999999999"}),
