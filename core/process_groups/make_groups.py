@@ -211,7 +211,10 @@ def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: tim
                 by_ranks[key] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
             if this_rank in ranks:
                 by_kind[kind] = RankGroup(by_ranks[key], ranks, ranks.index(this_rank))
-    _wait_until_connected(world)
+    # gloo connects while a group is made, and one end of a connection is ready before the other. If that rank closed
+    # the group or ended, its peer would fail with "Connection closed by peer". NCCL connects at first use.
+    if "gloo" in str(dist.get_backend_config(world)):
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=world)
     return ParallelGroups(
         by_kind=by_kind,
         process_groups=tuple(group for (_, ranks), group in by_ranks.items() if this_rank in ranks),
@@ -224,16 +227,6 @@ def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: tim
         experts_are_apart=sizes.experts_are_apart,
         virtual_pipeline_size=sizes.virtual_pipeline,
     )
-
-
-def _wait_until_connected(world: ProcessGroup) -> None:
-    """Waits, under gloo, until all ranks have their groups.
-
-    gloo connects while a group is made, and one end of a connection is ready before the other. If that rank closed
-    the group or ended, its peer would fail with "Connection closed by peer". NCCL connects at first use.
-    """
-    if "gloo" in str(dist.get_backend_config(world)):
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=world)
 
 
 def _mesh_of_world(grid: dict[str, int], by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
