@@ -182,8 +182,8 @@ def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float)
     if not off <= tolerance or not math.isfinite(loss):
         difference = FirstDifference(step, "loss", "", off, dist.get_rank())
     gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
-    ours.update()
-    theirs.update()
+    ours.optimizer.step()
+    theirs.optimizer.step()
     weights = _first_difference(step, "weight", ours.weights(), theirs.weights(), tolerance)
     buffers = _first_difference(step, "buffer", ours.buffers(), theirs.buffers(), tolerance)
     return difference or gradients or weights or buffers
