@@ -76,9 +76,7 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
     """
     if _is_deferred or not is_failure_of_backend(error):
         return
-    if call is None:
-        raise OutOfStepError(_message_without_record(error)) from error
-    raise OutOfStepError(_message(error, call)) from error
+    raise OutOfStepError(_message_without_record(error) if call is None else _message(error, call)) from error
 
 
 def _message_without_record(error: BaseException) -> str:

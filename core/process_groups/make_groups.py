@@ -232,12 +232,7 @@ def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: tim
 def _mesh_of_world(grid: dict[str, int], by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
     axes = [axis for axis in reversed(grid) if axis != "ep"]  # a mesh's last axis is the one of stride 1
     shape = [grid[axis] for axis in axes]
-    return DeviceMesh.from_group(
-        [by_kind[axis].process_group for axis in axes],
-        device_type(),
-        mesh=torch.arange(prod(shape), device="cpu").view(shape),
-        mesh_dim_names=tuple(axes),
-    )
+    return _mesh_of_axes(axes, torch.arange(prod(shape), device="cpu").view(shape), by_kind)
 
 
 def _mesh_of_replicas(num_instances: int, by_kind: Mapping[str, RankGroup], whole: str, shard: str) -> DeviceMesh:
@@ -245,13 +240,13 @@ def _mesh_of_replicas(num_instances: int, by_kind: Mapping[str, RankGroup], whol
     replicas = by_kind[whole]
     if num_instances == 1:
         return DeviceMesh.from_group(replicas.process_group, device_type(), mesh_dim_names=(whole,))
-    axes = ("dp_replicate", shard)
-    return DeviceMesh.from_group(
-        [by_kind[axis].process_group for axis in axes],
-        device_type(),
-        mesh=torch.tensor(replicas.ranks, device="cpu").view(num_instances, -1),
-        mesh_dim_names=axes,
-    )
+    ranks = torch.tensor(replicas.ranks, device="cpu").view(num_instances, -1)
+    return _mesh_of_axes(["dp_replicate", shard], ranks, by_kind)
+
+
+def _mesh_of_axes(axes: list[str], ranks: torch.Tensor, by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
+    groups = [by_kind[axis].process_group for axis in axes]
+    return DeviceMesh.from_group(groups, device_type(), mesh=ranks, mesh_dim_names=tuple(axes))
 
 
 _TOKENS = ("tp", "pp", "dp", "ep", "cp")  # also the sequence in which an order's missing tokens are appended
