@@ -99,7 +99,12 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
         pg_collection: Any = None,
     ) -> None:
         reject_wrapped(module, (MegatronWrapper, distributed._BaseDataParallel))
-        _reject_unsupported(config)
+        no_sync = getattr(config, "no_sync_func", None)
+        if not (no_sync is None or isinstance(getattr(no_sync, "__self__", None), TorchFullyShardedDataParallel)):
+            raise ParallelConfigError(
+                f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own; leave it None"
+            )
+        check_settings(vars(config), "megatron_lm", where=" with --use-torch-fsdp2")
         if process_group is None:
             process_group = (
                 parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -144,14 +149,6 @@ def _check_known(names: Set[str], what: str) -> None:
     allowed = {field.name for field in fields(TorchFullyShardedDataParallelConfig)}
     for name in names - allowed:
         raise ParallelConfigError(f"{what} {name}, which is no setting of FSDP2; {choices(name, allowed)}")
-
-
-def _reject_unsupported(config: Any) -> None:
-    no_sync = getattr(config, "no_sync_func", None)
-    is_of_a_wrapper = isinstance(getattr(no_sync, "__self__", None), TorchFullyShardedDataParallel)
-    if no_sync is not None and not is_of_a_wrapper:
-        raise ParallelConfigError(f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own; leave it None")
-    check_settings(vars(config), "megatron_lm", where=" with --use-torch-fsdp2")
 
 
 def _mark_embeddings(module: nn.Module) -> None:

@@ -255,7 +255,10 @@ class FullyShardTransform(BaseDistributedTransform):
     def _parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if mesh.ndim == 2 and (mesh.size(0) == 1 or not self.cfg.use_hybrid_sharding):
             mesh = mesh._flatten()
-        mp_policy = self._mp_policy()
+        precision = self.cfg.mixed_precision or MixedPrecisionConfig()
+        names = (precision.param_dtype, precision.reduce_dtype, precision.output_dtype)
+        param, reduce, output = map(as_dtype, names)
+        mp_policy = MixedPrecisionPolicy(param, reduce, output, cast_forward_inputs=precision.cast_forward_inputs)
         units: list[UnitChoice] = list(CONTAINERS)
         reshards: dict[str, Reshard] = {}
         if callable(getattr(model, "fully_shard", None)):
@@ -276,13 +279,6 @@ class FullyShardTransform(BaseDistributedTransform):
         return _with_accumulation_context(
             model, lambda is_last_microbatch: nullcontext() if is_last_microbatch else wrapper.no_sync()
         )
-
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        config = self.cfg.mixed_precision
-        if config is None:
-            return MixedPrecisionPolicy()
-        param, reduce, output = (as_dtype(d) for d in (config.param_dtype, config.reduce_dtype, config.output_dtype))
-        return MixedPrecisionPolicy(param, reduce, output, cast_forward_inputs=config.cast_forward_inputs)
 
 
 def _with_accumulation_context(model: nn.Module, context: Callable[[bool], AbstractContextManager[None]]) -> nn.Module:

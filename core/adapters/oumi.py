@@ -53,11 +53,6 @@ class ShardingStrategy(_OfTorch):
         """Sharded within, replicated across machines."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
-    @property
-    def frees_after_forward(self) -> bool:
-        """Whether gathered parameters are freed between forward and backward."""
-        return self in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
 
 class StateDictType(_OfTorch):
     """Oumi's forms of a state dict, which `model_state_dict` returns."""
@@ -199,13 +194,14 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
     strategy, dtype = params.sharding_strategy, as_dtype(params.mixed_precision)
     mesh = data_parallel_mesh(device_mesh, hybrid=strategy.is_hybrid)
     if strategy is ShardingStrategy.NO_SHARD:
-        if not (params.cpu_offload or (dtype is not None and _casts(model, dtype))):
+        casts = dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
+        if not (params.cpu_offload or casts):
             check_settings(params, "oumi NO_SHARD")
             return Replicas(model, mesh)
         mesh = fully_replicated(mesh)
     config = config_of(
         FSDP2,
-        reshard_after_forward=strategy.frees_after_forward,
+        reshard_after_forward=strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
         forward_prefetch=int(params.forward_prefetch),
         backward_prefetch=int(params.backward_prefetch is not BackwardPrefetch.NO_PREFETCH),
         param_dtype=dtype,
@@ -240,7 +236,3 @@ def _units(model: nn.Module, params: FSDPParams) -> list[UnitChoice]:
     if params.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
         return list(units_by_class(model, params.transformer_layer_cls, "transformer_layer_cls"))
     return []
-
-
-def _casts(model: nn.Module, dtype: torch.dtype) -> bool:
-    return any(parameter.is_floating_point() and parameter.dtype != dtype for parameter in model.parameters())

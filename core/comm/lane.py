@@ -112,16 +112,17 @@ class _ThreadLane(CommLane):
         self._last: _Task | None = None
         _threads.append(self)
 
-    def wait_until_idle(self) -> None:
+    def wait_until_idle(self, most_s: float | None = None) -> None:
         if self._last is not None:
-            self._last.has_ended_within(None)
+            self._last.has_ended_within(most_s)
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:
             # A daemon: a process that exits must not wait for messages of a rank that is gone.
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="comm-lane", daemon=True)
             self._thread.start()
-            atexit.register(self._wait_at_exit)
+            # At exit too, briefly: a thread inside torch would abort the process.
+            atexit.register(self.wait_until_idle, _LONGEST_EXIT_S)
         task = self._last = _Task(run)
         self._tasks.put(task)
         return task
@@ -131,11 +132,6 @@ class _ThreadLane(CommLane):
             run()  # the lane is idle: on this thread it costs no thread switches
         else:
             super().run(run)
-
-    def _wait_at_exit(self) -> None:
-        """Runs at exit: waits briefly for the last task, because a thread inside torch aborts the process."""
-        if self._last is not None:
-            self._last.has_ended_within(_LONGEST_EXIT_S)
 
 
 _LONGEST_EXIT_S = 5.0

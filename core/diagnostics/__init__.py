@@ -59,15 +59,10 @@ def raise_explained(error: Exception, wrapper: nn.Module) -> None:
     if isinstance(error, ShardstackError):
         return
     raise_out_of_memory(error, wrapper)
-    raise_misplaced(error, _model_inside(wrapper))
+    model = getattr(wrapper, "module", wrapper)
+    # Users know its parameters' names: without the wrapper and `Float16Module`.
+    raise_misplaced(error, model.module if isinstance(model, Float16Module) else model)
     raise_out_of_step(error)
-
-
-def _model_inside(wrapper: nn.Module) -> nn.Module:
-    """Returns the model whose parameter names users know: without the wrapper and `Float16Module`."""
-    module = getattr(wrapper, "module", wrapper)
-    model: nn.Module = module.module if isinstance(module, Float16Module) else module
-    return model
 
 
 __all__ = ["failures_explained", "raise_explained"]

@@ -92,8 +92,7 @@ _STEP = re.compile(r"\w+|\[\w+\]")
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    local = local_part(tensor)
-    return int(local.untyped_storage().data_ptr())
+    return int(local_part(tensor).untyped_storage().data_ptr())
 
 
 def _unit_of(parameter: str, root: nn.Module) -> str:

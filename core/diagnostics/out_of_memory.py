@@ -70,10 +70,7 @@ def held_bytes(device_type: str) -> int:
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return 0
-    return resident_pages * _PAGE_BYTES
-
-
-_PAGE_BYTES = mmap.PAGESIZE
+    return resident_pages * mmap.PAGESIZE
 
 
 def table_lines(table: dict[str, int]) -> list[str]:
@@ -158,7 +155,7 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
     # The last unit and the model itself stay gathered in any case: backward begins with them.
     stay_gathered = is_fully_sharded and sum(unit.is_freed and not unit.kept_among for unit in units) < num_units - 2
     recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
-    in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16")) and not plan.casts_parameters
+    in_half = any(getattr(config, name, False) for name in ("bf16", "fp16")) or plan.root.precision.param_dtype
     replicated_categories = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
     kept_whole = sum(table[name] for name in replicated_categories.get(plan.strategy, (PARAMETERS,)))
     shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
@@ -173,7 +170,7 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
     candidates: list[tuple[bool, str, str, float]] = [
         (True, "half the micro-batch, with twice as many micro-batches", "", in_use / 2),
         (not recomputes, "recomputation of activations", "recomputes", activations),
-        (in_fp32, "computation in bf16 (config.bf16=True)", "", (table[GATHERED] + in_use) / 2),
+        (not in_half, "computation in bf16 (config.bf16=True)", "", (table[GATHERED] + in_use) / 2),
         (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared_share * kept_whole),
         (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed_bytes),
         (by_micro_batch, "reducing each micro-batch", "reduces_every_micro_batch", spared_share * whole_gradients),

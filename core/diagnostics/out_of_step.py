@@ -76,9 +76,7 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
     """
     if _is_deferred or not is_failure_of_backend(error):
         return
-    if call is None:
-        raise OutOfStepError(_message_without_record(error)) from error
-    raise OutOfStepError(_message(error, call)) from error
+    raise OutOfStepError(_message_without_record(error) if call is None else _message(error, call)) from error
 
 
 def _message_without_record(error: BaseException) -> str:
@@ -113,7 +111,7 @@ def _message(error: BaseException, call: Collective) -> str:
             f"{_name(call)}, its call {call.number} in this group, which did not complete; {record.MOST_ASKING} ranks "
             f"failed before it, and their messages say where the others are. The backend said: {first_line(error)}"
         )
-    if not is_deadlocked(call):
+    if _identity(call) not in (_own_deadlock() or ()):
         record.ask_other_ranks()
     others = [rank for rank in range(group.num_ranks) if rank != group.rank]
     states = {group.ranks[rank]: _state_of(record.read_published(group, rank), call) for rank in others}
@@ -250,13 +248,8 @@ class DeadlockWatch:
             _close_connections(call)
 
 
-def is_deadlocked(call: Collective) -> bool:
-    """Returns whether ranks are known to wait for each other, this one in `call`. They have published where."""
-    return _identity(call) in (_own_deadlock() or ())
-
-
 def _own_deadlock() -> Any:
-    """Returns the calls in which this rank is known to wait for ever, or None."""
+    """Returns the calls in which this rank is known to wait for ever, or None. All such ranks have published where."""
     return record.read_from_store(f"deadlock/{dist.get_rank()}")
 
 

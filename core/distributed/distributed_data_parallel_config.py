@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, get_args
 
 from ..base.errors import GradSyncError, ParallelConfigError, check_choices, check_range, warn_once
 from ..base.megatron_names import takes_megatron_fields
@@ -138,12 +138,8 @@ class DistributedDataParallelConfig:
     """Compile each unit's forward with `torch.compile`."""
 
     def __post_init__(self) -> None:
-        check_choices(
-            self,
-            error=ParallelConfigError,
-            data_parallel_sharding_strategy=SHARDING_STRATEGIES,
-            activation_checkpointing=("none", "full", "selective"),
-        )
+        check_choices(self, error=ParallelConfigError, data_parallel_sharding_strategy=SHARDING_STRATEGIES)
+        check_choices(self, error=ParallelConfigError, activation_checkpointing=get_args(ActivationCheckpointing))
         divisor = "a positive number that divides the data-parallel size"
         check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
         check_range(self, "bucket_size", "num_buckets", least=1, error=ParallelConfigError)

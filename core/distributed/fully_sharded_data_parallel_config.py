@@ -163,12 +163,8 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
             raise ParallelConfigError(
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
-        check_choices(
-            self,
-            error=ParallelConfigError,
-            outer_dp_sharding_strategy=("no_shard", "optim"),
-            keep_gathered_between_micro_batches=("none", "ends", "all"),
-        )
+        check_choices(self, error=ParallelConfigError, outer_dp_sharding_strategy=("no_shard", "optim"))
+        check_choices(self, error=ParallelConfigError, keep_gathered_between_micro_batches=("none", "ends", "all"))
         if self.keep_gathered_between_micro_batches == "all" and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
         ):

@@ -197,11 +197,7 @@ def get_megatron_optimizer(
     of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
     check_choice({name: reason for of_stage in of_stages for name, reason in of_stage.items()}, config)
     device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
-    rule: torch.optim.Optimizer
-    if is_muon:
-        rule = Muon(groups, config, reasons, tp_group)
-    else:
-        rule = build_update_rule(config, groups, device_type)
+    rule = Muon(groups, config, reasons, tp_group) if is_muon else build_update_rule(config, groups, device_type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
     statistics = GradientStatistics(params, tp_group, is_exact=is_exact)

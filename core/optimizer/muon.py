@@ -78,6 +78,8 @@ class Muon(rules.SkippableRule):
         self._mains = [p.main for p in ours]
         self._matrices = [matrix for index, p in enumerate(ours) for matrix in matrices_of(index, p, config, recipe)]
         self._dtype = reduce(torch.promote_types, (main.dtype for main in self._mains), torch.float32)
+        is_sent_rounded = recipe.fp32_matmul_prec == "medium" and recipe.rounds_first  # before it is multiplied
+        self._sent_dtype = torch.bfloat16 if is_sent_rounded else self._dtype
         self._result_dtype = torch.bfloat16 if recipe.fp32_matmul_prec == "medium" else self._dtype
         device = self._mains[0].device if group is None and ours else current_device()
         self._owners = MatrixOwners(self._matrices, {p.name: p.whole(p.main) for p in ours}, group, device)
@@ -144,7 +146,7 @@ class Muon(rules.SkippableRule):
         ]
         self._run(partial(_advance, self.recipe), rows, columns=(1,))
         flat = {param: update.view(-1) for param, update in updates.items()}
-        return self._owners.start_bringing(bucket, flat, self.recipe.wire_dtype or self._dtype)
+        return self._owners.start_bringing(bucket, flat, self._sent_dtype)
 
     def _take(self, bringing: Arrival) -> dict[int, Tensor]:
         """Returns the updates of the matrices that this rank owns, by index."""

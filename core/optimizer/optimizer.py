@@ -258,11 +258,9 @@ class MegatronOptimizer(OptimizerState):
         for wrapper in self._wrappers:
             wrapper.zero_grad_buffer()
         for p in self._params:
-            if p.param.grad is None:
-                continue
             if set_to_none:
                 p.param.grad = None
-            else:
+            elif p.param.grad is not None:
                 p.param.grad.zero_()
 
     def get_loss_scale(self) -> Tensor:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import torch
-
 from ..base.errors import ConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
 
@@ -201,11 +199,6 @@ class MuonRecipe:
     split_gate_up: bool = True
     """Fused rows of gate and up are two matrices."""
     fp32_matmul_prec: Precision = "medium"
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """Dtype that an update is rounded to in any case before its matrix is multiplied. None if it is not."""
-        return torch.bfloat16 if self.fp32_matmul_prec == "medium" and self.rounds_first else None
 
     def scale(self, shape: Sequence[int]) -> float:
         """Returns the factor of an orthogonal update `[rows, columns]`."""

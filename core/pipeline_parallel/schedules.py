@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..base import device
-from ..base.errors import ConfigError, ParallelConfigError
+from ..base.errors import ConfigError, ParallelConfigError, check_positive
 from ..base.megatron_names import absent_names, checks_arguments
 from ..distributed import _BaseDataParallel
 from ..process_groups_config import ProcessGroupCollection
@@ -88,8 +88,7 @@ def forward_backward(
     has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
     chunks: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     data: list[Any] = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator]
-    if num_microbatches < 1:
-        raise ConfigError(f"num_microbatches is {num_microbatches}; it takes a positive number")
+    check_positive({"num_microbatches": num_microbatches})
     for name, values in (("model", chunks), ("data_iterator", data)):
         if not has_stages and len(values) != 1:
             raise ParallelConfigError(f"{name} is a list of {len(values)}, and the pipeline has one stage; give one")

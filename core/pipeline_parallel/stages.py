@@ -117,7 +117,8 @@ class _Pipeline:
         if name == "1F1B" and (number < num_ranks or self._forward_only):
             name = "GPipe"  # of so few micro-batches the order is the same, and torch's 1F1B takes no fewer
         stages: Any = self._stages[0] if name in ("1F1B", "GPipe") else self._stages
-        loss = None if self._forward_only else _own_loss
+        # What the last stage has computed is the loss of the micro-batch.
+        loss = None if self._forward_only else lambda output, target: output
         return pipelining.schedules.get_schedule_class(name)(stages, number, loss_fn=loss, scale_grads=False)
 
     @contextmanager
@@ -352,11 +353,6 @@ def _pipeline_of(
 
 def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _own_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Returns what the last stage has computed: the loss of the micro-batch."""
-    return output
 
 
 def _may_defer(model: nn.Module) -> bool:

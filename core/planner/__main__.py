@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.search:
         text += f"\n{search_table(search(flags, wrappers, world_size, hardware))}\n"
     feasible = {name: result.config for name, result in results.items() if isinstance(result, Estimate)}
-    sweep = scalings(feasible, world_size, hardware) if options.sweep else []
+    sweep = [*scalings(feasible, world_size, hardware)] if options.sweep else []
     text += f"\n{sweep_table(sweep)}\n" if sweep else ""
     sys.stdout.write(text)
     if options.json is not None:
@@ -142,9 +142,5 @@ def _world_size(launcher: Sequence[str]) -> int:
     return int(counts[0]) * int(counts[1])
 
 
-def _run(arguments: Sequence[str]) -> None:
-    sys.exit(main(arguments))
-
-
 if __name__ == "__main__":
-    run_command(_run)
+    run_command(lambda arguments: sys.exit(main(arguments)))

@@ -185,10 +185,9 @@ def search(flags: Sequence[str], wrappers: Sequence[str], world_size: int, hardw
     return _fastest_first(candidates_so_far, hardware)
 
 
-def scalings(configs: Mapping[str, PretrainConfig], world_size: int, hardware: Hardware) -> list[Scaling]:
+def scalings(configs: Mapping[str, PretrainConfig], world_size: int, hardware: Hardware) -> Iterator[Scaling]:
     """Plans each wrapper on more and more ranks, which keep their micro-batches. Those that shard parameters are
     also planned with shards inside a node, replicated over nodes."""
-    results = []
     for name, config in configs.items():
         own = world_size // config.data_parallel_size(world_size)
         number = config.num_microbatches(world_size) * config.data.micro_batch_size
@@ -209,8 +208,7 @@ def scalings(configs: Mapping[str, PretrainConfig], world_size: int, hardware: H
                 with suppress(ConfigError):  # so many ranks do not divide, into groups of experts for example
                     points.append(shallow_estimate(way, size, ranks, hardware))
             if points:
-                results.append(Scaling(way, tuple(points)))
-    return results
+                yield Scaling(way, tuple(points))
 
 
 def _powers(first: int, last: int) -> Iterator[int]:

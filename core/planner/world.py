@@ -10,7 +10,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -94,8 +94,7 @@ def fake_world(config: PretrainConfig, world_size: int, rank: int) -> Iterator[N
         sys.excepthook = hook
 
 
-@contextmanager
-def balanced_experts() -> Iterator[None]:
+def balanced_experts() -> AbstractContextManager[object]:
     """Makes routers give all experts equally many tokens, one after the other, whatever their scores."""
     best = router._best
 
@@ -103,12 +102,10 @@ def balanced_experts() -> Iterator[None]:
         places = best(scores, config)
         return torch.arange(places.numel()).remainder_(scores.shape[-1]).view_as(places)
 
-    with mock.patch.object(router, "_best", in_turn):
-        yield
+    return mock.patch.object(router, "_best", in_turn)
 
 
-@contextmanager
-def activations_on_host(recorder: Recorder) -> Iterator[None]:
+def activations_on_host(recorder: Recorder) -> AbstractContextManager[object]:
     """Keeps offloaded activations out of the device's memory, and records their copies as such."""
     on_host = offloaded_activations._OnHost
     begin, copy_back = on_host.__init__, on_host._copy_back
@@ -127,8 +124,7 @@ def activations_on_host(recorder: Recorder) -> Iterator[None]:
         recorder.send(Collective("from the host", copy.nbytes, HOST), [], [copy])
         return copy, event
 
-    with mock.patch.multiple(on_host, __init__=to_host, _copy_back=from_host):
-        yield
+    return mock.patch.multiple(on_host, __init__=to_host, _copy_back=from_host)
 
 
 @contextmanager
@@ -176,10 +172,10 @@ class _Ended(Handle):
 
 
 def _run_collective(kind: str, what: str, payload: Tensor, group: Any, start: Callable[[], Any]) -> Handle | None:
-    work = start()
-    if work is not None:
-        work.wait()
-    return None if work is None else _Ended(payload)
+    if (work := start()) is None:
+        return None
+    work.wait()
+    return _Ended(payload)
 
 
 class _Held(_Ended):
@@ -189,16 +185,14 @@ class _Held(_Ended):
         pass
 
 
-@contextmanager
-def exchanges_hold_what_is_sent(*, on_gpu: bool) -> Iterator[None]:
+def exchanges_hold_what_is_sent(*, on_gpu: bool) -> AbstractContextManager[object]:
     """Makes exchanges between pipeline stages hold what they send, until it is waited for or longer."""
     exchange, kind = schedules._batch_p2p, _Ended if on_gpu else _Held
 
     def hold(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
         return [kind([op.tensor for op in ops if op.op is dist.isend])] if exchange(ops, desc) else []
 
-    with mock.patch.object(schedules, "_batch_p2p", hold):
-        yield
+    return mock.patch.object(schedules, "_batch_p2p", hold)
 
 
 @contextmanager

@@ -211,7 +211,10 @@ def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: tim
                 by_ranks[key] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
             if this_rank in ranks:
                 by_kind[kind] = RankGroup(by_ranks[key], ranks, ranks.index(this_rank))
-    _wait_until_connected(world)
+    # gloo connects while a group is made, and one end of a connection is ready before the other. If that rank closed
+    # the group or ended, its peer would fail with "Connection closed by peer". NCCL connects at first use.
+    if "gloo" in str(dist.get_backend_config(world)):
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=world)
     return ParallelGroups(
         by_kind=by_kind,
         process_groups=tuple(group for (_, ranks), group in by_ranks.items() if this_rank in ranks),
@@ -226,25 +229,10 @@ def make_parallel_groups(world: ProcessGroup, sizes: ParallelSizes, timeout: tim
     )
 
 
-def _wait_until_connected(world: ProcessGroup) -> None:
-    """Waits, under gloo, until all ranks have their groups.
-
-    gloo connects while a group is made, and one end of a connection is ready before the other. If that rank closed
-    the group or ended, its peer would fail with "Connection closed by peer". NCCL connects at first use.
-    """
-    if "gloo" in str(dist.get_backend_config(world)):
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=world)
-
-
 def _mesh_of_world(grid: dict[str, int], by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
     axes = [axis for axis in reversed(grid) if axis != "ep"]  # a mesh's last axis is the one of stride 1
     shape = [grid[axis] for axis in axes]
-    return DeviceMesh.from_group(
-        [by_kind[axis].process_group for axis in axes],
-        device_type(),
-        mesh=torch.arange(prod(shape), device="cpu").view(shape),
-        mesh_dim_names=tuple(axes),
-    )
+    return _mesh_of_axes(axes, torch.arange(prod(shape), device="cpu").view(shape), by_kind)
 
 
 def _mesh_of_replicas(num_instances: int, by_kind: Mapping[str, RankGroup], whole: str, shard: str) -> DeviceMesh:
@@ -252,13 +240,13 @@ def _mesh_of_replicas(num_instances: int, by_kind: Mapping[str, RankGroup], whol
     replicas = by_kind[whole]
     if num_instances == 1:
         return DeviceMesh.from_group(replicas.process_group, device_type(), mesh_dim_names=(whole,))
-    axes = ("dp_replicate", shard)
-    return DeviceMesh.from_group(
-        [by_kind[axis].process_group for axis in axes],
-        device_type(),
-        mesh=torch.tensor(replicas.ranks, device="cpu").view(num_instances, -1),
-        mesh_dim_names=axes,
-    )
+    ranks = torch.tensor(replicas.ranks, device="cpu").view(num_instances, -1)
+    return _mesh_of_axes(["dp_replicate", shard], ranks, by_kind)
+
+
+def _mesh_of_axes(axes: list[str], ranks: torch.Tensor, by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
+    groups = [by_kind[axis].process_group for axis in axes]
+    return DeviceMesh.from_group(groups, device_type(), mesh=ranks, mesh_dim_names=tuple(axes))
 
 
 _TOKENS = ("tp", "pp", "dp", "ep", "cp")  # also the sequence in which an order's missing tokens are appended

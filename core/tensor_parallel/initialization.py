@@ -211,7 +211,7 @@ def initialize_parameters(
         ConfigError: a parameter is on the meta device, or nothing says how to fill a tensor.
     """
     targets = {id(tensor) for tensor in (module.parameters() if only is None else only)}
-    places = _places(module, seed, prefix, targets)
+    places = [*_places(module, seed, prefix, targets)]
     versions = [_version(tensor) for _, _, tensor in _tensors(places)]
     foreign: list[ModuleToFill] = []
     for place in places:
@@ -235,9 +235,8 @@ def initialize_parameters(
             raise ConfigError(_nothing_fills(place, name))
 
 
-def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[ModuleToFill]:
-    """Returns every module before its submodules. A shared tensor belongs to the first module that holds it."""
-    places: list[ModuleToFill] = []
+def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> Iterator[ModuleToFill]:
+    """Yields every module before its submodules. A shared tensor belongs to the first module that holds it."""
     by_path: dict[str, ModuleToFill] = {}
     identities: set[int] = set()
     for path, module in root.named_modules():
@@ -262,10 +261,8 @@ def _places(root: nn.Module, seed: int, prefix: str, targets: set[int]) -> list[
         below = [*module.parameters()]
         hook = init_weights_hook(module) or (around.hook if around else None)
         fills_all = bool(below) and all(id(parameter) in targets for parameter in below)
-        place = ModuleToFill(where, module, seed_here, hook, mine, fills_all)
-        places.append(place)
-        by_path[path] = place
-    return places
+        by_path[path] = ModuleToFill(where, module, seed_here, hook, mine, fills_all)
+        yield by_path[path]
 
 
 def _tensors(places: list[ModuleToFill]) -> list[tuple[ModuleToFill, str, torch.Tensor]]:

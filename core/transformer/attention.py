@@ -102,14 +102,9 @@ class SelfAttention(MegatronModule):
         config.check_split(ranks)
         self.ranks_per_group = max(1, ranks // groups)
         self.heads_per_group = heads // groups // self.ranks_per_group  # of this rank
-        self.linear_qkv = build_module(
-            submodules.linear_qkv,
-            config.hidden_size,
-            (heads + 2 * groups) * channels,
-            config=config,
-            init_method=config.init_method,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-        )
+        width, has_bias = config.hidden_size, config.add_bias_linear
+        options = {"config": config, "init_method": config.init_method, "bias": has_bias or config.add_qkv_bias}
+        self.linear_qkv = build_module(submodules.linear_qkv, width, (heads + 2 * groups) * channels, **options)
         queries = heads // groups * channels
         fused = FusedRows((("q", queries), ("k", channels), ("v", channels)), head_rows=channels)
         mark_parameter(self.linear_qkv, fused_rows=fused)
@@ -120,14 +115,8 @@ class SelfAttention(MegatronModule):
             for norm in (_norm_of_heads(config, spec) for spec in (submodules.q_layernorm, submodules.k_layernorm))
         )
         self.core_attention = build_module(submodules.core_attention, config=config, layer_number=layer_number)
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            heads * channels,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-        )
+        options = {"config": config, "init_method": config.output_layer_init_method, "bias": has_bias}
+        self.linear_proj = build_module(submodules.linear_proj, heads * channels, width, **options)
 
     def forward(
         self,

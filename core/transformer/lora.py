@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -64,28 +64,18 @@ class Adapter(nn.Module):
         self.linear_in: _WholeLinear | RowParallelLinear
         self.linear_out: _WholeLinear | ColumnParallelLinear
         config, group = layer.config, layer.tp_group
+        options: dict[str, Any] = {"config": config, "bias": False, "tp_group": group}
         if isinstance(layer, ColumnParallelLinear):
             self.linear_in = _WholeLinear(layer.input_size, rank, config, _uniform_by_inputs, group)
             self.linear_out = ColumnParallelLinear(
-                rank,
-                layer.output_size,
-                config=config,
-                init_method=nn.init.zeros_,
-                bias=False,
-                gather_output=layer.gather_output,
-                tp_group=group,
+                rank, layer.output_size, init_method=nn.init.zeros_, gather_output=layer.gather_output, **options
             )
             if fused := getattr(layer.weight, "fused_rows", None):
                 mark_parameter(self.linear_out, fused_rows=fused)
         else:
+            is_cut = layer.input_is_parallel
             self.linear_in = RowParallelLinear(
-                layer.input_size,
-                rank,
-                config=config,
-                init_method=_uniform_by_inputs,
-                bias=False,
-                input_is_parallel=layer.input_is_parallel,
-                tp_group=group,
+                layer.input_size, rank, init_method=_uniform_by_inputs, input_is_parallel=is_cut, **options
             )
             self.linear_out = _WholeLinear(rank, layer.output_size, config, nn.init.zeros_, group)
         self.hook = layer.register_forward_hook(self._add_to_output)

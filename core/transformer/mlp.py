@@ -66,25 +66,13 @@ class MLP(MegatronModule):
         width, inner = input_size or config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = activation_function(config.activation_func)
         self.is_gated = config.gated_linear_unit
-        self.linear_fc1 = build_module(
-            submodules.linear_fc1,
-            width,
-            inner * (2 if self.is_gated else 1),
-            config=config,
-            init_method=config.init_method,
-            bias=config.add_bias_linear,
-            tp_group=tp_group,
-        )
+        options = {"config": config, "bias": config.add_bias_linear, "tp_group": tp_group}
+        fused = inner * (2 if self.is_gated else 1)
+        self.linear_fc1 = build_module(submodules.linear_fc1, width, fused, init_method=config.init_method, **options)
         if self.is_gated:
             mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = build_module(
-            submodules.linear_fc2,
-            inner,
-            width,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            tp_group=tp_group,
+            submodules.linear_fc2, inner, width, init_method=config.output_layer_init_method, **options
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -76,12 +76,8 @@ class TransformerBlock(MegatronModule):
         )
         self.final_layernorm = None
         if post_process and post_layer_norm:
-            self.final_layernorm = build_module(
-                submodules.layer_norm or build_norm,
-                config=config,
-                hidden_size=config.hidden_size,
-                eps=config.layernorm_epsilon,
-            )
+            norm, width, eps = submodules.layer_norm or build_norm, config.hidden_size, config.layernorm_epsilon
+            self.final_layernorm = build_module(norm, config=config, hidden_size=width, eps=eps)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
         """Sets the hidden states of the next forward, `[s, b, h]`, without `pre_process`."""

@@ -143,12 +143,14 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
         if name == REPLICAS:
             reference, tolerance = "one process", rounding
         else:
-            reference, tolerance = REPLICAS, rounding if _adds_in_another_order(name) else 0.0
+            adds_in_another_order = dist.get_world_size() > 2 or "every micro-batch" in name
+            reference, tolerance = REPLICAS, rounding if adds_in_another_order else 0.0
         try:
             serial_or_replicas = None if name == REPLICAS else _config(REPLICAS)
             theirs = Training(under_test, serial_or_replicas, rate, options.micro_batches)
             ours = Training(under_test, _config(name), rate, options.micro_batches)
-            yield Verdict(name, reference, tolerance, _first_parting(ours, theirs, options.steps, tolerance))
+            comparisons = (_compare_step(ours, theirs, step, tolerance) for step in range(options.steps))
+            yield Verdict(name, reference, tolerance, next(filter(None, map(_of_all_ranks, comparisons)), None))
         except ShardstackError as error:
             if isinstance(error, ConfigError) and under_test.name in str(error):
                 raise  # an error of the model, not of a wrapper
@@ -166,22 +168,10 @@ def _config(wrapper: str) -> DistributedDataParallelConfig:
     return kind(**WRAPPERS[wrapper])
 
 
-def _adds_in_another_order(wrapper: str) -> bool:
-    return dist.get_world_size() > 2 or "every micro-batch" in wrapper
-
-
 def _rounding(parameters: Iterator[Tensor]) -> float:
     """Returns the relative change of a loss or gradient by another order of additions, for the least precise dtype."""
     eps = max(torch.finfo(p.dtype).eps for p in parameters if p.is_floating_point())
     return 8 * eps if eps > 1e-4 else 64 * eps  # in bf16 64 would be half of everything
-
-
-def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> FirstDifference | None:
-    for step in range(steps):
-        difference = _of_all_ranks(_compare_step(ours, theirs, step, tolerance))
-        if difference is not None:
-            return difference
-    return None
 
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> FirstDifference | None:
@@ -192,8 +182,8 @@ def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float)
     if not off <= tolerance or not math.isfinite(loss):
         difference = FirstDifference(step, "loss", "", off, dist.get_rank())
     gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
-    ours.update()
-    theirs.update()
+    ours.optimizer.step()
+    theirs.optimizer.step()
     weights = _first_difference(step, "weight", ours.weights(), theirs.weights(), tolerance)
     buffers = _first_difference(step, "buffer", ours.buffers(), theirs.buffers(), tolerance)
     return difference or gradients or weights or buffers

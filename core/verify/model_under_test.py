@@ -236,12 +236,8 @@ class Training:
             total /= num_ranks
         return float(total)
 
-    def update(self) -> None:
-        """Updates the weights with the gradients of `backward`."""
-        self.optimizer.step()
-
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the whole gradient of each parameter, between `backward` and `update`."""
+        """Yields the whole gradient of each parameter, between `backward` and the step of `optimizer`."""
         yield from TensorStream(self.optimizer.gradient_tensors())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,6 @@ from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
 from ...distributed.model.unfit_models import reject_wrapped
-from ...distributed.plan.unit_choice import UnitChoice
 from ...optimizer import MegatronOptimizer
 from ..bridge.sharding import data_parallel_mesh, units_by_class
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours
@@ -86,17 +85,13 @@ class ShardstackPlugin:
                 pin_memory=config.pin_memory and device.device_type() != "cpu",
             )
         ranks = data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD
-        wrapper = wrap_for_trainer(model, config, ranks, self._units(model), calculate_per_token_loss=True)
+        has_units = config.shards_parameters or config.transforms_units
+        units = units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap") if has_units else ()
+        wrapper = wrap_for_trainer(model, config, ranks, units, calculate_per_token_loss=True)
         if config.shards_parameters:
             # Hugging Face's `generate` reads it: ranks whose text has ended go on until all have.
             model._is_fsdp_managed_module = True  # type: ignore[assignment]
         return wrapper
-
-    def _units(self, model: nn.Module) -> list[UnitChoice]:
-        config = self.ddp_config
-        if not (config.shards_parameters or config.transforms_units):
-            return []
-        return list(units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap"))
 
 
 class PreparedOptimizer(AcceleratedOptimizer):

@@ -134,7 +134,11 @@ def _load_weights(wrapper: _BaseDataParallel, folder: str | os.PathLike[str]) ->
     Raises:
         CheckpointError: there is nothing, or it is damaged, or lacks weights of the model.
     """
-    weights = _saved_weights(folder)
+    files = sorted(Path(folder).glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model*.safetensors; give a checkpoint with weights")
+    readers = [open_safetensors(file) for file in files]
+    weights = {name: reader.get_tensor(name) for reader in readers for name in reader.keys()}  # noqa: SIM118  # no dict
     try:
         load_whole_state_dict(wrapper, weights)
     except CheckpointError:
@@ -145,16 +149,3 @@ def _load_weights(wrapper: _BaseDataParallel, folder: str | os.PathLike[str]) ->
         if found["missing_keys"] or found["mismatched_keys"]:
             raise
         load_whole_state_dict(wrapper, converted.state_dict())
-
-
-def _saved_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns the whole weights that `save_pretrained` has written.
-
-    Raises:
-        CheckpointError: there are none, or damaged ones.
-    """
-    files = sorted(Path(folder).glob("model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} holds no model*.safetensors; give a checkpoint with weights")
-    readers = [open_safetensors(file) for file in files]
-    return {name: reader.get_tensor(name) for reader in readers for name in reader.keys()}  # noqa: SIM118  # no dict

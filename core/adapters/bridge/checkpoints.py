@@ -46,7 +46,7 @@ def save_trained(
     tensors = named_for_checkpoint(model, {})
     contents = {"model_tensors": sorted(tensors), **(metadata or {})}
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
-        tensors = named_for_checkpoint(model, trained.optimizer_tensors())
+        tensors = named_for_checkpoint(model, trained.updates.state_tensors())
         contents |= {"optimizer": trained.updates.state_scalars()}
     save(tensors | dict(others or {}), folder, metadata=contents)
 

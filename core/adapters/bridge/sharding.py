@@ -10,7 +10,7 @@ import importlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -227,7 +227,8 @@ def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
     classes = {type(module) for module in model.modules() if type(module).__name__ in names}
     if not classes:
         weights: Counter[type[nn.Module]] = Counter()
-        for item in _items(model):
+        lists = (module for module in model.modules() if isinstance(module, CONTAINERS))
+        for item in (item for items in lists for item in items.children() if not isinstance(item, CONTAINERS)):
             weights[type(item)] += sum(parameter.numel() for parameter in item.parameters())
         classes = {kind for kind, _ in weights.most_common(1)}
     if not classes:
@@ -236,12 +237,6 @@ def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
             f"class of its layers: {choices('', class_names(model))}"
         )
     return sorted(classes, key=lambda kind: kind.__name__)
-
-
-def _items(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if isinstance(module, CONTAINERS):
-            yield from (item for item in module.children() if not isinstance(item, CONTAINERS))
 
 
 def import_classes_from_paths(class_paths: Iterable[str | type[nn.Module]]) -> list[type[nn.Module]]:

@@ -344,7 +344,3 @@ class Trained:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
         self.wrapper.settle_parameters()
         return model_state_dict(unwrap_model(self.wrapper))
-
-    def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Returns the optimizer's, likewise."""
-        return {} if self.updates is None else self.updates.state_tensors()

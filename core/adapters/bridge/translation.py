@@ -82,11 +82,8 @@ def changed_fields(settings: Any) -> dict[str, Any]:
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(settings)
     }
-    added = {
-        name: value
-        for name, value in getattr(settings, "__dict__", {}).items()
-        if name not in defaults and name[0] != "_"
-    }
+    attributes = getattr(settings, "__dict__", {}).items()
+    added = {name: value for name, value in attributes if name not in defaults and name[0] != "_"}
     return {name: value for name, default in defaults.items() if (value := getattr(settings, name)) != default} | added
 
 

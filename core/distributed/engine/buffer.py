@@ -76,12 +76,8 @@ class FlatBuffer:
             self.shards = self.zeros_for_shards(self.numel // self.plan.num_shards, kind.param_dtype)
             reused.update(bucket.elements for bucket in buckets)
         # Memory of gradients that buckets release. Buckets take and return it on the threads that run backward.
-        self.grad_memory = ReusedMemory(
-            kind.grad_dtype,
-            device,
-            most_kept={size: _KEPT_GRADS for size, count in reused.items() if count > 1},
-            allocate=allocate,
-        )
+        most_kept = {size: _KEPT_GRADS for size, count in reused.items() if count > 1}
+        self.grad_memory = ReusedMemory(kind.grad_dtype, device, most_kept=most_kept, allocate=allocate)
 
     def zeros_for_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates `[numel]` on the device of shards."""

@@ -144,7 +144,9 @@ class InitialValues:
     def _draw(self) -> None:
         is_drawing = bool(self._drawn_names)
         if self._follows_first and len({*self._group_of.values()}) > 1:  # ranks may draw experts alone
-            is_drawing = self._is_any(is_drawing)
+            flags = torch.tensor(int(is_drawing), device=device.current_device())
+            all_reduce_by_backend(flags, self._group, what="whether values are drawn", op=dist.ReduceOp.MAX)
+            is_drawing = bool(flags)
         if not is_drawing:
             return
         seed = share_init_seeds(self._module, self._group) if self._follows_first else root_seed(self._module)
@@ -166,12 +168,6 @@ class InitialValues:
             whole = whole.to(device.current_device()).contiguous()
             broadcast_tensors([whole], self._group_of[name])
             copy_shard(whole, tensors[name])
-
-    def _is_any(self, flag: bool) -> bool:
-        """Returns whether a flag is set on any of the ranks that share seeds."""
-        flags = torch.tensor(int(flag), device=device.current_device())
-        all_reduce_by_backend(flags, self._group, what="whether values are drawn", op=dist.ReduceOp.MAX)
-        return bool(flags)
 
     def _agree(
         self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup

@@ -158,7 +158,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
         WrapError: names the module, who wrapped it, and what to do.
     """
     for name, submodule in module.named_modules():
-        kind = _plain_name(submodule)
+        kind = type(submodule).__name__.removeprefix("FSDP" if isinstance(submodule, FSDPModule) else "")
         where = f"its module {name!r} ({kind})" if name else f"it ({kind})"
         if isinstance(submodule, (*wrappers, *_TORCH_WRAPPERS)):
             raise WrapError(
@@ -204,12 +204,6 @@ def reject_changed(module: nn.Module, names: Mapping[nn.Parameter, str]) -> None
             f"parameter {(added + removed)[0]} {change} after the model was wrapped, so that its gradient is never "
             "reduced; wrap the finished model"
         )
-
-
-def _plain_name(module: nn.Module) -> str:
-    """Returns the class's name, without the prefix that torch's `fully_shard` gives it."""
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 Description = dict[str, str]

@@ -177,9 +177,9 @@ def _plan_gathered(
         _reject_kinds_among_neighbours(units)
     rules.check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
-        units = _keep_by_torch(units, settings, num_shards)
+        units = [*_keep_by_torch(units, settings, num_shards)]
     else:
-        units = _keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)
+        units = [*_keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)]
     transforms = plan_transforms(units[:-1], settings)
     if is_fsdp2:
         _reject_units_in_selective_ones(transforms, units)
@@ -239,7 +239,7 @@ def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: 
 
 def _keep_in_slots(
     units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, *, is_cast: bool
-) -> list[UnitPlan]:
+) -> Iterator[UnitPlan]:
     """Decides which memory units of flat buffers are gathered into, and how long it keeps them.
 
     Units of one size that are freed share a few slots in turn: one in use, and one for each unit that is prefetched.
@@ -256,32 +256,25 @@ def _keep_in_slots(
         slot = of_size[-in_use] if len(of_size) >= in_use else max(slots, default=-1) + 1
         of_size.append(slot)
         slots.append(slot)
-    kept_units = []
     for index, (unit, slot) in enumerate(zip(units, slots, strict=True)):
         has_slot = any(is_copied or piece.num_param_shards > 1 for piece in unit.pieces)
         # The last unit of a slot is there when backward begins, and the first one when the next forward does.
         is_last = not has_slot or slot not in slots[index + 1 :]
         is_first = not has_slot or slot not in slots[:index]
         again = 0 if is_last or not unit.is_needed_in_backward else unit.kept_among or num_shards
-        slot_of_unit = slot if has_slot else None
-        kept_units.append(
-            replace(
-                unit, slot=slot_of_unit, stays_whole=is_first and is_last, gathered_again_over=again, is_kept=is_first
-            )
-        )
-    return kept_units
+        own_slot, stays = slot if has_slot else None, is_first and is_last
+        yield replace(unit, slot=own_slot, stays_whole=stays, gathered_again_over=again, is_kept=is_first)
 
 
 def _keep_by_torch(
     units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int
-) -> list[UnitPlan]:
+) -> Iterator[UnitPlan]:
     """Decides which units FSDP2 keeps from one micro-batch to the next, and which a backward gathers again."""
     keeps = settings.keep_gathered_between_micro_batches
     if keeps == "ends" and settings.reduce_every_micro_batch:
         keeps = "none"
     ends = [*units_at_the_ends(units[:-1]), units[-1]]
     trained = [param.places[0] for unit in units for p in unit.pieces if p.is_trained for param in p.params]
-    kept_units = []
     for unit in units:
         is_root, is_needed = unit is units[-1], unit.is_needed_in_backward
         is_kept = keeps == "all" or (keeps == "ends" and unit in ends)
@@ -291,8 +284,7 @@ def _keep_by_torch(
         ranks = unit.kept_among or max((piece.num_param_shards for piece in unit.pieces), default=num_shards)
         again = ranks if unit.is_freed and is_needed and is_reached else 0
         stays = not unit.is_freed or (is_kept and not is_needed)
-        kept_units.append(replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept))
-    return kept_units
+        yield replace(unit, stays_whole=stays, gathered_again_over=again, is_kept=is_kept)
 
 
 def units_at_the_ends(units: Sequence[UnitPlan]) -> list[UnitPlan]:

@@ -199,7 +199,7 @@ def _is_read_outside(module: nn.Module, owners: _Owners) -> bool:
     )
 
 
-def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.Module, ...]]:
+def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> Iterator[tuple[nn.Module, ...]]:
     """Groups modules that share a parameter. A group takes the place of its last member, after all its children."""
     group_of = {module: {module} for module in modules}
     for holders in owners.values():
@@ -207,12 +207,10 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.M
         united = set().union(*(group_of[module] for module in sharers)) if len(sharers) > 1 else set()
         for module in united:
             group_of[module] = united
-    units = []
     for index, module in enumerate(modules):
         group = group_of[module]
         if group.isdisjoint(modules[index + 1 :]):
-            units.append(tuple(member for member in modules if member in group))
-    return units
+            yield tuple(member for member in modules if member in group)
 
 
 def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:

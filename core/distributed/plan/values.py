@@ -158,11 +158,6 @@ class Plan:
         return self.strategy == "no_shard"
 
     @property
-    def casts_parameters(self) -> bool:
-        """Whether parameters are cast to the dtype of computation when they are gathered."""
-        return self.root.precision.param_dtype is not None
-
-    @property
     def recomputes(self) -> bool:
         """Whether backward recomputes activations of some units."""
         return any(transform.recomputes != "none" for transform in self.transforms)

@@ -20,10 +20,13 @@ def as_html(facts: ModelFacts) -> str:
     """
     title, grid = escape(headline(facts)), table(facts)
     head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in grid.columns)
-    most = max((memory.nbytes for unit in facts.units for memory in _memory_of(unit).values()), default=1)
+    memories = [memory for unit in facts.units for memory in _memory_of(unit).values()]
+    most = max((memory.nbytes for memory in memories), default=1)
     rows = "\n".join(f"<tr>{_row(grid.columns, line, _bars(line.unit, most))}</tr>" for line in grid.lines[:-1])
     items = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
-    total, legend = f"<tr>{_row(grid.columns, grid.lines[-1])}</tr>", _legend(facts)
+    total = f"<tr>{_row(grid.columns, grid.lines[-1])}</tr>"
+    colours = dict.fromkeys((_colour(memory), dtype_names(memory.dtypes)) for memory in memories)
+    legend = "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in colours)
     body = _TABLE.substitute(head=head, rows=rows, total=total, legend=legend, items=items)
     return page(title, body.rstrip())
 
@@ -72,9 +75,3 @@ def _bars(unit: UnitFacts, most: int) -> str:
 def _colour(memory: Memory) -> str:
     name = dtype_names(memory.dtypes)
     return name if name in ("fp32", "bf16", "fp16", "fp64") else "mixed"
-
-
-def _legend(facts: ModelFacts) -> str:
-    memories = (memory for unit in facts.units for memory in _memory_of(unit).values())
-    colours = dict.fromkeys((_colour(memory), dtype_names(memory.dtypes)) for memory in memories)
-    return "".join(f'<i class="{colour}"></i>{escape(names)}' for colour, names in colours)

@@ -231,10 +231,8 @@ def load_hugging_face(
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     config = ranks.on_all(lambda: read_hf_config(folder))
-    layout, theirs, ours = layout_of(config), architecture_from_hf(config), architecture_of(gpt)
-    whole = ours
-    if upcycle:
-        ours = dense_architecture(whole, upcycle)
+    layout, theirs, whole = layout_of(config), architecture_from_hf(config), architecture_of(gpt)
+    ours = dense_architecture(whole, upcycle) if upcycle else whole
     if differing := ours.differences(theirs):
         raise CheckpointError(
             f"{folder} is of another model: {', '.join(differing)} (here and there); build the model that it describes"

@@ -63,7 +63,10 @@ class MoELayer(MegatronModule):
             expert_tensor_parallel_size=group_size(expert_tensor_group()),
         )
         super().__init__(config)
-        _keep_from_compiler()
+        # Compiled code calls `forward` as it is: the load of experts decides sizes, and the router counts. Here,
+        # because it imports the compiler, which takes longer than the rest of the package.
+        if not getattr(MoELayer.forward, "_torchdynamo_disable", False):
+            MoELayer.forward = torch.compiler.disable(MoELayer.forward)  # type: ignore[method-assign]
         self.layer_number = layer_number
         # Balance of the last step, on the device. `finish_step` sets it; None before the first step.
         self.step_statistics: torch.Tensor | None = None
@@ -182,15 +185,6 @@ def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Ten
             names += [f"{place}/expert_{index}/load" for index in range(len(row) - len(STATISTICS))]
             parts.append(row)
     return names, torch.cat(parts)
-
-
-def _keep_from_compiler() -> None:
-    """Makes compiled code call `MoELayer.forward` as it is: the load of experts decides sizes, and the router counts.
-
-    Called when a layer is made, because this imports the compiler, which takes longer than the rest of the package.
-    """
-    if not getattr(MoELayer.forward, "_torchdynamo_disable", False):
-        MoELayer.forward = torch.compiler.disable(MoELayer.forward)  # type: ignore[method-assign]
 
 
 def _layers_of(models: Iterable[nn.Module]) -> list[Any]:

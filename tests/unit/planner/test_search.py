@@ -64,7 +64,7 @@ def test_a_sweep_keeps_the_micro_batches_of_a_rank(monkeypatch: pytest.MonkeyPat
     planned = []
     monkeypatch.setattr(search, "MOST_RANKS", 64)
     monkeypatch.setattr(search, "shallow_estimate", lambda _, config, ranks, *rest: planned.append((config, ranks)))
-    scalings({"replicated": parse_arguments(flags.replace("heads 4", "heads 8").split())}, 32, H100)
+    list(scalings({"replicated": parse_arguments(flags.replace("heads 4", "heads 8").split())}, 32, H100))
     assert [(config.num_microbatches(ranks), ranks) for config, ranks in planned] == [(4, 16), (4, 32), (4, 64)]
 
 

@@ -111,9 +111,5 @@ class LanguageModelEmbedding(MegatronModule):
             embeddings = embeddings + self.position_embeddings(positions)
         if self.scatters_sequence:
             embeddings = scatter_to_sequence_parallel_region(embeddings)
-        return hidden_dropout(
-            embeddings,
-            self.config.hidden_dropout,
-            training=self.training,
-            sequence_parallel=self.config.sequence_parallel,
-        )
+        p, is_split = self.config.hidden_dropout, self.config.sequence_parallel
+        return hidden_dropout(embeddings, p, training=self.training, sequence_parallel=is_split)

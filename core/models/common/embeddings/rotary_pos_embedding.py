@@ -54,9 +54,8 @@ class RotaryEmbedding(nn.Module):
         if self._last_rotation is not None and self._last_rotation[0] == key:
             return self._last_rotation[1]
         rotation = self._rotation(torch.arange(max_seq_len, device=device).unsqueeze(1))
-        if not (
-            torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
-        ):  # tensors of these modes must not be cached
+        # Tensors of these modes must not be cached.
+        if not (torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
             self._last_rotation = key, rotation
         return rotation
 

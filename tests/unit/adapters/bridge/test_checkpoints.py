@@ -67,7 +67,7 @@ def _step(trained: Trained) -> None:
 
 
 def _masters(trained: Trained) -> dict[str, torch.Tensor]:
-    state = trained.optimizer_tensors().items()
+    state = trained.updates.state_tensors().items()
     return {name: value.elements.clone() for name, value in state}
 
 

@@ -161,7 +161,7 @@ def test_a_checkpoint_goes_from_one_sharding_to_another(tmp_path) -> None:
             again.fit(other, loader(dist.get_rank()), ckpt_path=f"{folder}/a.ckpt")  # trained to its end already
             found = whole(other)
             assert not other.seen and all(torch.equal(found[name], value) for name, value in expected.items())
-            moments = again.strategy._trained.optimizer_tensors()
+            moments = again.strategy._trained.updates.state_tensors()
             assert len(moments) == 2 * len(expected)
         evaluated = Module()
         made = trainer(ShardstackStrategy("optim_grads_params"), folder)
