@@ -277,7 +277,7 @@ class _Impostor:
     ("messages", "said"),
     [
         ((b"SSH-2.0-OpenSSH_9.6\r\n",), "its line 1 is no message"),
-        ((Welcome(""),), "its line 1 is none of Challenge"),
+        ((Welcome(""),), "its line 1 has other fields than a Challenge"),
         ((Challenge("0"), Welcome("0" * 64)), "its line 2 does not show that it knows the job's secret"),
         ((Challenge("0"), Start(0, 0, {})), "its line 2 is none of Welcome, Refused"),
         ((), "it hung up"),
