@@ -40,7 +40,7 @@ def job_secret(host: str = "localhost") -> bytes:
     """
     path = os.environ.get(SECRET_FILE)
     secret = _of_file(Path(path)) if path else os.environ.get(SECRET, "").encode().strip()
-    if not secret:
+    if not secret and not path:
         if not is_loopback(host):
             raise ConfigError(f"other machines reach {host}, and the job has no secret to know its own by; {_HOW}")
         return b""
@@ -52,15 +52,15 @@ def job_secret(host: str = "localhost") -> bytes:
 
 def _of_file(path: Path) -> bytes:
     try:
-        state = path.stat()
-        if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{SECRET_FILE} is {path}, which others may read; run: chmod 600 {path}")
-        if state.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"{SECRET_FILE} is {path}, which belongs to another user; {_HOW}")
-        return read_file(path, _MOST_BYTES).strip()
+        state, secret = path.stat(), read_file(path, _MOST_BYTES).strip()
     except (OSError, ValueError) as error:  # BoundsError, and a path that is none
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{SECRET_FILE} is {brief(str(path))}: {reason}; {_HOW}") from None
+    if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{SECRET_FILE} is {path}, which others may read; run: chmod 600 {path}")
+    if state.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{SECRET_FILE} is {path}, which belongs to another user; {_HOW}")
+    return secret
 
 
 def signature(secret: bytes, *parts: str | bytes) -> str:

@@ -13,22 +13,21 @@ from .messages import FromRank, encode
 LAUNCHER_FD = "SHARDSTACK_LAUNCHER_FD"
 """Environment variable: the open file of the socket to the launcher."""
 
-_sockets: list[socket.socket] = []
-"""The socket to the launcher, at most one. `launcher_socket` adds it. Never cleared."""
+_sockets: dict[int, socket.socket] = {}
+"""The socket to the launcher by the process that has it: a fork speaks for no rank. `launcher_socket` adds it."""
 
 
 def launcher_socket() -> socket.socket | None:
     """Returns the socket to the launcher that has started this process, or None under another one, or none."""
-    number = os.environ.get(LAUNCHER_FD, "")
-    if not _sockets and number.isascii() and number.isdigit() and len(number) < 8:
+    number, process = os.environ.get(LAUNCHER_FD, ""), os.getpid()
+    if process not in _sockets and number.isascii() and number.isdigit() and len(number) < 8:
         with suppress(OSError):  # the variable is that of a process above this one, whose files are not open here
             connection = socket.socket(fileno=os.dup(int(number)))
             if connection.family == socket.AF_UNIX and _maker(connection) == os.getppid():
-                os.set_inheritable(int(number), False)
-                _sockets.append(connection)
+                _sockets[process] = connection  # the number stays open for what this process may become (`exec`)
             else:
                 connection.close()
-    return _sockets[0] if _sockets else None
+    return _sockets.get(process)
 
 
 def tell_launcher(message: FromRank) -> None:

@@ -99,11 +99,11 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequ
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """Kills the processes that have not ended, with those that they started."""
-    running = [process for process in processes if process.poll() is None]
-    for process in running:  # all of them before the first is waited for
+    """Kills processes, with those that they started: what one that has ended has left too."""
+    killed = list(processes)
+    for process in killed:  # all of them before the first is waited for
         process.send_signal(signal.SIGKILL)
-    for process in running:
+    for process in killed:
         process.end()
 
 

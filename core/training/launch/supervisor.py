@@ -238,6 +238,8 @@ class Supervisor:
                 f"{rank_list([worker.rank or 0 for worker in staying])} has not ended {_LEAVE_S:g} s after rank "
                 f"{self._first_end[0]} had; it may hang in its exit, or do more work; a second signal ends it"
             )
+            for worker in ended if self._policy.kind != "restart" and not self._is_over else []:
+                worker.is_done = False  # it left before the generation, in which the others wait for it
         for worker in staying:
             if self._has_named and now - worker.left_at > self._policy.limit_s:
                 worker.killed_for = (

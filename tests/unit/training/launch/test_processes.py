@@ -102,16 +102,21 @@ def test_no_other_process_is_killed_for_one_that_is_gone(monkeypatch):
     assert killed == []
 
 
-def test_what_a_failed_process_has_started_ends_with_it(tmp_path):
+@pytest.mark.parametrize("code", [-9, 0])
+def test_what_a_process_has_started_ends_with_it(tmp_path, code):
     started = tmp_path / "started"
     sleeps = f"open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    process = _child(f"subprocess.Popen([sys.executable, '-c', {'import os, time; ' + sleeps!r}])\ntime.sleep(600)")
+    process = _child(f"subprocess.Popen([sys.executable, '-c', {'import os, time; ' + sleeps!r}])\n{code} or sys.exit()\ntime.sleep(600)")
     while not (started.exists() and started.read_text()):
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert _wait_for_end(process) == -9
-    process.end()
+    if code:
+        os.kill(process.pid, signal.SIGKILL)
+    assert _wait_for_end(process) == code
+    processes.kill([process])
+    assert process.poll() == code
+    until = time.monotonic() + 60
     while Path(f"/proc/{started.read_text()}").exists():  # until its new parent has seen it
+        assert time.monotonic() < until
         if "Z" in Path(f"/proc/{started.read_text()}/stat").read_text().split(")")[1]:
             break
         time.sleep(0.01)

@@ -180,6 +180,11 @@ def enter(_):
     for generation in generations():
         with generation:
             os._exit(0)
+def fork(_):
+    if os.fork():
+        os.wait()
+        os._exit(0)
+    sys.exit(0)
 """
 
 
@@ -194,6 +199,7 @@ def enter(_):
         ),
         ("restart", "run_command(lambda _: os._exit(0))", 1, "ended with status 0 before its program had"),
         ("replace", "run_command(enter)", 1, "ended with status 0 before its program had"),
+        ("restart", "run_command(fork)", 1, "ended with status 0 before its program had"),  # its fork says nothing
         ("restart", "run_command(lambda _: sys.exit(0))", 0, ""),  # as --help does
         ("replace", "run_command(lambda _: sys.exit(0))", 0, ""),
         ("restart", "sys.exit(0)", 0, ""),  # a program that says nothing is believed
@@ -205,6 +211,12 @@ def test_success_is_said_by_each_rank(program, tmp_path, policy, text, status, s
     _, err = launcher.communicate(LIMIT_S)
     assert launcher.returncode == status
     assert said in err and (said or not err)
+
+
+def test_a_rank_that_starts_itself_again_speaks_on(program):
+    again = "os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, 'AGAIN': '1'})"
+    text = f"{REPORTS}run_command(lambda _: 'AGAIN' in os.environ or {again})"
+    assert main([program(text)]) == 0
 
 
 def test_a_rank_that_hangs_in_its_exit_is_named_and_ended(program, capfd, monkeypatch):

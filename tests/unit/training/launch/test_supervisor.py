@@ -8,7 +8,7 @@ from core.base.errors import ConfigError
 from core.training.launch.__main__ import main, run_ranks
 from core.training.launch.generations import _sizes
 from core.training.launch.joining import Job, LostRankPolicy
-from core.training.launch.messages import RUN_STARTED, Done, Generation, Sizes, Step
+from core.training.launch.messages import RUN_STARTED, Done, Generation, Leaves, Sizes, Step
 from core.training.launch.processes import SignalCount
 from core.training.launch.supervisor import Supervisor, behind
 
@@ -184,6 +184,21 @@ def test_a_rank_that_leaves_without_a_word_is_lost(monkeypatch, capsys):
     assert _places(monkeypatch, "replace", [machine], happens) == {0: (0, 0), 1: (0, 1)}
     assert said == ["rank 1 ended with status 0 before its program had; a new process takes its place\n"]
     assert capsys.readouterr().err.startswith("rank 0 ended with status 0 before its program had; ")
+
+
+def test_a_rank_that_leaves_before_the_generation_of_others_is_lost(monkeypatch, capsys):
+    monkeypatch.setattr("core.training.launch.supervisor._LEAVE_S", 0.0)
+
+    def happens(script):
+        script.take(1, Leaves(-1))
+        script.processes()[1].code = 0
+        yield []
+        yield []
+        yield []
+        yield []
+
+    assert _places(monkeypatch, "shrink", [_Machine(0, 2)], happens)[0] == (0, 0)
+    assert "rank 1 ended with status 0 before its program had; going on with 1 of 1" in capsys.readouterr().err
 
 
 def test_a_rank_lost_at_the_same_step_each_time_is_given_up(monkeypatch, capsys):
