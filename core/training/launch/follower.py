@@ -145,7 +145,8 @@ class Follower:
                 for worker, process in list(self._processes.items()):
                     if (code := process.poll()) is not None:
                         del self._processes[worker]
-                        process.end()  # what it has started
+                        if code:
+                            process.end()  # what it has started
                         first.send(messages.Ended(worker, code))
                 if self._passed_on < self._signals.count:
                     self._passed_on = self._signals.count

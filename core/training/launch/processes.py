@@ -99,8 +99,11 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str], fds: Sequ
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """Kills processes, with those that they started: what one that has ended has left too."""
-    killed = list(processes)
+    """Kills processes, with those that they started: also what one has left that failed.
+
+    One that ended with 0 may have left what is to go on, as an upload.
+    """
+    killed = [process for process in processes if process.poll() != 0]
     for process in killed:  # all of them before the first is waited for
         process.send_signal(signal.SIGKILL)
     for process in killed:

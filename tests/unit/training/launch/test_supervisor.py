@@ -260,9 +260,9 @@ def test_only_the_first_start_needs_a_smaller_number_of_ranks():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--on-lost-rank", "shrink", "--lost-rank-timeout", "0"], "takes a positive number of seconds"),
+        (["--on-lost-rank", "shrink", "--lost-rank-timeout", "0"], "it takes 0.001 to 1000000000"),
         (["--spare-processes", "1"], "without --on-lost-rank replace or shrink"),
-        (["--on-lost-rank", "replace", "--spare-processes", "-1"], "takes zero or a positive number"),
+        (["--on-lost-rank", "replace", "--spare-processes", "-1"], "it takes 0 to 1024"),
         (["--on-lost-rank", "grow"], "invalid choice"),
     ],
 )
