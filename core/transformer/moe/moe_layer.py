@@ -63,8 +63,8 @@ class MoELayer(MegatronModule):
             expert_tensor_parallel_size=group_size(expert_tensor_group()),
         )
         super().__init__(config)
-        # Compiled code calls `forward` as it is: the load of experts decides sizes, and the router counts. Here,
-        # because it imports the compiler, which takes longer than the rest of the package.
+        # Compiled code calls `forward` as it is: the load of experts decides sizes, and the router counts. The first
+        # layer says so, because that imports the compiler, which takes longer than the rest of the package.
         if not getattr(MoELayer.forward, "_torchdynamo_disable", False):
             MoELayer.forward = torch.compiler.disable(MoELayer.forward)  # type: ignore[method-assign]
         self.layer_number = layer_number
