@@ -106,7 +106,9 @@ def test_no_other_process_is_killed_for_one_that_is_gone(monkeypatch):
 def test_what_a_process_has_started_ends_with_it(tmp_path, code):
     started = tmp_path / "started"
     sleeps = f"open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    process = _child(f"subprocess.Popen([sys.executable, '-c', {'import os, time; ' + sleeps!r}])\n{code} or sys.exit()\ntime.sleep(600)")
+    process = _child(
+        f"subprocess.Popen([sys.executable, '-c', {'import os, time; ' + sleeps!r}])\n{code} or sys.exit()\ntime.sleep(600)"
+    )
     while not (started.exists() and started.read_text()):
         time.sleep(0.01)
     if code:
