@@ -119,14 +119,18 @@ def how_it_ended(rank: int, code: int) -> str:
 
 _ROOM_S = 1.0
 """How long a line waits where nobody reads, before it is dropped: ranks and other launchers wait for what is next."""
+_PART = 400
+"""Characters that a pipe with room takes without a wait, however they are encoded (10 bytes each at most)."""
 
 
 def say(line: str) -> None:
     """Writes a line of the launcher's, if there is still an output for it."""
     with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a full disk, a closed or absent stream
-        if _has_room(sys.stderr):
-            sys.stderr.write(f"{line}\n")
+        text = f"{line}\n"
+        while text and _has_room(sys.stderr):
+            sys.stderr.write(text[:_PART])
             sys.stderr.flush()
+            text = text[_PART:]
 
 
 def _has_room(stream: Any) -> bool:
