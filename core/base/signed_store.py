@@ -63,6 +63,8 @@ class SignedStore(Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._store.delete_key(key))
 
+    deleteKey = delete_key  # what torch's C++ calls it
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
 

@@ -122,14 +122,19 @@ def how_it_ended(rank: int, code: int) -> str:
 
 _ROOM_S = 1.0
 """How long a line waits where nobody reads, before it is dropped: ranks and other launchers wait for what is next."""
+_PART, _ASCII_PART = 400, 4000
+"""Characters that a pipe with room takes at once, without a wait: a page. Others than ASCII have 10 bytes at most."""
 
 
 def say(line: str) -> None:
     """Writes a line of the launcher's, if there is still an output for it."""
     with suppress(OSError, ValueError, AttributeError):  # a closed pipe, a full disk, a closed or absent stream
-        if _has_room(sys.stderr):
-            sys.stderr.write(f"{line}\n")
+        text = f"{line}\n"
+        length = _ASCII_PART if text.isascii() else _PART
+        while text and _has_room(sys.stderr):
+            sys.stderr.write(text[:length])
             sys.stderr.flush()
+            text = text[length:]
 
 
 def _has_room(stream: Any) -> bool:
