@@ -92,7 +92,7 @@ def copies_root() -> Path | None:
 def report_step(iteration: int, seconds: float) -> None:
     """Tells the launcher that this rank goes on. Without such news for its limit it looks for a rank that hangs."""
     if _launcher:
-        tell_launcher(Step(_launcher[0].number, int(iteration), max(0.0, float(seconds))))
+        tell_launcher(Step(_launcher[0].number, int(iteration), max(0.0, min(float(seconds), 1e9))))
 
 
 class _Launcher:

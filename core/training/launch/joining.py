@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...base.errors import ConfigError
+from ...base.files import brief
 from ...base.job_secret import is_signed, signature
 from .lines import HELLO_S, Events, Lines
 from .messages import MOST_RANKS, Challenge, Hello, Refused, Welcome, encode
@@ -62,6 +63,8 @@ class Job:
     @classmethod
     def of(cls, policy: LostRankPolicy, command: Sequence[str], secret: bytes = b"", run: str = "") -> Job:
         run = run or next((os.environ[name] for name in _RUN_NAMES if os.environ.get(name)), "")
+        if not (run.isprintable() and len(run) < 1000):
+            raise ConfigError(f"--run-id is {brief(run)}; give a short text of one line")
         return cls(policy, run, hashlib.sha256(json.dumps(list(command)).encode()).hexdigest(), secret)
 
 
@@ -164,7 +167,7 @@ class Joining:
     def _refuse(self, lines: Lines, hello: Hello, reason: str, signed: str) -> None:
         lines.send(Refused(reason, signed))
         lines.end(reason)
-        if reason not in self._refusals:
+        if reason not in self._refusals and len(self._refusals) < _MOST_STRANGERS:
             self._refusals.add(reason)
             say(f"a launcher of --node-rank {hello.node} was refused: {reason}")
 

@@ -58,6 +58,8 @@ class LocalProcess:
         # How it ended; `poll` and `end` set it once. The process is not reaped before `end`: until then no other one
         # gets its number, nor a process group that of its session.
         self._code: int | None = None
+        # When it counts as ended all the same; `send_signal` sets it once, with SIGKILL.
+        self._deadline = float("inf")
 
     def poll(self) -> int | None:
         if self._code is None:
@@ -65,6 +67,8 @@ class LocalProcess:
         return self._code
 
     def send_signal(self, sig: int) -> None:
+        if sig == signal.SIGKILL:
+            self._deadline = min(self._deadline, time.monotonic() + KILL_S)
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 (os.killpg if sig == signal.SIGKILL else os.kill)(self.pid, sig)
@@ -72,7 +76,7 @@ class LocalProcess:
     def end(self) -> None:
         self.send_signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_S)
+            self._process.wait(max(self._deadline - time.monotonic(), 0.0))
         if self.poll() is None:
             self._code = -signal.SIGKILL
             say(f"process {self.pid} was killed and does not end: it waits in the kernel, for a disk or a device")

@@ -317,6 +317,11 @@ def test_the_launcher_runs_without_its_docstrings(program):
     assert subprocess.run(command, timeout=LIMIT_S).returncode == 0
 
 
+def test_a_name_of_a_run_is_a_line(capsys):
+    assert main(["--run-id", "a\nb", "x.py"]) == 2
+    assert "--run-id is 'a\\nb'; give a short text of one line" in capsys.readouterr().err
+
+
 def test_wrong_arguments_are_one_line_more_than_the_usage(capsys):
     for arguments in (["--nproc-per-node", "0", "x.py"], [], ["--max-restarts", "-1", "x.py"]):
         with pytest.raises(SystemExit) as end:
