@@ -30,7 +30,7 @@ def test_text_becomes_a_corpus(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--input", "absent.txt", "--output-prefix", "c"], "absent.txt: no such file, folder or pattern"),
-        (["--input", "a.jsonl", "--output-prefix", "c", "--workers", "two"], 'unable to convert "two"'),
+        (["--input", "a.jsonl", "--output-prefix", "c", "--workers", "two"], '"two" is not an integer'),
         (["--input", "a.jsonl", "--output-prefix", "c", "--tokenizer", "bpe", "--bpe-training-mib", "-5"], "is -5"),
         (["--inptu", "a.jsonl", "--output-prefix", "c"], "Unknown option: --inptu"),
         ([], "--input"),

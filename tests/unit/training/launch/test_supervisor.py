@@ -186,7 +186,7 @@ def test_a_rank_that_leaves_without_a_word_is_lost(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("rank 0 ended with status 0 before its program had; ")
 
 
-def test_a_rank_that_leaves_before_the_generation_of_others_is_lost(monkeypatch, capsys):
+def test_a_rank_that_leaves_before_its_generation_is_lost(monkeypatch, capsys):
     monkeypatch.setattr("core.training.launch.supervisor._LEAVE_S", 0.0)
 
     def happens(script):
