@@ -4,7 +4,7 @@ A mark says of which step a rank's pieces are, and has their sums. It is JSON, s
 its place: generation, version and rank. Its file has its memory before the first step, and is written in place: a
 memory that is full later cannot refuse it. It begins with a zero byte while it is written, and with its text then.
 
-Nothing in memory is believed: of a version whatever cannot be read is absent, and named.
+Nothing in memory is believed: what cannot be read of a version is absent, and named.
 """
 
 from __future__ import annotations

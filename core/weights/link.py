@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from ..base.checked_json import as_json
+from ..base.environment import MOST_PORT
 from ..base.errors import ConfigError, WeightsError
 from ..base.job_secret import SECRET, SECRET_FILE, job_secret, listen
 from ..base.rendezvous import fresh_store
@@ -159,7 +160,7 @@ def _own_address(host: str) -> str:
 
 def _place(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) <= MOST_PORT:
         raise WeightsError(f"the address of a stream of weights is {address!r}; give host:port")
     return host.strip("[]"), int(port)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
+from ...base.environment import MOST_PORT
 from ...base.errors import ConfigError
 from ...base.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, listen
 from ...base.text import rank_list
@@ -107,7 +108,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--nnodes above 1 takes --on-lost-rank replace or shrink; to restart all ranks use torchrun")
     decides_alone = options.nnodes > 1 and options.node_rank == 0  # it may compute nothing, and be lost less likely
     bounds = {"nproc_per_node": (1 - decides_alone, MOST_RANKS), "spare_processes": (0, MOST_RANKS)}
-    bounds |= {"max_restarts": (0, 10**9), "lost_rank_timeout": (0.001, 10**9), "master_port": (1, 65535)}
+    bounds |= {"max_restarts": (0, 10**9), "lost_rank_timeout": (0.001, 10**9), "master_port": (1, MOST_PORT)}
     for name, (least, most) in bounds.items():
         if not least <= (value := getattr(options, name)) <= most:
             parser.error(f"--{name.replace('_', '-')} is {value}; it takes {least} to {most}")

@@ -125,7 +125,7 @@ class Follower:
 
     def _take_answer(self, answer: Welcome | Refused) -> None:
         """Believes a welcome that is signed with the job's secret. A refusal ends a launcher that has not joined yet
-        in any case, later only if it is signed: who took the port of a first launcher that was lost is nobody."""
+        in any case, later only if it is signed: another program may have taken the port of a lost first launcher."""
         secret, nonce = self._job.secret, self._hello.nonce
         if isinstance(answer, Welcome) and is_signed(answer.signature, secret, "welcome", nonce):
             self._answer = answer

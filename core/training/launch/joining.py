@@ -30,7 +30,7 @@ JOIN_S = 600.0
 """How long launchers wait for each other at the start."""
 _POLL_S = 0.2
 _MOST_STRANGERS = 64
-"""Connections on which nobody has said who it is. The oldest one makes room: ours say it at once."""
+"""Connections whose other end has not said who it is. The oldest one makes room: ours say it at once."""
 _RUN_NAMES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
 """Environment variables in which schedulers number a job."""
 
@@ -61,7 +61,7 @@ class Job:
     secret: bytes
 
     @classmethod
-    def of(cls, policy: LostRankPolicy, command: Sequence[str], secret: bytes = b"", run: str = "") -> Job:
+    def of(cls, policy: LostRankPolicy, command: Sequence[str], secret: bytes, run: str) -> Job:
         run = run or next((os.environ[name] for name in _RUN_NAMES if os.environ.get(name)), "")
         if not (run.isprintable() and len(run) < 1000):
             raise ConfigError(f"--run-id is {brief(run)}; give a short text of one line")
@@ -132,7 +132,7 @@ class Joining:
 
     def _accept(self) -> None:
         """Asks those who connect who they are."""
-        with suppress(OSError):  # nobody is left, or too many files are open
+        with suppress(OSError):  # no connection is left, or too many files are open
             while self._listener is not None:
                 self._ask(self._listener.accept()[0])
 

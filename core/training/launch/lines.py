@@ -13,7 +13,7 @@ from typing import Any
 
 from ...base.checked_json import decode
 from .messages import Beat, Message, MessageError, encode
-from .processes import LocalProcess
+from .processes import LocalProcess, is_ready
 
 HELLO_S = 5.0
 """How long launchers wait for each other's first messages."""
@@ -94,7 +94,7 @@ class Lines:
 
     def read(self, seconds: float = 0.0) -> bool:
         """Takes what has come, after waiting for it for so long. Returns whether anything has."""
-        if self.is_over or not _has_come(self.connection, seconds):
+        if self.is_over or not is_ready(self.connection.fileno(), select.POLLIN, seconds):
             return False
         try:
             data = self.connection.recv(_READ_BYTES)
@@ -117,12 +117,6 @@ class Lines:
         if not data:
             self.end()
         return True
-
-
-def _has_come(connection: socket.socket, seconds: float) -> bool:
-    poll = select.poll()  # `select` takes no file of number 1024 or above
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 class Events(selectors.DefaultSelector):

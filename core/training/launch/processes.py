@@ -125,7 +125,7 @@ def how_it_ended(rank: int, code: int) -> str:
 
 
 _ROOM_S = 1.0
-"""How long a line waits where nobody reads, before it is dropped: ranks and other launchers wait for what is next."""
+"""How long a line waits for a reader, before it is dropped: ranks and other launchers wait for what is next."""
 _PART, _ASCII_PART = 400, 4000
 """Characters that a pipe with room takes at once, without a wait: a page. Others than ASCII have 10 bytes at most."""
 
@@ -144,10 +144,15 @@ def say(line: str) -> None:
 def _has_room(stream: Any) -> bool:
     """Returns whether a stream takes a line, at once or soon. One without a file does."""
     with suppress(OSError, ValueError):
-        poll = select.poll()
-        poll.register(stream.fileno(), select.POLLOUT)
-        return bool(poll.poll(1000 * _ROOM_S))
+        return is_ready(stream.fileno(), select.POLLOUT, _ROOM_S)
     return True
+
+
+def is_ready(file: int, event: int, seconds: float) -> bool:
+    """Returns whether an open file takes or has data (`select.POLLOUT` or `POLLIN`), after waiting for so long."""
+    poll = select.poll()  # `select` takes no file of number 1024 or above
+    poll.register(file, event)
+    return bool(poll.poll(1000 * seconds))
 
 
 class _Output:

@@ -2,8 +2,8 @@
 
 A generation is a set of ranks with one process group. What the launcher and each process say is in `messages`.
 
-A rank counts as lost once its process has ended without having said that its program had, whatever its status. One
-that hangs or is stopped is killed first, so that it cannot come back into a group that has gone on.
+A rank counts as lost once its process has ended without having said that its program had, with any status. One that
+hangs or is stopped is killed first, so that it cannot come back into a group that has gone on.
 """
 
 from __future__ import annotations
