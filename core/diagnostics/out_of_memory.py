@@ -159,9 +159,9 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
     replicated_categories = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
     kept_whole = sum(table[name] for name in replicated_categories.get(plan.strategy, (PARAMETERS,)))
     shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
-    can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.cpu_offload
+    can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.settings.cpu_offload
     ahead = is_fully_sharded and plan.gathers_ahead
-    by_micro_batch = not plan.reduces_every_micro_batch
+    by_micro_batch = not plan.settings.reduce_every_micro_batch
 
     activations, whole_gradients = table[REST] * (1 - 1 / _num_layers(wrapper.module)), table[WHOLE_GRADIENTS]
     in_use, freed_bytes = table[REST] + missing_bytes, table[GATHERED] * max(0.0, 1 - 2 / num_units)
@@ -173,7 +173,7 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
         (not in_half, "computation in bf16 (config.bf16=True)", "", (table[GATHERED] + in_use) / 2),
         (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared_share * kept_whole),
         (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed_bytes),
-        (by_micro_batch, "reducing each micro-batch", "reduces_every_micro_batch", spared_share * whole_gradients),
+        (by_micro_batch, "reducing each micro-batch", "reduce_every_micro_batch", spared_share * whole_gradients),
         (ahead, "no unit gathered ahead", "gathers_ahead", one_unit),
         (can_offload, "shards on the host", "cpu_offload", shards),
     ]

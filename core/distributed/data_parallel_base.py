@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
 from ..base.parameters import is_packed
@@ -80,7 +81,9 @@ class _BaseDataParallel(EngineVerbs):
         # False inside `no_sync`, which sets and restores it with `_set_gradient_sync`. Each backward reads it.
         self._syncs_gradients = True
         # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
-        self._gradient_checks = GradientChecks(plan.check_for_nan_in_grad, plan.check_for_large_grads)
+        self._gradient_checks = GradientChecks(
+            plan.settings.check_for_nan_in_grad, plan.settings.check_for_large_grads
+        )
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0
         # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
@@ -102,15 +105,18 @@ class _BaseDataParallel(EngineVerbs):
         unit_classes: Iterable[UnitChoice] | None,
         ranks: Ranks | None,
         pg_collection: ProcessGroupCollection | None,
-        **options: Any,
-    ) -> Any:
+        *,
+        disable_bucketing: bool = False,
+        finish_in_backward: bool = False,
+        mp_policy: MixedPrecisionPolicy | None = None,
+    ) -> Plan:
         """Resolves the groups of ranks and plans a model, which is changed only afterwards.
 
         Args:
             module: the argument of the constructor.
             model: what is planned: `module`, or the model inside it.
             unit_classes: None means `default_units` of the model.
-            options: keyword arguments of `plan_model`.
+            disable_bucketing, finish_in_backward, mp_policy: of `plan_model`.
 
         Raises:
             WrapError: the model is wrapped already or cannot be wrapped.
@@ -133,9 +139,17 @@ class _BaseDataParallel(EngineVerbs):
         unfit_models.reject_unfit(module)
         if cls.engine is Engine.FSDP2:
             unfit_models.reject_unfit_for_fsdp2(module)
-        classes = default_units(model) if unit_classes is None else unit_classes
         return plan_model(
-            model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options
+            model,
+            config,
+            ddp_config,
+            groups,
+            default_units(model) if unit_classes is None else unit_classes,
+            engine=cls.engine,
+            caller=cls.__name__,
+            disable_bucketing=disable_bucketing,
+            finish_in_backward=finish_in_backward,
+            mp_policy=mp_policy,
         )
 
     @property
@@ -235,7 +249,7 @@ class _BaseDataParallel(EngineVerbs):
         """Makes buffers equal on all ranks. Here and not before a forward, as torch's DDP: an evaluation, on all ranks
         or one, and a checkpoint then see the same, and a forward between others' backwards writes nothing they saved.
         """
-        if self.plan.broadcast_buffers:
+        if self.plan.settings.broadcast_buffers:
             broadcast_buffers(self.module, self.process_group)
 
     sharded_state_dict = sharded_state_dict

@@ -82,9 +82,16 @@ class DistributedDataParallel(_FlatDataParallel):
         finish_in_backward: bool = False,
     ) -> None:
         model = unwrap_model(module)
-        options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
         plan = self._make_plan(
-            module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, **options
+            module,
+            model,
+            config,
+            ddp_config,
+            sub_modules_to_wrap,
+            process_group,
+            pg_collection,
+            disable_bucketing=disable_bucketing,
+            finish_in_backward=finish_in_backward,
         )
         if full_param_layout is not None and full_param_layout != plan.layout:
             raise ParallelConfigError(
@@ -104,7 +111,7 @@ class DistributedDataParallel(_FlatDataParallel):
         # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
         # `disable_forward_pre_hook` removes them.
         self._pre_hooks: list[Any] = []
-        if plan.overlaps_params:
+        if plan.settings.overlap_param_gather:
             self.enable_forward_pre_hook()
 
     def settle_parameters(self) -> None:
@@ -123,7 +130,7 @@ class DistributedDataParallel(_FlatDataParallel):
             force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
         self._placement.check_unless_optimizer_does()
-        waits = force_sync or not (self._pre_hooks and self.plan.overlaps_params)
+        waits = force_sync or not (self._pre_hooks and self.plan.settings.overlap_param_gather)
         for unit in self.units if self._is_sharded else ():
             unit.wait_until_readable()
             unit.start_gather(comm_lane(unit.buckets[0].buffer.device), waits=waits)

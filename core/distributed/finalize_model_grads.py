@@ -157,7 +157,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], tp_gro
             gradient = chunk.local_gradient(parameter)
             if gradient is not None:
                 by_dtype[gradient.dtype].append(gradient)
-    is_reproducible = any(chunk.plan.is_reproducible for chunk in model)
+    is_reproducible = any(chunk.plan.settings.reproducible_across_ranks for chunk in model)
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         if is_reproducible and group is not None:  # the backend's order may depend on an element's place in a shard

@@ -32,7 +32,7 @@ class _FlatDataParallel(_BaseDataParallel):
     """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
 
     The thread that runs a backward calls `_take_gradient`, and at its end `finish_grad_sync` with
-    `plan.finishes_in_backward`; the main thread calls everything else, between backwards.
+    `plan.settings.finish_in_backward`; the main thread calls everything else, between backwards.
 
     Args:
         plan: the model's plan. A subclass calls `_build` and `_take_gradients`.
@@ -106,7 +106,7 @@ class _FlatDataParallel(_BaseDataParallel):
         slots = ((slot.name, slot.param) for bucket in self._buckets for slot in bucket.slots)
         # Where parameters were when the wrapper was built. Units tell it when they move them.
         self._placement = ParamPlacement(unwrap_model(self), slots)
-        finish = _weakly(self.finish_grad_sync) if self.plan.finishes_in_backward else None
+        finish = _weakly(self.finish_grad_sync) if self.plan.settings.finish_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._buckets, self.plan, finish, self._tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
@@ -115,9 +115,9 @@ class _FlatDataParallel(_BaseDataParallel):
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(_weakly(self._take_gradient))
-            if self.plan.lends_gradients:
+            if self.plan.settings.lend_gradients:
                 param.lend_gradient_memory = partial(bucket.lend, param)  # type: ignore[attr-defined]
-            if self.plan.layers_add_gradients:
+            if self.plan.settings.layers_add_gradients:
                 bucket.slot_of(param).is_written_by_layer = True
         self._finish_construction()
 
@@ -145,7 +145,7 @@ class _FlatDataParallel(_BaseDataParallel):
         Raises:
             ShardstackError: the gradient has a graph.
         """
-        if self.plan.finishes_in_backward and self._schedule.has_lost_a_backward:
+        if self.plan.settings.finish_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
         gradient: Tensor | None = vars(param.grad).pop("added") if is_unreadable(param.grad) else param.grad
         if gradient is None:

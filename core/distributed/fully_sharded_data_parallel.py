@@ -85,7 +85,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
         with replaced_parameters_marked(module):
-            start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states)
+            start = InitialValues(module, plan.groups, from_first_rank=plan.settings.sync_module_states)
             start.equalize()
             start.allocate(parameters_have_memory=False)
         named_params = dict(model.named_parameters())
@@ -93,8 +93,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
         # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
         has_twins = plan.num_shards > 1
         reductions = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
-        allocate_grads = allocator(reductions, device, registers=plan.nccl_ub)
-        allocate_slots = allocator(plan.groups.shard, device, registers=plan.nccl_ub)
+        allocate_grads = allocator(reductions, device, registers=plan.settings.nccl_ub)
+        allocate_slots = allocator(plan.groups.shard, device, registers=plan.settings.nccl_ub)
         self._build(named_params, has_own_lane=has_twins, allocate_grads=allocate_grads, allocate_slots=allocate_slots)
         # This rank's shards of the parameters, which the buffers own; fixed.
         self._shards = [buffer.shards for buffer in self._flat_buffers if buffer.shards is not None]
@@ -115,8 +115,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
             note_skipped=self._note_skipped,
         )
         install_call_hooks(plan, self.units, self._gathering)
-        if plan.buffer_dtype is not None:
-            cast_buffers(model, plan.buffer_dtype)
+        if plan.settings.buffer_dtype is not None:
+            cast_buffers(model, plan.settings.buffer_dtype)
         for param in named_params.values():
             set_pending_view(param, partial(whole_view, param))
         self._take_gradients()

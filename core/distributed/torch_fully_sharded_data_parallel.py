@@ -93,7 +93,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module, module, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
         )
         super().__init__(config, module, ddp_config, plan)
-        start = InitialValues(module, plan.groups, from_first_rank=plan.sync_module_states) if initializes else None
+        start = (
+            InitialValues(module, plan.groups, from_first_rank=plan.settings.sync_module_states)
+            if initializes
+            else None
+        )
         if start is not None:
             start.equalize()
         shard_model(plan)
@@ -111,12 +115,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._order = prefetch_units(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.lends_gradients
+                submodule.adds_gradient_rows = plan.settings.lend_gradients
         for member, names in plan.find_forward_methods().items():
             for name in names:
                 setattr(member, name, enclose(getattr(member, name), self.prepare_forward, self._after_method))
         if start is not None:
-            start.allocate("cpu" if plan.cpu_offload else None)
+            start.allocate("cpu" if plan.settings.cpu_offload else None)
             start.fill()
         # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
         self._has_allocated = False
@@ -129,8 +133,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
         # Their counts of running forwards change; `settle_parameters` ends those that an exception has left.
         self._freed_weights = [FreedWeights(unit) for unit in plan.units[:-1] if unit.is_freed]
-        if plan.buffer_dtype is not None:
-            cast_buffers(module, plan.buffer_dtype)
+        if plan.settings.buffer_dtype is not None:
+            cast_buffers(module, plan.settings.buffer_dtype)
         reject_plain_state_dicts(module)
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `_finish_grad_sync` sets it, `note_step` and `_zero_gradients` clear it.
@@ -255,7 +259,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         super()._set_gradient_sync(enabled)
         if self._sums is not None:
             self._sums.expect_sync(enabled)
-        if not (self.plan.is_reproducible or self.plan.reduces_every_micro_batch):
+        if not (self.plan.settings.reproducible_across_ranks or self.plan.settings.reduce_every_micro_batch):
             if enabled:
                 self.torch_state.complete_accumulated_gradients()
             for module in self.fsdp_modules:

@@ -199,7 +199,7 @@ def get_megatron_optimizer(
     device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
     rule = Muon(groups, config, reasons, tp_group) if is_muon else build_update_rule(config, groups, device_type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
-    is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
+    is_exact = any(wrapper.plan.settings.reproducible_across_ranks for wrapper in wrappers)
     statistics = GradientStatistics(params, tp_group, is_exact=is_exact)
     return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers)
 

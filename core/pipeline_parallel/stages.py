@@ -233,7 +233,11 @@ class _Chunk(nn.Module):
             self._note_backward()
             compute_deferred(products)
             model = self._model()
-            if self._backwards_left == 0 and isinstance(model, _BaseDataParallel) and model.plan.overlaps_grads:
+            if (
+                self._backwards_left == 0
+                and isinstance(model, _BaseDataParallel)
+                and model.plan.settings.overlap_grad_reduce
+            ):
                 model.start_grad_sync()  # gradients that were not deferred came before
 
         return compute
@@ -361,4 +365,6 @@ def _may_defer(model: nn.Module) -> bool:
     if not isinstance(model, _BaseDataParallel):
         return True
     plan = model.plan
-    return not (plan.shards_parameters or plan.reduces_every_micro_batch or plan.is_reproducible)
+    return not (
+        plan.shards_parameters or plan.settings.reduce_every_micro_batch or plan.settings.reproducible_across_ranks
+    )

@@ -210,7 +210,7 @@ class _Run:
             construction_peak=construction_peak,
             events=steps[1],
             first_events=steps[0],
-            waits_late=frozenset(replicas if is_fsdp2 or plan.overlaps_grads else ()),
+            waits_late=frozenset(replicas if is_fsdp2 or plan.settings.overlap_grad_reduce else ()),
             gathers_ahead=is_fsdp2,
             schedule=schedule,
         )

@@ -44,7 +44,7 @@ class Bucket(PlacedParams):
     ) -> None:
         # All fixed. Buckets over the same ranks share a reduction, and all of a wrapper a lane and a tree.
         self._reduction, self._lane, self.tree = reduction, reduction.lane, reduction.tree
-        self._reduces_each = reduction.plan.reduces_every_micro_batch
+        self._reduces_each = reduction.plan.settings.reduce_every_micro_batch
         slots = [
             GradSlot(params[of.name], of.name, *place, plan.grad_dtype, self._allocate_grads, of.accumulates_in_fp32)
             for of, place in zip(plan.params, plan.layout.ranges, strict=True)
@@ -252,7 +252,7 @@ class Bucket(PlacedParams):
         adds = self.separate_shard is not None
         run = partial(self._reduction.reduce, whole, self.local_grad_shard, adds, what)
         del whole  # from here on only the reduction holds it
-        if self._reduction.plan.overlaps_grads:
+        if self._reduction.plan.settings.overlap_grad_reduce:
             self._grad_handle = self._lane.submit(run)
         else:
             self._lane.run(run)

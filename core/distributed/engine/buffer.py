@@ -61,7 +61,7 @@ class FlatBuffer:
         # All fixed.
         self.kind, self.plan = kind, plan.over_ranks_of(kind.kind)
         self.numel, self.device = buckets[-1].layout.end, device
-        self.shard_device = torch.device("cpu") if plan.cpu_offload else device
+        self.shard_device = torch.device("cpu") if plan.settings.cpu_offload else device
         # The memory of whole parameters, of this rank's shards, and of gradients that are kept whole. The constructor
         # allocates what the plan holds; it lives as long as the buffer.
         self.param_data: Tensor | None = None
@@ -81,7 +81,7 @@ class FlatBuffer:
 
     def zeros_for_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates `[numel]` on the device of shards."""
-        if self.plan.pins_memory:  # so that copies between host and device overlap with computation
+        if self.plan.settings.pin_memory:  # so that copies between host and device overlap with computation
             return streams.pinned([numel], dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.shard_device)
 
@@ -233,13 +233,13 @@ class BucketReduction:
         """
         averages = self.plan.reduction is GradientReduction.MEAN and self.order is None
         op, scale, divisor = ReduceOp.SUM, 1.0, self.plan.groups.divisor
-        if averages and self.plan.average_in_collective:
+        if averages and self.plan.settings.average_in_collective:
             op, scale = ReduceOp.AVG, self.group.size() / divisor
         elif averages and whole.dtype == torch.float16:
             whole.mul_(1.0 / divisor)
         elif averages:
             scale = 1.0 / divisor
-        in_fp32 = self.plan.reduce_scatter_with_fp32_accumulation
+        in_fp32 = self.plan.settings.reduce_scatter_with_fp32_accumulation
         how = Sum(op=op, scale=scale, fp32_accumulation=in_fp32, order=self.order)
         scatter, reduce = partial(collectives.reduce_scatter, what=what), partial(collectives.all_reduce, what=what)
         if self.shard_group is None:

@@ -48,8 +48,8 @@ class UnitOrder(Generic[Unit]):
     def __init__(self, plan: Plan, units: Mapping[Unit, UnitPlan], pass_by: Callable[[Unit, bool], None]) -> None:
         # All fixed; `_planned_units` is empty without `gather_skipped_units`.
         self._pass_by, self._units = pass_by, units
-        self._planned_units = list(units) if plan.gather_skipped_units else []
-        self._forward_depth, self._backward_depth = plan.forward_prefetch, plan.backward_prefetch
+        self._planned_units = list(units) if plan.settings.gather_skipped_units else []
+        self._forward_depth, self._backward_depth = plan.settings.forward_prefetch, plan.settings.backward_prefetch
         self._needed_in_backward = {unit for unit, unit_plan in units.items() if unit_plan.is_needed_in_backward}
         # The units of the running forward, or of the last one, in the order in which they ran. Grows in `enter`;
         # backward reads it. `end` moves it to `_last_order`: when a forward of the model begins, or shards change.

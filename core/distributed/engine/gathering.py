@@ -169,7 +169,7 @@ class ParameterGathering:
                 self._gather_skipped(unit)
         if not unit.is_gathered:
             self._reject_running(unit)
-            depth = self._plan.backward_prefetch if is_backward else self._plan.forward_prefetch
+            depth = self._plan.settings.backward_prefetch if is_backward else self._plan.settings.forward_prefetch
             unit.start_gather(self._lane, waits=not depth)
         unit.wait_until_readable()
         unit.used_in = current_backward()

@@ -93,7 +93,7 @@ class ReductionSchedule:
         Args:
             reduces: False inside ``no_sync``: gradients of this backward are not reduced.
         """
-        each = self._plan.reduces_every_micro_batch and (self._tree is None or self._tree.reduces)
+        each = self._plan.settings.reduce_every_micro_batch and (self._tree is None or self._tree.reduces)
         if each or (reduces and self._finish is not None):
             self._watch()
         if self._plan.reduces_during_backward and (reduces or each):
@@ -135,7 +135,7 @@ class ReductionSchedule:
 
     def _end_backward(self, backward: _Backward) -> None:
         self._watched_backward = _LOST  # until the reductions below have not raised
-        if self._plan.reduces_every_micro_batch:  # each bucket leaves once a backward, on every rank
+        if self._plan.settings.reduce_every_micro_batch:  # each bucket leaves once a backward, on every rank
             self._send_complete(and_incomplete_ones=True)
             self._next, self._is_sending = 0, False
             for bucket in self._buckets:

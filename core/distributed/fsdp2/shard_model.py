@@ -36,7 +36,9 @@ def shard_model(plan: Plan) -> None:
     sharded; others have to be equal on all ranks already (`InitialValues`).
     """
     module, mesh = plan.root.modules[0], plan.groups.mesh
-    if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
+    if (
+        plan.settings.reproducible_across_ranks and plan.groups.replicate is not None
+    ):  # `GradientSums` adds up replicas, in order
         mesh = DeviceMesh.from_group(plan.groups.shard, mesh.device_type, mesh_dim_names=("dp_cp",))
     meshes = {"dense": mesh}
     if plan.groups.experts is not None:
@@ -45,7 +47,11 @@ def shard_model(plan: Plan) -> None:
         alone = plan.groups.replicated.shard
         meshes["replicated"] = DeviceMesh.from_group(alone, mesh.device_type, mesh_dim_names=("dp_cp",))
     ignored = {parameter for parameter in module.parameters() if kind_of(parameter) == "ignored"}
-    offload_policy = fsdp.CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.cpu_offload else fsdp.OffloadPolicy()
+    offload_policy = (
+        fsdp.CPUOffloadPolicy(pin_memory=plan.settings.pin_memory)
+        if plan.settings.cpu_offload
+        else fsdp.OffloadPolicy()
+    )
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in plan.units:
             fsdp.fully_shard(
@@ -63,7 +69,7 @@ def shard_model(plan: Plan) -> None:
                 as_fsdp(member).set_unshard_in_backward(False)
     for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
         reduce_parameters_without_gradient(submodule)
-        if plan.reduction is GradientReduction.SUM or plan.is_reproducible:
+        if plan.reduction is GradientReduction.SUM or plan.settings.reproducible_across_ranks:
             # A factor other than the number of ranks is PREMUL_SUM, which gloo refuses, unless a sum is forced.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
@@ -229,7 +235,7 @@ def prefetch_units(plan: Plan) -> UnitOrder[nn.Module]:
     def reach_backward(module: nn.Module, gradient: Any) -> None:
         nonlocal ends_in
         order.reach(module)
-        if plan.gather_skipped_units and ends_in != current_backward():
+        if plan.settings.gather_skipped_units and ends_in != current_backward():
             ends_in = current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(end_units)
 

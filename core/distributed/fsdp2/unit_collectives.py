@@ -79,11 +79,11 @@ class _UnitCollective:
         plan = plan.over_ranks_of(unit.kind)
         # Fixed, as all below: how messages travel is decided when the model is sharded.
         self._plan, device = plan, torch.device(plan.groups.mesh.device_type)
-        self._is_direct = plan.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
+        self._is_direct = plan.settings.collectives == "auto" and gloo.exchanges_directly(plan.groups.shard, device)
         # Large memory under gloo for whole parameters and gradients, which all units of a model share. None where
         # sums keep what a reduction was given.
         self._memory, self._whole_bytes = memory if self._is_direct else None, whole_bytes
-        self._registers = plan.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
+        self._registers = plan.settings.nccl_ub and collectives.can_register(plan.groups.shard, current_device())
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         numel = math.prod(map(int, size))
@@ -149,7 +149,7 @@ class UnitReduceScatter(_UnitCollective, DefaultReduceScatter):
         op: Any,  # a `ReduceOp` or one of its kinds: torch's name for both is private
         async_op: bool = False,
     ) -> Any:  # None too, where torch declares work alone
-        if self._is_direct or self._plan.is_reproducible:
+        if self._is_direct or self._plan.settings.reproducible_across_ranks:
             self._reduce(output_tensor, input_tensor, group, op)
             return None
         reduce = partial(super().__call__, output_tensor, input_tensor, group, op, async_op)
@@ -175,7 +175,7 @@ class GradientSums:
 
     def __init__(self, plan: Plan, tree: GradientTree, modules: Iterable[FSDPModule], state: TorchState) -> None:
         # All fixed. `_of_shards`: sums are of reduced gradients, because each micro-batch is reduced.
-        self._modules, self._state, self._of_shards = list(modules), state, plan.reduces_every_micro_batch
+        self._modules, self._state, self._of_shards = list(modules), state, plan.settings.reduce_every_micro_batch
         # The units' reduce-scatters; fixed.
         self._units = [_TreeReduceScatter(plan, unit, tree) for unit in plan.units]
         for planned, unit in zip(plan.units, self._units, strict=True):
@@ -220,7 +220,7 @@ class _TreeReduceScatter(UnitReduceScatter):
         super().__init__(plan, unit)
         # All fixed. The tree is the wrapper's, which all units share.
         self._tree, self._module, self._replicas = tree, as_fsdp(unit.modules[0]), plan.groups.replicate
-        self._of_shards, self._is_alone = plan.reduces_every_micro_batch, plan.groups.shard.size() == 1
+        self._of_shards, self._is_alone = plan.settings.reduce_every_micro_batch, plan.groups.shard.size() == 1
         # Whether the running backward is outside `no_sync`. `GradientSums.expect_sync` sets it before each.
         self.is_synced = True
         # The gradients that are added in place, whole or of shards, flat, in memory of their own. `_add` sets and

@@ -238,7 +238,7 @@ def reject_different_models(plan: Plan) -> None:
 
 def _describe(plan: Plan) -> Description:
     """Returns everything that must be equal on all ranks, except the values of parameters."""
-    (module,), described = plan.root.modules, dict(plan.settings)
+    (module,), described = plan.root.modules, dict(plan.compared_settings)
     described["the model's class"] = type(module).__name__
     units = {", ".join(unit.names) or "root": unit for unit in plan.units if unit.is_gathered}
     unit_of = {param.name: f", unit {name}" for name, unit in units.items() for param in unit.params}

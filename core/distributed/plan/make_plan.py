@@ -9,19 +9,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...base import device
 from ...base.errors import ParallelConfigError
-from ...comm import streams
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
-from . import settings as rules
+from . import contradictions
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan, UnitTransform
 from .pieces import Pieces, lay_out_params
+from .precision import compute_dtype, mixed_precision_policy
+from .settings import Settings, changed_settings, resolve_settings, settings_to_compare
 from .unit_choice import UnitChoice, warn_of_large_root
 from .units import find_units, params_of_units, plan_transforms, unit_of
-from .values import Plan
+from .values import GradientReduction, Plan
 
 
 def plan_model(
@@ -56,94 +56,103 @@ def plan_model(
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
     engine, unit_classes = ddp_config.engine if engine is None else engine, tuple(unit_classes)
-    settings: DistributedDataParallelConfig
-    options: dict[str, Any] = {}
+    own_config: DistributedDataParallelConfig
     if engine is Engine.FLAT_BUFFERS:
-        settings = rules.whole_settings(ddp_config, config, module, caller, finish_in_backward)
+        contradictions.check_replicated(ddp_config, config, module, caller, finish_in_backward)
+        own_config = ddp_config
+        settings = resolve_settings(own_config, config, module, groups, engine, finish_in_backward)
+        units = _plan_buckets(module, own_config, settings, groups, disable_bucketing)
+        contradictions.check_contradictions(config, own_config, groups)
+        transforms: tuple[UnitTransform, ...] = ()
+        if own_config.transforms_units:  # else no module is looked for: gradients travel by bucket
+            transforms = plan_transforms(find_units(module, unit_classes, splits_dtypes=False), own_config)
         options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
-        of_engine = _plan_whole(module, config, settings, groups, unit_classes, disable_bucketing)
     else:
-        is_fsdp2 = engine is Engine.FSDP2
-        settings = rules.fsdp2_settings(ddp_config) if is_fsdp2 else rules.sharded_settings(ddp_config, groups, caller)
-        if mp_policy is not None:
-            options = {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
-        of_engine = _plan_gathered(module, config, settings, groups, unit_classes, engine, mp_policy)
-    common = rules.common_plan(module, config, settings, caller, options)
-    return Plan(**common, engine=engine, groups=groups, finishes_in_backward=finish_in_backward, **of_engine)
+        gathered: FullyShardedDataParallelConfig
+        if engine is Engine.FSDP2:
+            gathered = of_fsdp2 = contradictions.fsdp2_config(ddp_config)
+            settings = resolve_settings(gathered, config, module, groups, engine)
+            settings = replace(settings, collectives=of_fsdp2.collectives)
+        else:
+            gathered = contradictions.sharded_config(ddp_config, groups, caller)
+            settings = resolve_settings(gathered, config, module, groups, engine)
+        own_config = gathered
+        units = _plan_units(module, config, gathered, groups, unit_classes, engine, mp_policy)
+        transforms = plan_transforms(units[:-1], own_config)
+        if engine is Engine.FSDP2:
+            _reject_units_in_selective_ones(transforms, units)
+        options = {} if mp_policy is None else {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
+    sums_gradients = getattr(config, "calculate_per_token_loss", False)
+    return Plan(
+        caller=caller,
+        engine=engine,
+        strategy=own_config.sharding_strategy,
+        groups=groups,
+        tensor_parallel_size=getattr(config, "tensor_model_parallel_size", 1),
+        context_parallel_size=getattr(config, "context_parallel_size", 1),
+        settings=settings,
+        compared_settings=(("the wrapper", caller), *settings_to_compare(own_config, config, options)),
+        changed_settings=changed_settings(own_config),
+        reduction=GradientReduction.SUM if sums_gradients else GradientReduction.MEAN,
+        units=units,
+        transforms=transforms,
+    )
 
 
-def _plan_whole(
+def _plan_buckets(
     module: nn.Module,
-    config: Any,
-    settings: DistributedDataParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+    settings: Settings,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice],
     disable_bucketing: bool,
-) -> dict[str, Any]:
+) -> tuple[UnitPlan, ...]:
     """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit."""
-    strategy, is_sharded = settings.sharding_strategy, settings.sharding_strategy != "no_shard"
-    # None: behind computation, where the model's device has streams. A model on meta will be on that of this process.
-    on = next((p.device for p in module.parameters() if p.requires_grad and not p.is_meta), device.current_device())
-    overlaps_grads, overlaps_params = settings.overlap_grad_reduce, settings.overlap_param_gather
-    if overlaps_grads is None:
-        overlaps_grads = streams.is_asynchronous(on)
-    if overlaps_params is None:
-        overlaps_params = is_sharded and streams.is_asynchronous(on)
-    reduces_during_backward = overlaps_grads or strategy == "optim_grads"
-    if reduces_during_backward and groups.experts is not None:
-        overlaps_grads = True  # a rank that waited inside of a backward would keep others from exchanging tokens
-    bucket_size, num_buckets = settings.bucket_size, settings.num_buckets
+    is_sharded = ddp_config.shards_updates
+    bucket_size, num_buckets = ddp_config.bucket_size, ddp_config.num_buckets
+    travels_early = settings.overlap_grad_reduce or ddp_config.sharding_strategy == "optim_grads"
+    travels_early = travels_early or (settings.overlap_param_gather and is_sharded)
     if disable_bucketing:
         bucket_size = num_buckets = None
-    elif bucket_size is None and num_buckets is None and (reduces_during_backward or (overlaps_params and is_sharded)):
+    elif bucket_size is None and num_buckets is None and travels_early:
         bucket_size = default_bucket_size(groups.whole.size())
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
         dp_size = groups.of(params[0]).whole.size() if is_sharded else None
         sizes = {"bucket_size": bucket_size, "num_buckets": num_buckets}
         return lay_out_params(
-            params, dp_size=dp_size, for_high_busbw=settings.pad_buckets_for_high_nccl_busbw, **sizes
+            params, dp_size=dp_size, for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw, **sizes
         )
 
-    pieces = Pieces(module, Engine.FLAT_BUFFERS, settings, groups=groups)
+    pieces = Pieces(module, Engine.FLAT_BUFFERS, ddp_config, groups=groups)
     params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
     frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
-    rules.check_contradictions(config, settings, groups)
-    transforms: tuple[UnitTransform, ...] = ()
-    if settings.transforms_units:  # else no module is looked for: gradients travel by bucket
-        transforms = plan_transforms(find_units(module, unit_classes, splits_dtypes=False), settings)
-    root = UnitPlan(modules=(module,), names=("",), pieces=frozen)
-    return {
-        "transforms": transforms,
-        "units": (*(UnitPlan(pieces=(bucket,)) for bucket in buckets), root),
-        "reduces_every_micro_batch": settings.reduce_every_micro_batch and pieces.num_parts() > 1,
-        "reduces_during_backward": reduces_during_backward,
-        "overlaps_grads": overlaps_grads,
-        "overlaps_params": overlaps_params,
-    }
+    return (
+        *(UnitPlan(pieces=(bucket,)) for bucket in buckets),
+        UnitPlan(modules=(module,), names=("",), pieces=frozen),
+    )
 
 
-def _plan_gathered(
+def _plan_units(
     module: nn.Module,
     config: Any,
-    settings: FullyShardedDataParallelConfig,
+    ddp_config: FullyShardedDataParallelConfig,
     groups: DataParallelGroups,
     unit_classes: Iterable[UnitChoice],
     engine: Engine,
     mp_policy: MixedPrecisionPolicy | None,
-) -> dict[str, Any]:
+) -> tuple[UnitPlan, ...]:
     """Plans a model whose ranks share its parameters, and gather them a unit at a time."""
     is_fsdp2 = engine is Engine.FSDP2
     managed = (parameter for _, parameter in managed_parameters(module))
-    precision = mp_policy or rules.mixed_precision_policy(managed, rules.compute_dtype(config), settings)
-    shares_update, num_shards = settings.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
-    pieces = Pieces(module, engine, settings, precision, groups=groups, shares_updates=shares_update)
+    precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), ddp_config)
+    shares_update, num_shards = ddp_config.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
+    pieces = Pieces(module, engine, ddp_config, precision, groups=groups, shares_updates=shares_update)
 
     def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
         if is_fsdp2:
             return pieces.by_rows(params)
-        cut, pads = settings.cut_of(unit.names[0]), settings.pad_buckets_for_high_nccl_busbw
+        cut, pads = ddp_config.cut_of(unit.names[0]), ddp_config.pad_buckets_for_high_nccl_busbw
 
         def lay_out(of: Sequence[nn.Parameter]) -> list[BucketLayout]:
             num_parts = pieces.num_parts(kind_of(of[0]))
@@ -155,7 +164,7 @@ def _plan_gathered(
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
     bare_units = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
     bare_units.append(unit_of((module,), {module: ""}))
-    reshards = [*_reshards(bare_units, settings, num_shards, is_fsdp2)]
+    reshards = [*_reshards(bare_units, ddp_config, num_shards, is_fsdp2)]
     params_of = list(params_of_units(bare_units))
     if num_shards > 1 and unit_classes:
         warn_of_large_root(bare_units, params_of, unit_classes)
@@ -175,39 +184,30 @@ def _plan_gathered(
     if kinds:
         units = [replace(unit, kept_among=None) if unit.kind == "replicated" else unit for unit in units]
         _reject_kinds_among_neighbours(units)
-    rules.check_contradictions(config, settings, groups, (piece for unit in units for piece in unit.pieces))
+    contradictions.check_contradictions(config, ddp_config, groups, (piece for unit in units for piece in unit.pieces))
     if is_fsdp2:
-        units = [*_keep_by_torch(units, settings, num_shards)]
+        units = [*_keep_by_torch(units, ddp_config, num_shards)]
     else:
-        units = [*_keep_in_slots(units, settings, num_shards, is_cast=precision.param_dtype is not None)]
-    transforms = plan_transforms(units[:-1], settings)
-    if is_fsdp2:
-        _reject_units_in_selective_ones(transforms, units)
-    return {
-        "transforms": transforms,
-        "units": tuple(units),
-        "reduces_every_micro_batch": settings.reduce_every_micro_batch and (is_fsdp2 or pieces.num_parts() > 1),
-        "overlaps_params": settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
-        "shards_update_over_replicas": shares_update,
-    }
+        units = [*_keep_in_slots(units, ddp_config, num_shards, is_cast=precision.param_dtype is not None)]
+    return tuple(units)
 
 
 def _reshards(
-    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, is_fsdp2: bool
+    units: Sequence[UnitPlan], ddp_config: FullyShardedDataParallelConfig, num_shards: int, is_fsdp2: bool
 ) -> Iterator[Reshard]:
     """Yields for each unit whether it is freed after its forward: False, True, or the number of ranks that keep it.
 
     The root stays gathered, and under FSDP2 the last unit, because backward begins with them. There an override may
     name them.
     """
-    keeps_all = settings.keep_gathered_between_micro_batches == "all"
+    keeps_all = ddp_config.keep_gathered_between_micro_batches == "all"
     last = next((unit for unit in reversed(units[:-1]) if not unit.is_minority), None)
     for unit in units:
         is_root = unit is units[-1]
         stays = keeps_all or is_root or (is_fsdp2 and unit is last)
-        default = False if stays else settings.reshard_after_forward
-        reshard = settings.reshard_of(unit.names[0], default) if is_fsdp2 or not is_root else False
-        yield rules.check_reshard(reshard, num_shards)
+        default = False if stays else ddp_config.reshard_after_forward
+        reshard = ddp_config.reshard_of(unit.names[0], default) if is_fsdp2 or not is_root else False
+        yield contradictions.check_reshard(reshard, num_shards)
 
 
 def _reject_kinds_among_neighbours(units: Iterable[UnitPlan]) -> None:
@@ -238,15 +238,15 @@ def _reject_units_in_selective_ones(transforms: Iterable[UnitTransform], units: 
 
 
 def _keep_in_slots(
-    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int, *, is_cast: bool
+    units: Sequence[UnitPlan], ddp_config: FullyShardedDataParallelConfig, num_shards: int, *, is_cast: bool
 ) -> Iterator[UnitPlan]:
     """Decides which memory units of flat buffers are gathered into, and how long it keeps them.
 
     Units of one size that are freed share a few slots in turn: one in use, and one for each unit that is prefetched.
     Where this rank has all of a unit, in one dtype and place, its parameters are views of the shards themselves.
     """
-    is_copied = is_cast or settings.cpu_offload
-    in_use = 1 + max(settings.forward_prefetch, settings.backward_prefetch)
+    is_copied = is_cast or ddp_config.cpu_offload
+    in_use = 1 + max(ddp_config.forward_prefetch, ddp_config.backward_prefetch)
     slots_of_size: dict[Hashable, list[int]] = {}
     slots: list[int] = []
     for unit in units:
@@ -267,11 +267,11 @@ def _keep_in_slots(
 
 
 def _keep_by_torch(
-    units: Sequence[UnitPlan], settings: FullyShardedDataParallelConfig, num_shards: int
+    units: Sequence[UnitPlan], ddp_config: FullyShardedDataParallelConfig, num_shards: int
 ) -> Iterator[UnitPlan]:
     """Decides which units FSDP2 keeps from one micro-batch to the next, and which a backward gathers again."""
-    keeps = settings.keep_gathered_between_micro_batches
-    if keeps == "ends" and settings.reduce_every_micro_batch:
+    keeps = ddp_config.keep_gathered_between_micro_batches
+    if keeps == "ends" and ddp_config.reduce_every_micro_batch:
         keeps = "none"
     ends = [*units_at_the_ends(units[:-1]), units[-1]]
     trained = [param.places[0] for unit in units for p in unit.pieces if p.is_trained for param in p.params]

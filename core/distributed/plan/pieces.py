@@ -64,7 +64,7 @@ class Pieces:
         self,
         module: nn.Module,
         engine: Engine,
-        settings: DistributedDataParallelConfig,
+        ddp_config: DistributedDataParallelConfig,
         precision: MixedPrecisionPolicy = NO_CASTS,
         *,
         groups: DataParallelGroups,
@@ -72,10 +72,10 @@ class Pieces:
     ) -> None:
         # All fixed but `_buffers`. An instance lives while one model is planned.
         self.names, self._groups, self._shares_updates = ParameterNames(module), groups, shares_updates
-        self._is_sharded, self._is_gathered = settings.sharding_strategy != "no_shard", settings.shards_parameters
-        self._fp32_patterns = settings.param_name_patterns_for_fp32_local_accumulation
+        self._is_sharded, self._is_gathered = ddp_config.sharding_strategy != "no_shard", ddp_config.shards_parameters
+        self._fp32_patterns = ddp_config.param_name_patterns_for_fp32_local_accumulation
         self._kind_over = partial(
-            kind_of_parameter, engine=engine, settings=settings, precision=precision, num_parts=self.num_parts()
+            kind_of_parameter, engine=engine, ddp_config=ddp_config, precision=precision, num_parts=self.num_parts()
         )
         # The buckets of each flat buffer, by its kind, in the order in which `in_buffers` has made them.
         self._buffers: dict[PieceKind, list[PiecePlan]] = {}
@@ -175,7 +175,7 @@ def _reject_changes(name: str, kind: PieceKind) -> None:
 def kind_of_parameter(
     param: nn.Parameter,
     engine: Engine,
-    settings: DistributedDataParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
     precision: MixedPrecisionPolicy = NO_CASTS,
     num_parts: int = 1,
     num_param_shards: int = 1,
@@ -190,17 +190,17 @@ def kind_of_parameter(
     is_cast, is_fsdp2 = param.is_floating_point(), engine is Engine.FSDP2
     gathered_dtype = (precision.param_dtype if is_cast else None) or param.dtype
     grad_dtype = (precision.reduce_dtype if is_cast else None) or gathered_dtype
-    if settings.grad_reduce_in_fp32 and not is_fsdp2:  # to add more exactly, so double precision stays
+    if ddp_config.grad_reduce_in_fp32 and not is_fsdp2:  # to add more exactly, so double precision stays
         grad_dtype = torch.promote_types(gathered_dtype, torch.float32)
     if is_fsdp2:
         shard_grad_dtype, releases_grads = param.dtype, True
         if kind_of(param) == "replicated":  # reduced when torch has ended with it
             grad_dtype = param.dtype
-    elif settings.shards_parameters:
+    elif ddp_config.shards_parameters:
         shard_grad_dtype = torch.promote_types(grad_dtype, param.dtype)
-        releases_grads = num_parts > 1 or shard_grad_dtype != grad_dtype or getattr(settings, "cpu_offload", False)
+        releases_grads = num_parts > 1 or shard_grad_dtype != grad_dtype or getattr(ddp_config, "cpu_offload", False)
     else:
-        shard_grad_dtype, releases_grads = grad_dtype, settings.sharding_strategy == "optim_grads" and num_parts > 1
+        shard_grad_dtype, releases_grads = grad_dtype, ddp_config.sharding_strategy == "optim_grads" and num_parts > 1
     return PieceKind(
         is_trained=param.requires_grad,
         kind=kind_of(param),
@@ -210,7 +210,7 @@ def kind_of_parameter(
         shard_grad_dtype=shard_grad_dtype,
         device=device.current_device() if param.is_meta else param.device,  # where it will be materialized
         num_param_shards=num_param_shards,
-        holds_params=settings.sharding_strategy != "no_shard",
+        holds_params=ddp_config.sharding_strategy != "no_shard",
         releases_grads=param.requires_grad and releases_grads,
     )
 

@@ -213,7 +213,7 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> Iterator[tuple[
             yield tuple(member for member in modules if member in group)
 
 
-def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
+def plan_transforms(units: Sequence[UnitPlan], ddp_config: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
     """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
     Skips single-layer units (an embedding, a projection), where recomputing saves nothing, units whose backward reads
@@ -223,8 +223,8 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
         ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
             could be done to.
     """
-    recomputes = settings.activation_checkpointing != "none"
-    if not settings.transforms_units:
+    recomputes = ddp_config.activation_checkpointing != "none"
+    if not ddp_config.transforms_units:
         return ()
     inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
     layers = [
@@ -236,22 +236,22 @@ def plan_transforms(units: Sequence[UnitPlan], settings: DistributedDataParallel
     ]
     if not layers:
         raise ParallelConfigError(
-            f"activation_checkpointing is {settings.activation_checkpointing!r}, compile_units "
-            f"{settings.compile_units} and offload_activations {settings.offload_activations}, but no unit has more "
-            "than one layer of weights; name the classes of the model's blocks in sub_modules_to_wrap"
+            f"activation_checkpointing is {ddp_config.activation_checkpointing!r}, compile_units "
+            f"{ddp_config.compile_units} and offload_activations {ddp_config.offload_activations}, but no unit has "
+            "more than one layer of weights; name the classes of the model's blocks in sub_modules_to_wrap"
         )
     if recomputes:
-        _reject_own_recomputation(layers, settings.activation_checkpointing)
+        _reject_own_recomputation(layers, ddp_config.activation_checkpointing)
     return tuple(
         UnitTransform(
             modules=unit.modules,
-            recomputes=settings.activation_checkpointing,
-            is_compiled=settings.compile_units,
+            recomputes=ddp_config.activation_checkpointing,
+            is_compiled=ddp_config.compile_units,
             # Backward begins with the last layer: its activations would be back at once.
-            offloads=settings.offload_activations and unit is not layers[-1],
+            offloads=ddp_config.offload_activations and unit is not layers[-1],
         )
         for unit in layers
-        if recomputes or settings.compile_units or settings.offload_activations
+        if recomputes or ddp_config.compile_units or ddp_config.offload_activations
     )
 
 

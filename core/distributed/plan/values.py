@@ -11,9 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
 
-import torch
 from torch import nn
 
 from ...base.errors import WrapError
@@ -22,6 +20,7 @@ from ..distributed_data_parallel_config import Engine, shards_parameters
 from ..groups import DataParallelGroups, ParameterKind
 from .layout import FullParamLayout
 from .parts import Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
+from .settings import Settings
 
 
 class GradientReduction(Enum):
@@ -42,67 +41,20 @@ class Plan:
     strategy: str
     """``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
     groups: DataParallelGroups
-    settings: tuple[tuple[str, str], ...] = ()
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    settings: Settings
+    compared_settings: tuple[tuple[str, str], ...] = ()
     """Names and values, as text, of all settings that must be equal on all ranks."""
     changed_settings: str = ""
     """The wrapper's settings that differ from their defaults, as text for reports."""
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
+    reduction: GradientReduction
 
     units: tuple[UnitPlan, ...]
     """Children before parents. The last one is the model, with the parameters that are in no other unit."""
     transforms: tuple[UnitTransform, ...] = ()
     """Recomputation and compilation of units, applied before parameters are sharded."""
-    broadcast_buffers: bool = False
-    """Buffers are rank 0's after each reduction."""
-    sync_module_states: bool = False
-    """The first rank's values replace those of the others before sharding."""
-    buffer_dtype: torch.dtype | None = None
-    """Dtype that the model's buffers are cast to. None leaves them."""
-    forward_methods: tuple[str, ...] = ()
-    """Names of methods that gather parameters as a forward does."""
-
-    reduction: GradientReduction
-    is_reproducible: bool = False
-    """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
-    reduces_every_micro_batch: bool
-    """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
-    check_for_nan_in_grad: bool
-    check_for_large_grads: bool
-
-    forward_prefetch: int = 0
-    """Number of units to prefetch in forward."""
-    backward_prefetch: int = 0
-    """Number of units to prefetch in backward."""
-    gather_skipped_units: bool = False
-    """Ranks that skip a unit take part in its gathers and its reduction, in the order of `units`."""
-    cpu_offload: bool = False
-    """Shards are in the host's memory."""
-    pins_memory: bool = False
-    nccl_ub: bool = False
-    """Buffers of collectives are in memory that the backend allocates, if it can."""
-
-    # On flat buffers:
-    reduces_during_backward: bool = True
-    """Buckets are sent when their gradients are complete, instead of all at the end."""
-    overlaps_grads: bool = True
-    """Reductions run while backward goes on."""
-    overlaps_params: bool = True
-    """Parameters are gathered while forward runs."""
-    average_in_collective: bool = False
-    lends_gradients: bool = False
-    """Layers compute gradients in place: in the memory of buckets (`GradSlot.lend`), or under FSDP2 row by row."""
-    layers_add_gradients: bool = False
-    """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
-    reduce_scatter_with_fp32_accumulation: bool = False
-    """Gradients are sent in their own dtype and added in fp32."""
-    finishes_in_backward: bool = False
-    """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
-    shards_update_over_replicas: bool = False
-    """Each optimizer instance updates a part of the shards, and gathers the other parts."""
-
-    # On FSDP2:
-    collectives: Literal["auto", "torch"] = "auto"
 
     @property
     def root(self) -> UnitPlan:
@@ -140,12 +92,22 @@ class Plan:
         groups = self.groups.of_kind(kind)
         if groups is self.groups:
             return self
-        shares_update = self.shards_update_over_replicas and kind != "replicated"
-        # FSDP2's replicated gradients are reduced when those of all micro-batches are there.
-        reduces_early = self.reduces_every_micro_batch and not (kind == "replicated" and self.engine is Engine.FSDP2)
-        return replace(
-            self, groups=groups, shards_update_over_replicas=shares_update, reduces_every_micro_batch=reduces_early
-        )
+        settings = self.settings
+        if kind == "replicated":
+            settings = replace(settings, outer_dp_sharding_strategy="no_shard")
+            if self.engine is Engine.FSDP2:  # reduced when the gradients of all micro-batches are there
+                settings = replace(settings, reduce_every_micro_batch=False)
+        return replace(self, groups=groups, settings=settings)
+
+    @property
+    def shards_update_over_replicas(self) -> bool:
+        """Whether each optimizer instance updates a part of the shards, and gathers the other parts."""
+        return self.settings.outer_dp_sharding_strategy != "no_shard"
+
+    @property
+    def reduces_during_backward(self) -> bool:
+        """Whether buckets are sent when their gradients are complete, instead of all at the end."""
+        return self.settings.overlap_grad_reduce or self.strategy in ("optim_grads", "optim_grads_params")
 
     @property
     def shards_parameters(self) -> bool:
@@ -165,14 +127,14 @@ class Plan:
     @property
     def gathers_ahead(self) -> bool:
         """Whether some units are prefetched."""
-        return self.forward_prefetch + self.backward_prefetch > 0
+        return self.settings.forward_prefetch + self.settings.backward_prefetch > 0
 
     @property
     def asked_by(self) -> Mapping[str, str]:
         """Maps a property of the plan or a unit to the setting that changes it, for advice in messages."""
         requests = {
             "recomputes": "activation_checkpointing='full'",
-            "reduces_every_micro_batch": "reduce_every_micro_batch=True",
+            "reduce_every_micro_batch": "reduce_every_micro_batch=True",
         }
         if self.shards_parameters:
             advice = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
@@ -183,10 +145,12 @@ class Plan:
 
     @property
     def tree(self) -> MicroBatchTree | None:
-        """Order in which a rank adds up its micro-batches' gradients. None unless `is_reproducible`."""
-        if not self.is_reproducible:
+        """Order in which a rank adds up its micro-batches' gradients. None without ``reproducible_across_ranks``."""
+        if not self.settings.reproducible_across_ranks:
             return None
-        return MicroBatchTree(self.groups.whole.size() // self.context_parallel_size, self.reduces_every_micro_batch)
+        return MicroBatchTree(
+            self.groups.whole.size() // self.context_parallel_size, self.settings.reduce_every_micro_batch
+        )
 
     @property
     def sum_order(self) -> tuple[tuple[int, ...], ...] | None:
@@ -195,11 +159,11 @@ class Plan:
         Parts of a sequence, which are neighbours, are added before micro-batches, or after them: so that ranks join
         the tree where micro-batches of one rank would.
         """
-        if not self.is_reproducible:
+        if not self.settings.reproducible_across_ranks:
             return None
         parts = self.context_parallel_size
         size = (self.groups.whole if self.is_replicated else self.groups.shard).size()
-        if self.reduces_every_micro_batch:
+        if self.settings.reduce_every_micro_batch:
             return tuple(tuple(range(first, first + parts)) for first in range(0, size, parts))
         return tuple(tuple(range(part, size, parts)) for part in range(parts))
 
@@ -247,7 +211,7 @@ class Plan:
                 return self.traffic(num_microbatches, others) + over_ranks.traffic(num_microbatches, of_kind)
         trained = [piece for piece in unit.pieces if piece.is_trained]
         reduced_bytes = sum(piece.reduced_bytes for piece in trained)
-        reductions = num_microbatches if self.reduces_every_micro_batch else 1
+        reductions = num_microbatches if self.settings.reduce_every_micro_batch else 1
         if unit.is_gathered:
             # From one micro-batch to the next a unit is gathered if it never was freed, or since backward gathered it.
             stays = unit.is_kept and (unit.stays_whole or unit.gathered_again_over)
@@ -277,7 +241,7 @@ class Plan:
         """
         modules = [module for unit in reversed(self.units) for module in unit.modules]
         owners: dict[nn.Module, list[str]] = defaultdict(list)
-        for name in self.forward_methods:
+        for name in self.settings.forward_methods:
             holders = [module for module in modules if callable(getattr(module, name, None))]
             if not holders:
                 kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in modules})

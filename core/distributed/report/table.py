@@ -116,7 +116,7 @@ def _unit_facts(plan: Plan, unit: UnitPlan, num_microbatches: int) -> UnitFacts:
         gradient=Memory(unit.gradient_bytes, _distinct(dtype for p in pieces for dtype in p.gradient_dtypes)),
         after_forward=after_forward,
         traffic=plan.traffic(num_microbatches, unit),
-        is_offloaded=plan.cpu_offload,
+        is_offloaded=plan.settings.cpu_offload,
     )
 
 

@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are reduced in the compute dtype, not in reduce_dtype",
-        "core.distributed.plan.settings.mixed_precision_policy",
+        "core.distributed.plan.precision.mixed_precision_policy",
         "reduce_dtype or param_dtype",
         "param_dtype",
         _PRECISION,
@@ -186,7 +186,7 @@ MUTATIONS = (
     Mutation(
         "skipped: what ranks agree to skip is gathered without the setting",
         "core.distributed.engine.gathered_units.UnitOrder.__init__",
-        r"list\(units\) if plan\.gather_skipped_units else \[\]",
+        r"list\(units\) if plan\.settings\.gather_skipped_units else \[\]",
         "list(units)",
         (f"{_SKIPPED}::test_ranks_that_agree_send_nothing_more",),
     ),

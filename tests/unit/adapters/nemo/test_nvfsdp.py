@@ -78,7 +78,7 @@ def test_every_option_acts_or_warns_once() -> None:
     assert len([m for m in _wrapped(nvfsdp_unit_modules=[BLOCK]).modules() if isinstance(m, FSDPModule)]) == 3
     for name in ("keep_fp8_transpose_cache_when_using_custom_fsdp", "fsdp_double_buffer"):
         _warns(f"{name}=True changes nothing", **{name: True})
-    assert _warns("nccl_ub is set", nccl_ub=True).plan.nccl_ub  # gloo registers none
+    assert _warns("nccl_ub is set", nccl_ub=True).plan.settings.nccl_ub  # gloo registers none
     _warns("nccl_ub=True changes nothing", nccl_ub=True, data_parallel_sharding_strategy="optim")
     _warns("overlap_grad_reduce=False changes nothing: FSDP2", overlap_grad_reduce=False)
     _warns("a unit is the bucket", disable_bucketing=True)

@@ -29,6 +29,7 @@ from core.distributed import (
 from core.distributed.distributed_data_parallel_config import Engine
 from core.distributed.groups import DataParallelGroups, find_groups
 from core.distributed.plan import GradientReduction, PieceKind, Plan, UnitPlan, plan_model
+from core.distributed.plan.settings import Settings
 from core.transformer import TransformerConfig
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import on_ranks, run_distributed
@@ -168,7 +169,7 @@ def test_one_function_says_which_engine_a_strategy_means():
     assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
     assert not _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)")
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/prepared.py", "adapters/nemo/__init__.py"}
-    plans = {f"distributed/plan/{file}.py" for file in ("values", "settings", "pieces", "make_plan")}
+    plans = {f"distributed/plan/{file}.py" for file in ("values", "settings", "pieces", "contradictions", "make_plan")}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 
 
@@ -201,7 +202,7 @@ def test_advice_names_settings_that_there_are(settings: DistributedDataParallelC
     with fake_world(rank=0, world_size=2):
         plan = plan_model(toy(), None, settings, find_groups("test", 1, dist.group.WORLD), UNITS)
     names = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
-    said = {f.name for kind in (Plan, UnitPlan) for f in fields(kind)} | set(dir(plan))
+    said = {f.name for kind in (Plan, UnitPlan, Settings) for f in fields(kind)} | set(dir(plan))
     for name, asked_by in plan.asked_by.items():
         assert name in said
         assert {part.partition("=")[0] for part in asked_by.split(", ")} <= names

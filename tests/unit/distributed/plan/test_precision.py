@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.model.initial_values import apply_to_buffers, cast_buffers
-from core.distributed.plan.settings import mixed_precision_policy
+from core.distributed.plan.precision import mixed_precision_policy
 from core.transformer.moe.router import TopKRouter
 from core.transformer.transformer_config import TransformerConfig
 

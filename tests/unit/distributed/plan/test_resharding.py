@@ -6,7 +6,7 @@ import pytest
 
 from core.base.errors import ParallelConfigError
 from core.distributed import FullyShardedDataParallelConfig
-from core.distributed.plan.settings import check_reshard
+from core.distributed.plan.contradictions import check_reshard
 
 
 def test_overrides_are_name_patterns_and_the_last_match_counts():

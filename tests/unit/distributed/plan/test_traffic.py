@@ -17,6 +17,7 @@ from core.distributed.distributed_data_parallel_config import Engine
 from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
+from core.distributed.plan.settings import Settings
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import UNITS, CountedTraffic, Toy, accumulate, build, toy
 
@@ -172,7 +173,8 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
         params=(param,),
     )
     of_unit = {"is_gathered": True, "is_freed": True, "stays_whole": False, "gathered_again_over": shards}
-    of_plan = {key: fields.pop(key) for key in ("strategy", "reduces_every_micro_batch") if key in fields}
+    strategy = fields.pop("strategy", "optim_grads_params")
+    settings = Settings(reduce_every_micro_batch=fields.pop("reduce_every_micro_batch", False))
     whole, shard = (SimpleNamespace(size=lambda size=size: size) for size in (shards * replicas, shards))
     of_replicas: Any = SimpleNamespace(size=lambda: replicas) if replicas > 1 else None
     groups = DataParallelGroups(whole, shard, of_replicas)  # type: ignore[arg-type]
@@ -182,9 +184,8 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
         groups=groups,
         units=(UnitPlan(pieces=(piece,), **{**of_unit, **fields}),),
         reduction=GradientReduction.MEAN,
-        check_for_nan_in_grad=False,
-        check_for_large_grads=False,
-        **{"strategy": "optim_grads_params", "reduces_every_micro_batch": False, **of_plan},
+        strategy=strategy,
+        settings=settings,
     )
 
 
@@ -207,7 +208,7 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
         ),
         (
             4,
-            {"replicas": 3, "gathered_again_over": 0, "reduces_every_micro_batch": True},
+            {"replicas": 3, "gathered_again_over": 0, "reduce_every_micro_batch": True},
             [("all-gather", 4, 800, 8), ("reduce-scatter", 4, 1600, 8), ("all-reduce", 4, 200, 3)],
         ),
         (4, {"is_trained": False, "gathered_again_over": 0}, [("all-gather", 4, 800, 8)]),
