@@ -80,7 +80,7 @@ def ours(shape: Shape, **fields: Any) -> Built:
         optimizer.step()
 
     def live_tensors() -> list[torch.Tensor]:
-        return [tensor for held in model.held_tensors().values() for tensor in held] + _state(optimizer.optimizer)
+        return [tensor for held in model.engine.held().values() for tensor in held] + _state(optimizer.optimizer)
 
     return Built(step, model, live_tensors)
 

@@ -75,7 +75,7 @@ def measure_live(name: str) -> int:
     from core.distributed import _BaseDataParallel
 
     lane = _late_lane()
-    with mock.patch("core.distributed.flat_data_parallel.comm_lane", lambda device, number: lane):
+    with mock.patch("core.distributed.flat.flat_engine.comm_lane", lambda device, number: lane):
         built = _build(name)
     built.model.register_forward_pre_hook(lambda *unused: lane.catch_up())
     with transient_memory_seen_by_profilers():

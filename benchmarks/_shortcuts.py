@@ -89,7 +89,7 @@ def _inboxes_kept(run: Callable[[], None]) -> int:
 
 def _zeroing() -> AbstractContextManager[Any]:
     """Makes gradients zero at the beginning of a step, and the first one is added: no layer is lent memory then."""
-    from core.distributed.engine.grad_slot import GradSlot
+    from core.distributed.flat.grad_slot import GradSlot
 
     clear = GradSlot.clear
 
@@ -108,7 +108,7 @@ def _one_lane() -> AbstractContextManager[Any]:
     context = ExitStack()
     context.enter_context(mock.patch("core.distributed.fully_sharded_data_parallel.twin_group", lambda group: group))
     context.enter_context(
-        mock.patch("core.distributed.flat_data_parallel.comm_lane", lambda device, number=0: comm_lane(device))
+        mock.patch("core.distributed.flat.flat_engine.comm_lane", lambda device, number=0: comm_lane(device))
     )
     return context
 
@@ -137,8 +137,8 @@ SHORTCUTS = {
     # Each of its two parts alone.
     "lent memory": Shortcut(
         FLAT,
-        _counted("core.distributed.engine.grad_slot.GradSlot.lend", lambda memory, *unused: memory is not None),
-        _replaced("core.distributed.engine.grad_slot.GradSlot.lend", lambda slot: None),
+        _counted("core.distributed.flat.grad_slot.GradSlot.lend", lambda memory, *unused: memory is not None),
+        _replaced("core.distributed.flat.grad_slot.GradSlot.lend", lambda slot: None),
     ),
     "rows in use": Shortcut(
         (*FLAT, "FSDP2"),
@@ -148,7 +148,7 @@ SHORTCUTS = {
     # The first gradient of a step is copied, rather than added to zeros.
     "no zeroing": Shortcut(
         ("DDP", "ZeRO-1"),
-        _counted("core.distributed.engine.grad_slot.GradSlot.clear", lambda _, slot: not slot.counts),
+        _counted("core.distributed.flat.grad_slot.GradSlot.clear", lambda _, slot: not slot.counts),
         _zeroing,
     ),
     # Memory of a whole gradient serves the next bucket of its size. ZeRO-2 keeps none.
@@ -163,7 +163,7 @@ SHORTCUTS = {
     ),
     # Reductions do not wait for gathers.
     "second lane": Shortcut(
-        ("ZeRO-3",), _counted("core.distributed.flat_data_parallel.comm_lane", _is_second_lane), _one_lane
+        ("ZeRO-3",), _counted("core.distributed.flat.flat_engine.comm_lane", _is_second_lane), _one_lane
     ),
     # Ranks exchange pieces without gloo's collectives.
     "direct exchange": Shortcut(

@@ -84,7 +84,7 @@ def construct(start: str, millions: int) -> tuple[int, int, int, int]:
     model = wrap(module, classes)
     peak = high_water_bytes() - before
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    unit = max(sum(p.numel() for m in unit.modules for p in m.parameters()) for unit in model.units)
+    unit = max(sum(p.numel() for m in unit.modules for p in m.parameters()) for unit in model.engine.units[:-1])
     return elements, sum(shard.nbytes for shard in shards), 4 * unit, peak
 
 

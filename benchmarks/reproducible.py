@@ -100,7 +100,7 @@ def measure_gradients(name: str, reproducible: bool) -> tuple[int, int]:
             with nullcontext() if index == OFTEN - 1 else model.no_sync():
                 backward(model, tokens)
             if index < OFTEN - 1:
-                most = max(most, live_tensor_bytes(model.held_tensors()["gradients"]))
+                most = max(most, live_tensor_bytes(model.engine.held()["gradients"]))
         finalize_model_grads([model])
     tree = model.plan.tree
     if tree is None:

@@ -110,7 +110,7 @@ def _step(row: Row) -> Callable[[], None]:
         finalize_model_grads([model])
         optimizer.step()
         if hasattr(model, "settle_parameters"):
-            model.settle_parameters()  # else gathers would run in the other checkout's turn
+            model.engine.settle()  # else gathers would run in the other checkout's turn
 
     return step
 

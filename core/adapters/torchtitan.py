@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..base import device
+from ..distributed.engine.owners import own_parameters
 from ..distributed.model.unfit_models import reject_wrapped
 from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
-from ..distributed.verbs import own_parameters
 from .bridge.translation import FSDP2, check_settings, check_version, config_of, wrap_for_trainer
 
 check_version("torchtitan", __name__)
@@ -149,7 +149,7 @@ class _LastReduces:
         self._num_forwards = 0
         head: Any = getattr(wrapper.module, "lm_head", None)
         # All units but the output layer; fixed.
-        self._rest = [module for module in wrapper.fsdp_modules if module is not head]
+        self._rest = [module for module in wrapper.engine.fsdp_modules if module is not head]
         wrapper.module.register_forward_pre_hook(self._before_forward)
         if head is not None:  # a unit, by `_units`
             wrapper.module.register_forward_hook(self._after_forward)

@@ -48,7 +48,7 @@ def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
             addresses.add(storage.data_ptr())
             table[category] += storage.nbytes()
 
-    tensors = wrapper.held_tensors()
+    tensors = wrapper.engine.held()
     for category in (PARAMETERS, GATHERED, WHOLE_GRADIENTS, GRADIENTS):  # whole gradients are named twice
         for tensor in tensors[category]:
             add(category, tensor)

@@ -41,6 +41,9 @@ class StepMark:
     """Called for a parameter when an optimizer steps it. One mark may be on many parameters, and is called once a
     step."""
 
+    shows_gradients = False
+    """Whether ``param.grad`` counts in place of ``main_grad``: a wrapper shows reduced gradients there."""
+
     def refuse(self, optimizer: str) -> None:
         """Raises if no step of the parameter can be correct.
 

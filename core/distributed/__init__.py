@@ -11,7 +11,7 @@ from ..base.megatron_names import absent_names
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
-from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from .finalize_model_grads import finalize_model_grads
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
@@ -65,8 +65,8 @@ def wrap_model(
 
 
 # One wrapper for each engine; fixed.
-_WRAPPERS: dict[Engine, Callable[..., _BaseDataParallel]] = {
-    wrapper.engine: wrapper
+_WRAPPERS: dict[EngineKind, Callable[..., _BaseDataParallel]] = {
+    wrapper.engine_kind: wrapper
     for wrapper in (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -19,21 +19,21 @@ from ..dist_checkpointing.model_state import load_model_state_dict, sharded_stat
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
 from ..transformer.moe.moe_layer import depends_on_ranks, restart_step
-from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from .engine.gradient_tree import GradientTree
-from .gradient_state import GradientChecks, GradientState
-from .groups import LEFT_OUT, Ranks, find_groups, is_summed_later, managed_parameters
+from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
+from .engine.engine import Engine
+from .engine.owners import WrappedModel, own_parameters
+from .gradient_state import GradientState
+from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
 from .model import unfit_models
-from .model.initial_values import broadcast_buffers, broadcast_tensors
+from .model.initial_values import broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
-from .plan import GradientReduction, Plan, plan_model
+from .plan import Plan, plan_model
 from .plan.unit_choice import UnitChoice, default_units
 from .report import describe, model_facts
-from .verbs import EngineVerbs, own_parameters
 
 
-class _BaseDataParallel(EngineVerbs):
+class _BaseDataParallel(WrappedModel):
     """A module whose gradients are made global over a data-parallel group.
 
     The rule that every wrapper keeps: **what works on a plain module in one process either gives that result, or
@@ -60,10 +60,14 @@ class _BaseDataParallel(EngineVerbs):
 
     Attributes:
         plan: what the wrapper does. The library reads it instead of `ddp_config`, which is kept for users.
+        engine: holds the parameters and gradients. Optimizers, checkpoints and reports use it.
         process_group: the ranks that hold replicas: data-parallel times context-parallel ones.
         gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
             report events to it, and check the phase before they act.
     """
+
+    engine_kind: ClassVar[EngineKind]
+    """The kind of `engine`. Fixed by each class, and read when a model is planned."""
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
@@ -78,22 +82,25 @@ class _BaseDataParallel(EngineVerbs):
         self.ddp_config = ddp_config
         self.plan = plan
         self.process_group = plan.groups.whole
-        # False inside `no_sync`, which sets and restores it with `_set_gradient_sync`. Each backward reads it.
-        self._syncs_gradients = True
-        # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
-        self._gradient_checks = GradientChecks(
-            plan.settings.check_for_nan_in_grad, plan.settings.check_for_large_grads
-        )
-        # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
-        self._step = 0
         # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
         self.updated_parameters: set[nn.Parameter] = set()
         self.gradient_state = GradientState()
-        # The step's position in its tree, with ``reproducible_across_ranks``; else None. `expect_micro_batches` sets
-        # the number of backwards, each backward advances it, `zero_grad_buffer` restarts it.
-        self._tree: GradientTree | None = None
-        if plan.tree is not None:
-            self._tree = GradientTree(plan.tree, 1 if self.sums_gradients else self.process_group.size())
+
+    def _set_engine(self, engine: Engine, *, lives_with_module: bool = False) -> None:
+        """Takes the engine, lets optimizers find it at its parameters, and puts the last hooks around units.
+
+        Constructors call it once.
+
+        Args:
+            lives_with_module: the module's hooks keep the engine, which then keeps the wrapper: optimizers of the
+                module's parameters go on being checked when only the module is left.
+        """
+        self.engine = engine
+        engine.wrapper = self if lives_with_module else None
+        if self.plan.transforms:
+            offload_activations(self.plan.transforms)
+        reject_resizing(self.module)
+        own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
 
     @classmethod
     def _make_plan(
@@ -128,7 +135,7 @@ class _BaseDataParallel(EngineVerbs):
         for parameter in module.parameters():
             vars(parameter).pop(LEFT_OUT, None)  # the mark of an earlier wrapper
         if ddp_config.replicated or ddp_config.ignored:
-            shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
+            shards = cls.engine_kind is not EngineKind.FLAT_BUFFERS or ddp_config.shards_updates
             groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         unfit_models.reject_expert_parameters(module, config, groups)
         if ddp_config.reproducible_across_ranks and depends_on_ranks(module):
@@ -137,7 +144,7 @@ class _BaseDataParallel(EngineVerbs):
                 "counts depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
             )
         unfit_models.reject_unfit(module)
-        if cls.engine is Engine.FSDP2:
+        if cls.engine_kind is EngineKind.FSDP2:
             unfit_models.reject_unfit_for_fsdp2(module)
         return plan_model(
             model,
@@ -145,7 +152,7 @@ class _BaseDataParallel(EngineVerbs):
             ddp_config,
             groups,
             default_units(model) if unit_classes is None else unit_classes,
-            engine=cls.engine,
+            engine=cls.engine_kind,
             caller=cls.__name__,
             disable_bucketing=disable_bucketing,
             finish_in_backward=finish_in_backward,
@@ -155,7 +162,7 @@ class _BaseDataParallel(EngineVerbs):
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
-        return self.plan.reduction is GradientReduction.SUM
+        return self.engine.sums_gradients
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. `raise_explained` explains its errors."""
@@ -168,19 +175,19 @@ class _BaseDataParallel(EngineVerbs):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets backward accumulate on this rank alone: no gradient crosses ranks. Nests, and is restored on errors."""
-        before = self._syncs_gradients
-        self._set_gradient_sync(False)
+        before = self.engine.syncs
+        self.engine.set_sync(False)
         try:
             yield
         finally:
-            self._set_gradient_sync(before)
+            self.engine.set_sync(before)
 
     @property
     def syncs_gradients(self) -> bool:
         """Whether a backward may communicate. False inside `no_sync`."""
-        return self._syncs_gradients
+        return self.engine.syncs
 
-    require_backward_grad_sync = property(syncs_gradients.fget, lambda self, on: self._set_gradient_sync(bool(on)))  # type: ignore[attr-defined]
+    require_backward_grad_sync = property(syncs_gradients.fget, lambda self, on: self.engine.set_sync(bool(on)))  # type: ignore[attr-defined]
     """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, to True as
     leaving it."""
 
@@ -196,9 +203,8 @@ class _BaseDataParallel(EngineVerbs):
             ConfigError: `count` is below one, or `divides_by_ranks` is False without ``reproducible_across_ranks``.
             ShardstackError: a step has begun.
         """
-        if self._tree is not None:
-            self._tree.expect(count, divides_by_ranks)
-        elif not divides_by_ranks:
+        self.engine.expect_micro_batches(count, divides_by_ranks)
+        if self.engine.tree is None and not divides_by_ranks:
             raise ConfigError(
                 "expect_micro_batches was given divides_by_ranks=False without reproducible_across_ranks, where "
                 "gradients are averaged over ranks in any case; leave it out"
@@ -211,9 +217,10 @@ class _BaseDataParallel(EngineVerbs):
         choose samples and seed dropout by the index.
         """
         rank = self.process_group.rank() // self.plan.context_parallel_size
-        if self._tree is None:
+        tree = self.engine.tree
+        if tree is None:
             return number * (self.process_group.size() // self.plan.context_parallel_size) + rank
-        return self._tree.shape.index(rank, number, self._tree.count)
+        return tree.shape.index(rank, number, tree.count)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces gradients over ranks: afterwards every rank has its shard of the global gradient, and with
@@ -228,29 +235,27 @@ class _BaseDataParallel(EngineVerbs):
                 ``check_for_large_grads``.
             ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
-        if not self._syncs_gradients:
+        engine, tree = self.engine, self.engine.tree
+        if not engine.syncs:
             raise ShardstackError(
                 "finish_grad_sync was called inside no_sync; leave it (or set require_backward_grad_sync)"
             )
-        self.recover()
+        engine.recover()
         self.gradient_state.check_may_reduce()
-        if self._tree is not None:
-            self._tree.check_complete()
-        self._finish_grad_sync()
-        if self._tree is not None and self._tree.factor != 1.0 and not self.gradient_state.is_reduced:
-            self._scale_gradients(self._tree.factor)
-        self._share_buffers()
+        if tree is not None:
+            tree.check_complete()
+        engine.finish_reduction()
+        if tree is not None and tree.factor != 1.0 and not self.gradient_state.is_reduced:
+            self._scale_gradients(tree.factor)
+        engine.share_buffers()
         self.gradient_state.note_reduced()
-        self._step += 1
+        engine.num_steps += 1
         if force_all_reduce:
-            self.gather_gradients()
+            engine.gather_gradients()
 
-    def _share_buffers(self) -> None:
-        """Makes buffers equal on all ranks. Here and not before a forward, as torch's DDP: an evaluation, on all ranks
-        or one, and a checkpoint then see the same, and a forward between others' backwards writes nothing they saved.
-        """
-        if self.plan.settings.broadcast_buffers:
-            broadcast_buffers(self.module, self.process_group)
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts the reduction that `finish_grad_sync` completes. Does nothing in a wrapper that does not overlap."""
+        self.engine.start_reduction()
 
     sharded_state_dict = sharded_state_dict
 
@@ -268,34 +273,19 @@ class _BaseDataParallel(EngineVerbs):
         self._scale_gradients(scaling_factor)
 
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        self.settle_parameters()
-        gradients = self._reduced_gradients()
+        self.engine.settle()
+        gradients = self.engine.gradients()
         if gradients and isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
-        self.gather_gradients(again=True)
-
-    def gather_gradients(self, *, again: bool = False) -> None:
-        """Gathers whole gradients from the reduced shards. Every rank calls it.
-
-        Args:
-            again: only those that were gathered in this step, after their shards have changed.
-
-        Raises:
-            ParallelConfigError: the wrapper releases whole gradients.
-        """
-        if not again and any(piece.releases_grads for unit in self.plan.units for piece in unit.pieces):
-            raise ParallelConfigError(
-                f"force_all_reduce asks for whole gradients, which {self.plan.caller} releases with the strategy "
-                f"{self.plan.strategy!r}; drop it"
-            )
+        self.engine.gather_gradients(again=True)
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
-        self._zero_gradients()
-        if self._tree is not None:
-            self._tree.restart()
+        self.engine.zero_gradients()
+        if self.engine.tree is not None:
+            self.engine.tree.restart()
         restart_step([self.module])
         self.gradient_state.note_zeroed()
 
@@ -303,34 +293,19 @@ class _BaseDataParallel(EngineVerbs):
         """Calls `zero_grad_buffer`, by torch's name. Gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
 
-    def _adds_exactly(self, parameter: nn.Parameter) -> bool:
-        """Returns whether a backward may add to the reduced gradient of a parameter, which the next reduction reduces
-        again: a mean over as many ranks as are divided by leaves it unchanged, a sum not. FSDP2 reduces what is added
-        alone.
+    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""
+        return self.engine.gradient(parameter)
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Makes parameters readable and writable as plain tensors. Keeps what is written to them.
+
+        Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
+        whose parameters are always whole, or are DTensors.
         """
-        groups = self.plan.groups.of(parameter)
-        is_mean = self.engine is Engine.FSDP2 or groups.divisor == groups.whole.size()
-        return is_mean and not (self.sums_gradients or self._tree is not None or is_summed_later(parameter))
-
-    def check_may_step(self, optimizer: str) -> None:
-        """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.
-
-        Args:
-            optimizer: the optimizer's name, for the message.
-
-        Raises:
-            ShardstackError: gradients were not reduced, or are invalid.
-        """
-        self.recover()
-        self.gradient_state.check_may_step(optimizer)
-
-    def check_may_step_directly(self, optimizer: str) -> None:
-        """Raises unless an optimizer of torch, which reads ``param.grad`` and writes the parameters, may step.
-
-        Raises:
-            ShardstackError: as `check_may_step`; or ``param.grad`` is not the gradient that an optimizer has to read.
-        """
-        self.check_may_step(optimizer)
+        with self.engine.whole_parameters():
+            yield
 
     def broadcast_params(self) -> None:
         """Broadcasts data-parallel rank 0's parameters and buffers to all replicas.
@@ -338,20 +313,14 @@ class _BaseDataParallel(EngineVerbs):
         A shard is sent to its replicas across optimizer instances. Within an instance it exists once, and is not sent:
         replicas that started different were made equal before they were cut (``sync_module_states``).
         """
-        self.settle_parameters()
+        self.engine.settle()
         broadcast_tensors(self.module.buffers(), self.process_group)
         for _, parameter in managed_parameters(self.module):
             groups = self.plan.groups.of(parameter)
             replicas = groups.replicate if self.plan.shards_parameters else groups.whole
             if replicas is not None:
-                broadcast_tensors([self.shard(parameter)], replicas)
-
-    def _finish_construction(self) -> None:
-        """Lets optimizers find the wrapper of their parameters, and puts the last hooks around units."""
-        if self.plan.transforms:
-            offload_activations(self.plan.transforms)
-        reject_resizing(self.module)
-        own_parameters((parameter for _, parameter in managed_parameters(self.module)), self)
+                broadcast_tensors([self.engine.shard(parameter)], replicas)
+        self.engine.invalidate()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardstackError(

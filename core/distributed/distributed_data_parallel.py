@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..base.errors import ParallelConfigError, ShardstackError
-from ..comm.lane import comm_lane
-from ..diagnostics.step_marks import replaced_parameters_marked
+from ..base.errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import unwrap_model
-from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
-from .engine.bucket import Bucket
-from .engine.buffer import FlatBuffer
-from .engine.unit import Unit
-from .flat_data_parallel import _FlatDataParallel
+from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
+from .flat.bucket import Bucket
+from .flat.buffer import FlatBuffer
+from .flat.flat_engine import FlatEngine
+from .flat.whole_parameters import WholeParameters
 from .groups import Ranks
-from .model.forward_hooks import WrapperHook
-from .model.initial_values import start_equal
 from .plan.layout import FullParamLayout
 from .plan.unit_choice import UnitChoice
 
 
-class DistributedDataParallel(_FlatDataParallel):
+class DistributedDataParallel(_BaseDataParallel):
     """Replicates the model on every rank, and reduces gradients over the group once a step, in flat buffers.
 
     After `finish_grad_sync` a rank has, by sharding strategy:
@@ -66,7 +62,8 @@ class DistributedDataParallel(_FlatDataParallel):
         WrapError: a parameter that is a DTensor already.
     """
 
-    engine = Engine.FLAT_BUFFERS
+    engine: FlatEngine
+    engine_kind = EngineKind.FLAT_BUFFERS
 
     def __init__(
         self,
@@ -99,26 +96,14 @@ class DistributedDataParallel(_FlatDataParallel):
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
         super().__init__(config, module, ddp_config, plan)
-        with replaced_parameters_marked(module):
-            start_equal(module, plan.groups)  # replicas that start different would stay different
-        named_params = dict(model.named_parameters())
-        self._build(named_params)
-        self._take_gradients()
-        # Buckets of parameters, in the order in which forward reads them; fixed. Gathered where ranks update shards.
-        by_place = {piece.bucket: unit for unit in self.units for piece in unit.plan.pieces}
-        # This replaces the plan's order, which also has the root.
-        self.units = [by_place[place] for place in reversed(plan.reduction_order)]
-        # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
-        # `disable_forward_pre_hook` removes them.
-        self._pre_hooks: list[Any] = []
+        finish = self.finish_grad_sync if finish_in_backward else None
+        self._set_engine(FlatEngine(plan, module, model, self.gradient_state, finish))
         if plan.settings.overlap_param_gather:
             self.enable_forward_pre_hook()
 
-    def settle_parameters(self) -> None:
-        self.finish_param_sync()
-
-    def publish_update(self) -> None:
-        self.start_param_sync()
+    @property
+    def _parameters_of_engine(self) -> WholeParameters:
+        return cast(WholeParameters, self.engine.parameters)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gathers updated parameters, in the order in which forward reads them.
@@ -129,16 +114,12 @@ class DistributedDataParallel(_FlatDataParallel):
             force_sync: return only when all parameters are gathered.
             force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
-        self._placement.check_unless_optimizer_does()
-        waits = force_sync or not (self._pre_hooks and self.plan.settings.overlap_param_gather)
-        for unit in self.units if self._is_sharded else ():
-            unit.wait_until_readable()
-            unit.start_gather(comm_lane(unit.buckets[0].buffer.device), waits=waits)
+        self.engine.placement.check_unless_optimizer_does()
+        self._parameters_of_engine.publish(waits=force_sync)
 
     def finish_param_sync(self) -> None:
         """Waits for parameters that are still being gathered."""
-        for unit in self.units:
-            unit.wait_until_readable()
+        self.engine.settle()
 
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, by Megatron-LM's name. They write into the buffers, so that nothing is freed."""
@@ -146,11 +127,7 @@ class DistributedDataParallel(_FlatDataParallel):
 
     def enable_forward_pre_hook(self) -> None:
         """Lets parameters be gathered while forward runs: each module's forward waits for those that it reads."""
-        if self._pre_hooks:
-            raise ShardstackError(
-                "enable_forward_pre_hook was called while the hooks are enabled; call disable_forward_pre_hook() first"
-            )
-        self._pre_hooks += wait_before_forwards(self.module, self.units)
+        self._parameters_of_engine.enable_hooks()
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Takes the hooks away, as for an evaluation that reads parameters outside of forward.
@@ -158,11 +135,7 @@ class DistributedDataParallel(_FlatDataParallel):
         Args:
             param_sync: wait for what is still being gathered; without it the caller must, by `finish_param_sync`.
         """
-        if not self._pre_hooks:
-            raise ShardstackError("there are no forward pre-hooks to disable; overlap_param_gather sets them")
-        for handle in self._pre_hooks:
-            handle.remove()
-        self._pre_hooks.clear()
+        self._parameters_of_engine.disable_hooks()
         if param_sync:
             self.finish_param_sync()
 
@@ -170,8 +143,10 @@ class DistributedDataParallel(_FlatDataParallel):
 
     def _views(self, of_experts: bool) -> list[ParamAndGradBuffer]:
         return [
-            ParamAndGradBuffer(buffer, [bucket for bucket in self._bucket_at.values() if bucket.buffer is buffer])
-            for buffer in self._flat_buffers
+            ParamAndGradBuffer(
+                buffer, [bucket for bucket in self.engine.bucket_at.values() if bucket.buffer is buffer]
+            )
+            for buffer in self.engine.buffers
             if (buffer.kind.kind == "expert") is of_experts
         ]
 
@@ -188,12 +163,12 @@ class DistributedDataParallel(_FlatDataParallel):
     @property
     def bucket_groups(self) -> list[Bucket]:
         """The buckets of `buffers`, in the order in which they leave."""
-        return [bucket for bucket in self._buckets if bucket.buffer.kind.kind != "expert"]
+        return [bucket for bucket in self.engine.buckets if bucket.buffer.kind.kind != "expert"]
 
     @property
     def expert_parallel_bucket_groups(self) -> list[Bucket]:
         """The buckets of `expert_parallel_buffers`, in the order in which they leave."""
-        return [bucket for bucket in self._buckets if bucket.buffer.kind.kind == "expert"]
+        return [bucket for bucket in self.engine.buckets if bucket.buffer.kind.kind == "expert"]
 
 
 class ParamAndGradBuffer:
@@ -228,22 +203,3 @@ class _BufferList(list[ParamAndGradBuffer]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         return self._torch_buffers(*args, **kwargs)
-
-
-def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
-    """Makes each module below `module` wait for its parameters before its forward. Yields the hooks' handles.
-
-    All other code that reads a parameter waits too (`base.parameters`). A module of torch with children waits for
-    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
-    """
-    unit_of = {param: unit for unit in units for param in unit.name_of}
-    for submodule in module.modules():
-        params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
-        for unit in {unit_of[param]: None for param in params if param in unit_of}:
-            # Before all other hooks, which may read parameters.
-            yield submodule.register_forward_pre_hook(WrapperHook(unit.wait_until_readable), prepend=True)
-
-
-def _reads_weights_of_children(module: nn.Module) -> bool:
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)

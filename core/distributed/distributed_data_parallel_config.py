@@ -16,7 +16,7 @@ ActivationCheckpointing = Literal["none", "full", "selective"]
 """What backward computes again of a unit: nothing, all but its inputs, or all but its inputs and long operations."""
 
 
-class Engine(Enum):
+class EngineKind(Enum):
     """The engine that holds the parameters and gradients of a wrapped model."""
 
     FLAT_BUFFERS = auto()
@@ -199,6 +199,6 @@ class DistributedDataParallelConfig:
         return self.activation_checkpointing != "none" or self.compile_units or self.offload_activations
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineKind:
         """What holds the model: FSDP2 by the type of the settings, the others by the sharding strategy."""
-        return Engine.FULLY_SHARDED if self.shards_parameters else Engine.FLAT_BUFFERS
+        return EngineKind.FULLY_SHARDED if self.shards_parameters else EngineKind.FLAT_BUFFERS

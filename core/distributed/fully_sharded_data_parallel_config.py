@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from ..base.dtypes import Dtype, as_dtype
 from ..base.errors import ParallelConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
-from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine, shards_parameters
+from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind, shards_parameters
 
 T = TypeVar("T")
 
@@ -211,8 +211,8 @@ class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     """``auto``: as the backend does them best. Under gloo ranks exchange pieces directly. ``torch``: FSDP2's own."""
 
     @property
-    def engine(self) -> Engine:
-        return Engine.FSDP2
+    def engine(self) -> EngineKind:
+        return EngineKind.FSDP2
 
 
 def config_class(use_torch_fsdp2: bool, sharding_strategy: str) -> type[DistributedDataParallelConfig]:

@@ -23,11 +23,11 @@ from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks, unwrap_model
-from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
+from ..distributed.engine.owners import owner_of
+from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
-from ..distributed.verbs import owner_of
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics
 from .grad_scaler import build_grad_scaler
@@ -44,8 +44,8 @@ from .update_rules import build_update_rule
 class MainRange(MainParam):
     """The run of a parameter's elements that the plan gives this rank to update. May be empty."""
 
-    wrapper: _FlatDataParallel = field(repr=False)
-    """The wrapper whose buffers hold the parameter, and which reduces its gradient."""
+    engine: FlatEngine = field(repr=False)
+    """The engine whose buffers hold the parameter, and which reduces its gradient."""
 
     start: int
     end: int
@@ -56,17 +56,17 @@ class MainRange(MainParam):
     buffer, which `check_storage` checks."""
 
     def __post_init__(self) -> None:
-        self._run = self.wrapper.elements_of(self.param, self.start, self.end)
+        self._run = self.engine.elements_of(self.param, self.start, self.end)
         super().__post_init__()
 
     def local(self) -> Tensor:
         return self._run
 
     def local_gradient(self) -> Tensor | None:
-        return self.wrapper.local_gradient(self.param)
+        return self.engine.gradient(self.param)
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        plan = self.wrapper.plan.over_ranks_of(kind_of(self.param))
+        plan = self.engine.plan.over_ranks_of(kind_of(self.param))
         groups = [plan.groups.shard] if plan.num_shards > 1 else []
         if plan.num_updated_parts > plan.num_shards and plan.groups.replicate is not None:
             groups.append(plan.groups.replicate)
@@ -107,12 +107,11 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            if isinstance(wrapper, _FlatDataParallel):
-                wrapper.publish_update()
+            wrapper.engine.publish()
 
 
 def collect_main_ranges(
-    model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel], *, has_master: bool = True
+    model_chunks: Sequence[nn.Module], wrappers: Sequence[_BaseDataParallel], *, has_master: bool = True
 ) -> list[MainParam]:
     """Returns this rank's run of every trainable parameter, under the names of `collect_main_params`.
 
@@ -173,10 +172,10 @@ def get_megatron_optimizer(
         tp_group = pg_collection.tp
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     for wrapper in wrappers:
-        wrapper.settle_parameters()
+        wrapper.engine.settle()
     is_muon, settings = config.optimizer == "muon", (no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
 
-    def choose() -> tuple[list[_FlatDataParallel], list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
+    def choose() -> tuple[list[_BaseDataParallel], list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:
         sharding = _wrappers_that_shard_state(config, model_chunks)
         if sharding:
             params = collect_main_ranges(model_chunks, sharding)
@@ -204,21 +203,23 @@ def get_megatron_optimizer(
     return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers)
 
 
-def _planned_ranges(wrapper: _FlatDataParallel) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
+def _planned_ranges(wrapper: _BaseDataParallel) -> Iterator[tuple[nn.Parameter, tuple[FlatEngine, int, int]]]:
     """Yields the planned parameters that are still in the model, with the arguments of their `MainRange`."""
-    plans = wrapper.plan.trained_params
+    engine, plans = wrapper.engine, wrapper.plan.trained_params
+    if not isinstance(engine, FlatEngine):
+        return
     for name, param in unwrap_model(wrapper).named_parameters():
         if name in plans and owner_of(param) is wrapper and param.is_contiguous():
             index = wrapper.plan.over_ranks_of(kind_of(param)).updated_part
             start, end = plans[name].bounds[index : index + 2]
-            yield param, (wrapper, start, end)
+            yield param, (engine, start, end)
 
 
-def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_FlatDataParallel]:
+def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_BaseDataParallel]:
     """Returns the chunks' wrappers if each rank updates its share of their flat buffers, else an empty list."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
-    sharding = [wrapper for wrapper in wrappers if shards_buffers(wrapper)]
+    sharding = [wrapper for wrapper in wrappers if wrapper.plan.shards_buffers]
     if sharding and len(sharding) < len(model_chunks):
         raise ConfigError(
             f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
@@ -237,7 +238,7 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
 def _check_whole(params: list[MainParam]) -> None:
     for p in params:
         wrapper = owner_of(p.param)
-        if shards_buffers(wrapper):
+        if wrapper is not None and wrapper.plan.shards_buffers:
             raise OptimizerError(
                 f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
                 "was not given that wrapper; give it what wrap_model returned"

@@ -23,7 +23,7 @@ from ..base.parameters import local_part
 from ..comm.lane import HostRead
 from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view, noting_copy
-from ..distributed.verbs import read_gradient
+from ..distributed.engine.gradients import read_gradient
 
 
 @dataclass(eq=False)

@@ -21,8 +21,8 @@ from .. import parallel_state
 from ..base.device import current_device
 from ..base.errors import ParallelConfigError, warn_once
 from ..comm.lane import known_on_host
+from ..distributed.engine.owners import owner_of
 from ..distributed.groups import whole_group
-from ..distributed.verbs import owner_of
 from . import update_rules as rules
 from .main_params import MainParam
 from .matrices import describe_matrices, matrices_of, orthogonalize

@@ -15,8 +15,8 @@ from ..base.errors import OptimizerError
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.engine.owners import owner_of
 from ..distributed.gradient_state import Phase
-from ..distributed.verbs import owner_of
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
@@ -62,8 +62,8 @@ class MegatronOptimizer(OptimizerState):
         self._wrappers = wrappers
         for wrapper in wrappers:
             wrapper.updated_parameters.update(p.param for p in params)
-        # Parameters whose storage is checked here, because their wrapper's `check_may_step` does not; fixed.
-        checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
+        # Parameters whose storage is checked here, because their engine's `check_step` does not; fixed.
+        checking = [wrapper for wrapper in wrappers if wrapper.engine.checks_placement]
         self._checked_here = [p for p in params if owner_of(p.param) not in checking]
         # Whether the norm stays in double, instead of being rounded to fp32; fixed.
         self._is_double = bool(params) and all(p.main.dtype == torch.float64 for p in params)
@@ -131,7 +131,7 @@ class MegatronOptimizer(OptimizerState):
 
         # Gather and check.
         for wrapper in self._wrappers:
-            wrapper.check_may_step(type(self).__name__)
+            wrapper.engine.check_step(type(self).__name__)
             _check_updated(wrapper)
         for p in self._checked_here:
             p.check_storage()
@@ -162,7 +162,7 @@ class MegatronOptimizer(OptimizerState):
             factor = torch.where(is_finite, factor, torch.ones_like(factor))
             multiply_gradients([grad for grad in grads if grad is not None], factor)
             for wrapper in self._wrappers:
-                wrapper.gather_gradients(again=True)
+                wrapper.engine.gather_gradients(again=True)
 
         # Update.
         self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
@@ -173,7 +173,7 @@ class MegatronOptimizer(OptimizerState):
         # Publish.
         self._publish_parameters()
         for wrapper in self._wrappers:
-            wrapper.note_step()
+            wrapper.engine.updated()
             if self.grad_scaler is not None:
                 wrapper.gradient_state.note_unscaled()
 
@@ -238,8 +238,8 @@ class MegatronOptimizer(OptimizerState):
         self.finish_step()
         self._written_params.refresh_masters()
         for wrapper in self._wrappers:
-            wrapper.check_may_write_shards()
-            wrapper.settle_parameters()
+            wrapper.engine.check_may_write_shards()
+            wrapper.engine.settle()
         for p, other in zip(self._params, others, strict=True):
             before = p.main.clone()
             p.main.copy_(other)

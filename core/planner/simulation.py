@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..base.host_memory import transient_memory_seen_by_profilers
 from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel, wrap_model
-from ..distributed.distributed_data_parallel_config import Engine
+from ..distributed.distributed_data_parallel_config import EngineKind
 from ..distributed.finalize_model_grads import is_last_stage
 from ..distributed.plan import Plan
 from ..optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -43,7 +43,7 @@ _HELD = {
     "gradients": "gradients",
     "gradients not reduced yet": "gradients",
 }
-"""The category of each kind of `_BaseDataParallel.held_tensors`."""
+"""The category of each kind of `Engine.held`."""
 
 MOST_SIMULATED = 3
 """Micro-batches that are simulated: of more, those between the first and the last repeat the second. Pipeline stages
@@ -179,7 +179,7 @@ class _Run:
             num_parameters = sum(map(world.whole_size, modules.parameters()))
             chunks = [wrap_model(module, config.model, config.ddp) for module in modules]
             for chunk in chunks if offloads else ():
-                recorder.sort_into(ON_HOST, map(local_part, chunk.held_tensors()["parameters"]))
+                recorder.sort_into(ON_HOST, map(local_part, chunk.engine.held()["parameters"]))
             optimizer = get_megatron_optimizer(config.optimizer, chunks)
             scheduler = build_scheduler(config, optimizer)
             changes = (change for _, change, block in recorder.changes if block.category != ON_HOST)
@@ -198,7 +198,7 @@ class _Run:
             replicas = {ranks for plan in plans for ranks in _replicas(plan)}
             timeline = [*self._timeline(first_change, replicas, kept_bytes * (num_microbatches - count))]
         peak, plan = max(timeline, key=lambda moment: moment.nbytes), plans[0]
-        is_fsdp2 = plan.engine is Engine.FSDP2
+        is_fsdp2 = plan.engine is EngineKind.FSDP2
         return Simulation(
             rank=dist.get_rank(),
             plans=plans,
@@ -340,7 +340,7 @@ class _Run:
         """Sorts memory of the wrappers into categories."""
         # Tensors may share memory between kinds, where it counts in the first.
         for chunk in chunks:
-            for kind, tensors in reversed(chunk.held_tensors().items()):
+            for kind, tensors in reversed(chunk.engine.held().items()):
                 self._recorder.sort_into(_HELD[kind], map(local_part, tensors))
 
     def _timeline(self, first: int, replicas: Set[Ranks], kept_bytes: int) -> Iterator[Moment]:

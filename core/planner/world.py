@@ -25,7 +25,7 @@ from .. import parallel_state
 from ..base.errors import ConfigError
 from ..comm import collectives, lane
 from ..comm.lane import CommLane, Handle
-from ..distributed.engine.buffer import FlatBuffer
+from ..distributed.flat.buffer import FlatBuffer
 from ..distributed.model import offloaded_activations
 from ..optimizer import clip_grads, exact_sums
 from ..tensor_parallel import cross_entropy, weight_gradients

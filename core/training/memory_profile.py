@@ -1,7 +1,7 @@
 """Measures memory over one step by category, at every allocation, and draws it.
 
 Torch's profiler reports each allocation and release, on the CPU and on a GPU, with its address. Hooks record at many
-moments of the step which addresses have tensors of the wrapper and the optimizer (`held_tensors`). A block of memory
+moments of the step which addresses have tensors of the wrapper and the optimizer (`Engine.held`). A block of memory
 belongs to the category that was recorded for it last. Blocks without a record are activations, their gradients and
 scratch. No communication.
 """
@@ -163,7 +163,7 @@ class _Notes:
     def take(self, *_: Any) -> None:
         """Records the current tensors of wrapper and optimizer."""
         with record_function(_MARK):
-            of_wrapper = self._model.held_tensors()
+            of_wrapper = self._model.engine.held()
             kinds = [*(of_wrapper[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
             self.entries.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
 
@@ -172,7 +172,7 @@ class _Notes:
         for module in self._model.module.modules():
             yield module.register_forward_pre_hook(self.take)
             yield module.register_forward_hook(self._after_forward)
-        for parameter in self._model.gradient_receivers():
+        for parameter in self._model.engine.gradient_receivers():
             if parameter.requires_grad:
                 yield parameter.register_post_accumulate_grad_hook(self._note_gradient)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.dist_checkpointing.global_view import global_view, whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
-from core.distributed.engine.unit import POISONS
+from core.distributed.flat.unit import POISONS
 from core.distributed.model import offloaded_activations
 from core.optimizer import AveragedWeights, MegatronOptimizer, RunState, get_megatron_optimizer
 from core.training.train_step import train_step
@@ -192,7 +192,7 @@ class Wrapped(Training):
     def _check_stream(self, stream: WeightStream) -> None:
         sent = {name: tensor.clone() for name, tensor in stream}
         for wrapper in self.wrappers:
-            wrapper.settle_parameters()
+            wrapper.engine.settle()
         held = {name: t for m in self._modules for name, t in m.state_dict(keep_vars=True).items()}
         held = self._whole({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
         wrong = [name for name in held.keys() & sent.keys() if not torch.equal(held[name], sent[name].to(held[name]))]

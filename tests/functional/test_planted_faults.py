@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from core.comm.lane import CommLane
 from core.distributed import _BaseDataParallel, finalize_model_grads
-from core.distributed.engine.buffer import BucketReduction
-from core.distributed.engine.unit import Unit
+from core.distributed.engine.bucket_reduction import BucketReduction
+from core.distributed.flat.unit import Unit
 from core.distributed.fsdp2.unit_collectives import UnitAllGather
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler

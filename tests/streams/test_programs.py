@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.comm import streams
 from core.dist_checkpointing.saving import HostStaging
-from core.distributed.engine.buffer import BucketReduction
+from core.distributed.engine.bucket_reduction import BucketReduction
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
 from tests.streams.steps import Case, groups_of, inputs, make_step, train, wrapped
@@ -126,7 +126,7 @@ def _reads_gradients(case: Case) -> None:
             model.zero_grad_buffer()
             model(inputs(case)).float().sum().backward()
             model.finish_grad_sync()
-            for group in model._buckets:
+            for group in model.engine.buckets:
                 group.local_grad_shard.clone()
 
 

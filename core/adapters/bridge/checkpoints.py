@@ -88,7 +88,7 @@ def load_trained(
     load(present | dict(others or {}), folder, strict=False, cast=True)
     if updates is not None:
         updates.load_state_scalars(metadata["optimizer"])
-    trained.wrapper.note_step()
+    trained.wrapper.engine.updated()
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def whole_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor
         keep: whether this rank needs them; else it gets an empty dict.
     """
     if isinstance(model, _BaseDataParallel):
-        model.settle_parameters()
+        model.engine.settle()
     receivers = [rank for rank, keeps in enumerate(Ranks().all_gather(keep)) if keeps]
     stream = TensorStream(model_state_dict(unwrap_model(model)), receivers=receivers)
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
@@ -113,6 +113,6 @@ def load_whole_state_dict(wrapper: _BaseDataParallel, state_dict: Mapping[str, T
     Raises:
         CheckpointError: names that only one of them has, but for tied ones; before anything is changed.
     """
-    wrapper.settle_parameters()
+    wrapper.engine.settle()
     load_model_state_dict(unwrap_model(wrapper), state_dict)
-    wrapper.note_step()
+    wrapper.engine.updated()

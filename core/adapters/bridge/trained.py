@@ -19,8 +19,7 @@ from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
-from ...distributed.flat_data_parallel import shards_buffers
-from ...distributed.verbs import owner_of
+from ...distributed.engine.owners import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ...optimizer.distrib_optimizer import collect_main_ranges
@@ -217,7 +216,7 @@ class GradientNorm:
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
-        if shards_buffers(wrapper):
+        if wrapper.plan.shards_buffers:
             self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
         else:
             self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
@@ -342,5 +341,5 @@ class Trained:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
-        self.wrapper.settle_parameters()
+        self.wrapper.engine.settle()
         return model_state_dict(unwrap_model(self.wrapper))

@@ -155,13 +155,11 @@ class ShardedInPlace(TorchFullyShardedDataParallel):
         super().__init__(*args, **kwargs)
         self.module.register_forward_pre_hook(self._forget_failure, prepend=True)
         self.let_module_be_called()
-
-    def _adds_exactly(self, parameter: nn.Parameter) -> bool:
-        return True
+        self.engine.adds_always = True
 
     def _forget_failure(self, module: nn.Module, args: Any) -> None:
         """Ends a step whose backward raised, once an optimizer has set every gradient to None."""
-        self.recover()
+        self.engine.recover()
         if self.gradient_state.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
             self.zero_grad_buffer()
 

@@ -29,7 +29,6 @@ from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
-from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
 from ...distributed.plan.unit_choice import UnitChoice
 from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
@@ -217,7 +216,7 @@ def take_optimizer(optimizer: Optimizer) -> Trained:
             "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
         )
     trained.optimizer = optimizer
-    if shards_buffers(trained.wrapper):
+    if trained.wrapper.plan.shards_buffers:
         trained.updates = build_update(optimizer, trained.wrapper, "the sharding 'fsdp2' or 'no_shard'")
     else:
         trained.updates = TorchOptimizer(optimizer, trained.wrapper.module)

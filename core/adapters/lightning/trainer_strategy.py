@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
-from ...distributed.distributed_data_parallel_config import Engine
+from ...distributed.distributed_data_parallel_config import EngineKind
 from ..bridge.trained import Trained, mix_in
 from .shared import Processes, check_precision, load_folder, save_folder, take_optimizer, wrap
 
@@ -223,7 +223,7 @@ def _check_is_supported(trainer: Trainer, module: LightningModule, settings: Dis
     reasons: dict[str, tuple[str, ...]] = {}
     if settings.shards_parameters:
         reasons["averages whole parameters"] = ("WeightAveraging", "StochasticWeightAveraging")
-    if settings.shards_updates and settings.engine is not Engine.FSDP2:
+    if settings.shards_updates and settings.engine is not EngineKind.FSDP2:
         reasons["looks the optimizer's parameters up among the module's"] = ("BaseFinetuning",)
     for callback in trainer.callbacks:
         for reason, unfit in reasons.items():

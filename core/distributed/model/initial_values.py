@@ -192,14 +192,6 @@ class InitialValues:
         yield from zip(names, first, anywhere, strict=True)
 
 
-def start_equal(module: nn.Module, groups: DataParallelGroups) -> None:
-    """Does all of it, for a wrapper that does not shard."""
-    start = InitialValues(module, groups)
-    start.equalize()
-    start.allocate()
-    start.fill()
-
-
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns every parameter that settings do not ignore, and every buffer, once, by its first name."""
     return dict(managed_parameters(module)) | dict(module.named_buffers())

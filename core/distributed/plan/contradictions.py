@@ -18,7 +18,7 @@ from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
 from ...base.micro_batch_tree import odd_part
 from ...model_parallel_config import ModelParallelConfig
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
     Reshard,
@@ -146,7 +146,7 @@ def check_contradictions(
     Raises:
         ParallelConfigError: says what to change.
     """
-    averages = ddp_config.average_in_collective and ddp_config.engine is not Engine.FSDP2  # which ignores it
+    averages = ddp_config.average_in_collective and ddp_config.engine is not EngineKind.FSDP2  # which ignores it
     if averages and getattr(config, "calculate_per_token_loss", False):
         raise ParallelConfigError(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...base.errors import ParallelConfigError
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, Reshard
 from ..groups import DataParallelGroups, ParameterKind, kind_of, managed_parameters
 from . import contradictions
@@ -31,7 +31,7 @@ def plan_model(
     groups: DataParallelGroups,
     unit_classes: Iterable[UnitChoice] = (),
     *,
-    engine: Engine | None = None,
+    engine: EngineKind | None = None,
     caller: str = "plan_model",
     disable_bucketing: bool = False,
     finish_in_backward: bool = False,
@@ -57,7 +57,7 @@ def plan_model(
     """
     engine, unit_classes = ddp_config.engine if engine is None else engine, tuple(unit_classes)
     own_config: DistributedDataParallelConfig
-    if engine is Engine.FLAT_BUFFERS:
+    if engine is EngineKind.FLAT_BUFFERS:
         contradictions.check_replicated(ddp_config, config, module, caller, finish_in_backward)
         own_config = ddp_config
         settings = resolve_settings(own_config, config, module, groups, engine, finish_in_backward)
@@ -69,7 +69,7 @@ def plan_model(
         options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
     else:
         gathered: FullyShardedDataParallelConfig
-        if engine is Engine.FSDP2:
+        if engine is EngineKind.FSDP2:
             gathered = of_fsdp2 = contradictions.fsdp2_config(ddp_config)
             settings = resolve_settings(gathered, config, module, groups, engine)
             settings = replace(settings, collectives=of_fsdp2.collectives)
@@ -79,7 +79,7 @@ def plan_model(
         own_config = gathered
         units = _plan_units(module, config, gathered, groups, unit_classes, engine, mp_policy)
         transforms = plan_transforms(units[:-1], own_config)
-        if engine is Engine.FSDP2:
+        if engine is EngineKind.FSDP2:
             _reject_units_in_selective_ones(transforms, units)
         options = {} if mp_policy is None else {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
     sums_gradients = getattr(config, "calculate_per_token_loss", False)
@@ -123,7 +123,7 @@ def _plan_buckets(
             params, dp_size=dp_size, for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw, **sizes
         )
 
-    pieces = Pieces(module, Engine.FLAT_BUFFERS, ddp_config, groups=groups)
+    pieces = Pieces(module, EngineKind.FLAT_BUFFERS, ddp_config, groups=groups)
     params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
     buckets = pieces.in_buffers([param for param in params if param.requires_grad], lay_out_buckets)
     frozen = pieces.by_rows((param for param in params if not param.requires_grad), is_cut=False)
@@ -139,11 +139,11 @@ def _plan_units(
     ddp_config: FullyShardedDataParallelConfig,
     groups: DataParallelGroups,
     unit_classes: Iterable[UnitChoice],
-    engine: Engine,
+    engine: EngineKind,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> tuple[UnitPlan, ...]:
     """Plans a model whose ranks share its parameters, and gather them a unit at a time."""
-    is_fsdp2 = engine is Engine.FSDP2
+    is_fsdp2 = engine is EngineKind.FSDP2
     managed = (parameter for _, parameter in managed_parameters(module))
     precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), ddp_config)
     shares_update, num_shards = ddp_config.outer_dp_sharding_strategy != "no_shard", groups.shard.size()

@@ -17,7 +17,7 @@ from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.parameters import can_be_pending, is_packed, local_part
 from ...tensor_parallel.layers import ColumnParallelLinear
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..groups import DataParallelGroups, ParameterKind, kind_of
 from .layout import BucketLayout, FullParamLayout, lay_out
 from .parts import NO_CASTS, ParamPlan, PieceKind, PiecePlan, bounds_by_rows
@@ -63,7 +63,7 @@ class Pieces:
     def __init__(
         self,
         module: nn.Module,
-        engine: Engine,
+        engine: EngineKind,
         ddp_config: DistributedDataParallelConfig,
         precision: MixedPrecisionPolicy = NO_CASTS,
         *,
@@ -174,7 +174,7 @@ def _reject_changes(name: str, kind: PieceKind) -> None:
 
 def kind_of_parameter(
     param: nn.Parameter,
-    engine: Engine,
+    engine: EngineKind,
     ddp_config: DistributedDataParallelConfig,
     precision: MixedPrecisionPolicy = NO_CASTS,
     num_parts: int = 1,
@@ -187,7 +187,7 @@ def kind_of_parameter(
         num_parts: number of ranks that share an update; of an expert there may be fewer.
         num_param_shards: number of ranks that share a parameter.
     """
-    is_cast, is_fsdp2 = param.is_floating_point(), engine is Engine.FSDP2
+    is_cast, is_fsdp2 = param.is_floating_point(), engine is EngineKind.FSDP2
     gathered_dtype = (precision.param_dtype if is_cast else None) or param.dtype
     grad_dtype = (precision.reduce_dtype if is_cast else None) or gathered_dtype
     if ddp_config.grad_reduce_in_fp32 and not is_fsdp2:  # to add more exactly, so double precision stays
@@ -245,7 +245,9 @@ def full_param_layout(
         dp_size: ranks that share a bucket.
     """
     num_buckets, pads = ddp_config.num_buckets, ddp_config.pad_buckets_for_high_nccl_busbw
-    kinds = _group_by_kind(reversed(params), lambda param: kind_of_parameter(param, Engine.FLAT_BUFFERS, ddp_config))
+    kinds = _group_by_kind(
+        reversed(params), lambda param: kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config)
+    )
     return tuple(
         tuple(
             lay_out_params(of, dp_size=dp_size, bucket_size=bucket_size, num_buckets=num_buckets, for_high_busbw=pads)

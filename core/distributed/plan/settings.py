@@ -17,7 +17,7 @@ from ...base.dtypes import as_dtype
 from ...base.errors import warn_once
 from ...comm import streams
 from ...model_parallel_config import ModelParallelConfig
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, Engine
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups
 
@@ -55,9 +55,11 @@ class Settings:
     finish_in_backward: bool = False
     """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
 
+    sync_module_states: bool = True
+    """Always set where parameters are whole on every rank."""
+
     # ---- where parameters are sharded
 
-    sync_module_states: bool = False
     buffer_dtype: torch.dtype | None = None
     forward_methods: tuple[str, ...] = ()
     forward_prefetch: int = 0
@@ -75,7 +77,7 @@ def resolve_settings(
     config: Any,
     module: nn.Module,
     groups: DataParallelGroups,
-    engine: Engine,
+    engine: EngineKind,
     finish_in_backward: bool = False,
 ) -> Settings:
     """Resolves the settings of a wrapper for a model and the ranks that replicate it.
@@ -112,7 +114,7 @@ def resolve_settings(
     num_parts = (groups.shard if updates_whole_shards else groups.whole).size()
     return replace(
         settings,
-        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and (engine is Engine.FSDP2 or num_parts > 1),
+        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and (engine is EngineKind.FSDP2 or num_parts > 1),
         sync_module_states=ddp_config.sync_module_states,
         buffer_dtype=as_dtype(ddp_config.buffer_dtype),
         forward_methods=ddp_config.forward_methods,

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...base.errors import WrapError
 from ...base.micro_batch_tree import MicroBatchTree
-from ..distributed_data_parallel_config import Engine, shards_parameters
+from ..distributed_data_parallel_config import EngineKind, shards_parameters
 from ..groups import DataParallelGroups, ParameterKind
 from .layout import FullParamLayout
 from .parts import Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
@@ -37,7 +37,7 @@ class Plan:
 
     caller: str
     """The wrapper class or function that the user called, for messages."""
-    engine: Engine
+    engine: EngineKind
     strategy: str
     """``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
     groups: DataParallelGroups
@@ -95,7 +95,7 @@ class Plan:
         settings = self.settings
         if kind == "replicated":
             settings = replace(settings, outer_dp_sharding_strategy="no_shard")
-            if self.engine is Engine.FSDP2:  # reduced when the gradients of all micro-batches are there
+            if self.engine is EngineKind.FSDP2:  # reduced when the gradients of all micro-batches are there
                 settings = replace(settings, reduce_every_micro_batch=False)
         return replace(self, groups=groups, settings=settings)
 
@@ -113,6 +113,11 @@ class Plan:
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded too, and gathered before use."""
         return shards_parameters(self.strategy)
+
+    @property
+    def shards_buffers(self) -> bool:
+        """Whether flat buffers are cut, and each rank updates its part of them."""
+        return self.engine is not EngineKind.FSDP2 and not self.is_replicated
 
     @property
     def is_replicated(self) -> bool:
@@ -137,7 +142,7 @@ class Plan:
             "reduce_every_micro_batch": "reduce_every_micro_batch=True",
         }
         if self.shards_parameters:
-            advice = ", keep_gathered_between_micro_batches='none'" if self.engine is Engine.FSDP2 else ""
+            advice = ", keep_gathered_between_micro_batches='none'" if self.engine is EngineKind.FSDP2 else ""
             requests["is_freed"] = f"reshard_after_forward=True{advice}"
             requests["gathers_ahead"] = "forward_prefetch=0, backward_prefetch=0"
             requests["cpu_offload"] = "cpu_offload=True"

@@ -185,7 +185,8 @@ def save_hugging_face(
     recipes = hf_recipes(layout, architecture)
     wrappers = [model] if isinstance(model, nn.Module) else model
     for wrapper in wrappers:
-        getattr(wrapper, "settle_parameters", bool)()  # waits for the last update
+        if (engine := getattr(wrapper, "engine", None)) is not None:
+            engine.settle()  # waits for the last update
     stages = [gpt_of(wrapper) for wrapper in wrappers]
     ours = stages_state_dict(stages)
     if any(map(is_adapter, ours)):

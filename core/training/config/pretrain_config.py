@@ -20,7 +20,7 @@ from ...base.files import brief
 from ...base.micro_batch_tree import num_microbatches, rank_counts
 from ...base.text import nearest_multiples
 from ...distributed import DistributedDataParallelConfig
-from ...distributed.distributed_data_parallel_config import Engine
+from ...distributed.distributed_data_parallel_config import EngineKind
 from ...distributed.fully_sharded_data_parallel_config import config_class
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.groups import pad_vocab_size
@@ -48,7 +48,7 @@ class PretrainConfig:
     @property
     def use_torch_fsdp2(self) -> bool:
         """Whether the model is wrapped in PyTorch's FSDP2."""
-        return self.ddp.engine is Engine.FSDP2
+        return self.ddp.engine is EngineKind.FSDP2
 
     @property
     def max_sequence_length(self) -> int:

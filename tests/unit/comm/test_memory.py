@@ -62,7 +62,9 @@ def _allocates_slots_and_gradients_by_the_backend() -> None:
     ):
         model = build("zero3", toy(), nccl_ub=True)
         slots = len(allocated)
-        assert slots == sum(len(slot.parts) for slot in {unit.slot for unit in model.units if unit.slot is not None})
+        assert slots == sum(
+            len(slot.parts) for slot in {unit.slot for unit in model.engine.units if unit.slot is not None}
+        )
         for index, tokens in enumerate(batches(dist.get_rank())):
             with nullcontext() if index == 2 else model.no_sync():
                 loss_of(model, tokens).backward()

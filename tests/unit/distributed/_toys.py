@@ -32,8 +32,7 @@ from core.distributed import (
     _BaseDataParallel,
     finalize_model_grads,
 )
-from core.distributed.engine.unit import POISONS
-from core.distributed.flat_data_parallel import _FlatDataParallel
+from core.distributed.flat.unit import POISONS
 from core.distributed.fsdp2.torch_private import groups_of
 
 BUFFERED = {
@@ -221,7 +220,7 @@ def communication_of(module: nn.Module) -> tuple[Any, Any]:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns every gradient that the optimizer would read, whole, under the plain model's names."""
     module = model.module if isinstance(model, _BaseDataParallel) else model
-    is_sharded = isinstance(model, _FlatDataParallel) and model.plan.strategy != "no_shard"
+    is_sharded = isinstance(model, _BaseDataParallel) and model.plan.shards_buffers
     gathered = _gather_shards(model) if is_sharded else {}
     found = {}
     for name, parameter in module.named_parameters():
@@ -232,12 +231,12 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]:
+def _gather_shards(model: _BaseDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found, plan = {}, model.plan
     shared = [plan.groups.replicate] if plan.num_updated_parts > plan.num_shards else []
-    for bucket in (b for b in model._buckets if b.has_reduced):
+    for bucket in (b for b in model.engine.buckets if b.has_reduced):
         whole = bucket.local_grad_shard.clone()
-        for group in (*shared, model.intra_instance_group):
+        for group in (*shared, plan.groups.shard):
             parts = [torch.empty_like(whole) for _ in range(group.size())]
             dist.all_gather(parts, whole, group=group)
             whole = torch.cat(parts)

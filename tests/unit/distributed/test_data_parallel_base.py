@@ -63,7 +63,7 @@ def test_gradient_collectives_do_not_grow_with_micro_batches(kind: str) -> None:
             finalize_model_grads([model])
         # FSDP2: embedding, two blocks, head; the root holds a frozen weight only. Else of each bucket the half that is
         # the other rank's, in one message.
-        assert traffic.reductions == (4 if kind == "fsdp2" else len(model._buckets))
+        assert traffic.reductions == (4 if kind == "fsdp2" else len(model.engine.buckets))
 
 
 @on_ranks(2)
@@ -213,7 +213,7 @@ def test_a_non_finite_gradient_is_named_with_rank_and_step(kind: str) -> None:
     if kind == "fsdp2":  # it looks at reduced shards
         model.finish_grad_sync()
         bad.grad.to_local().fill_(float("nan"))
-        model._step = 1
+        model.engine.num_steps = 1
         reduced = ", reduced over ranks that may each be at fault,"
     else:
         bad.main_grad[dist.get_rank(), 1] = float("inf")
@@ -299,9 +299,9 @@ def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
     for name, parameter in model.module.named_parameters():
         bounds = planned[name].bounds
         held = bounds[part + 1] - bounds[part] if cuts else bounds[-1]
-        assert model.shard(parameter).numel() == held
+        assert model.engine.shard(parameter).numel() == held
     accumulate(model)
-    assert sum(tensor.numel() for tensor in model.held_tensors()["gradients"])
+    assert sum(tensor.numel() for tensor in model.engine.held()["gradients"])
     finalize_model_grads([model])
     for name, parameter in model.module.named_parameters():
         gradient = model.local_gradient(parameter)
@@ -309,8 +309,8 @@ def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
         if gradient is not None:
             bounds = planned[name].bounds
             assert gradient.numel() == bounds[part + 1] - bounds[part]
-    model.recover()  # of nothing: gradients stay
+    model.engine.recover()  # of nothing: gradients stay
     assert model.gradient_state.is_reduced
-    model.settle_parameters()
+    model.engine.settle()
     with model.whole_parameters():
         assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from core import parallel_state
 from core.base.errors import ParallelConfigError, ShardstackError, WrapError
 from core.distributed import DistributedDataParallel, finalize_model_grads, wrap_model
-from core.distributed.engine.bucket import Bucket
+from core.distributed.flat.bucket import Bucket
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients

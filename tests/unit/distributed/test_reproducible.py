@@ -22,7 +22,7 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.distributed.flat_data_parallel import _FlatDataParallel
+from core.distributed.flat.flat_engine import FlatEngine
 from core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from core.transformer import TransformerConfig
 from core.transformer.moe import MoELayer
@@ -227,7 +227,7 @@ def test_as_many_sums_wait_as_the_formula_says(name: str) -> None:
         for number in range(count):
             with model.no_sync():
                 loss_of(model, _tokens(number)).backward()
-            most = max(most, sum(tensor.numel() for tensor in model.held_tensors()["gradients"]))
+            most = max(most, sum(tensor.numel() for tensor in model.engine.held()["gradients"]))
         # And the sum that is added to: flat buffers are padded by a few hundred elements, FSDP2's are not.
         assert waiting * whole <= most <= (waiting + 1) * (whole + 1000), count
 
@@ -236,8 +236,8 @@ def _train_steps(name: str, counts: Sequence[int], fields: dict[str, Any]) -> tu
     """Trains steps of so many micro-batches. Returns how many whole gradients the last one allocates, and how many are
     kept after it."""
     model = build(name, toy(), **fields)
-    assert isinstance(model, _FlatDataParallel)
-    memories = [buffer.grad_memory for buffer in model._flat_buffers]
+    assert isinstance(model.engine, FlatEngine)
+    memories = [buffer.grad_memory for buffer in model.engine.buffers]
     calls: list[int] = []
     for memory in memories:
         allocate = memory._allocate

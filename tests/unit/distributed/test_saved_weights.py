@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from core.base.errors import WrapError, warn_once
 from core.distributed import finalize_model_grads
-from core.distributed.engine.unit import POISONS
+from core.distributed.flat.unit import POISONS
 from core.distributed.model.forward_hooks import SavedWeights
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same

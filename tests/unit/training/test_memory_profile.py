@@ -130,7 +130,7 @@ def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
         for _ in range(2):
             _step(model, optimizer)
         tracker = MemTracker()
-        tracker.track_external(model, optimizer.optimizer, *model.held_tensors()["gradients"])
+        tracker.track_external(model, optimizer.optimizer, *model.engine.held()["gradients"])
         with tracker:
             _step(model, optimizer, num_microbatches=1)
         _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer, num_microbatches=1))

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import ConfigError, WrapError
-from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, _BaseDataParallel
+from core.distributed import _BaseDataParallel
 from core.distributed.data_parallel_base import unwrap_model
+from core.distributed.flat.flat_engine import FlatEngine
+from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine
 from core.optimizer.distrib_optimizer import DistributedOptimizer
 from core.verify import WRAPPERS, FirstDifference, Options, Verdict, load_model_under_test, names_of_wrappers, verify
 from tests.unit._spawn import RankFailure, run_distributed
@@ -34,14 +36,14 @@ def _verified(function: str, options: Options, wrappers: list[str] | None = None
 @contextmanager
 def _one_gradient_doubled_in_the_third_step() -> Iterator[None]:
     """Doubles one gradient of FSDP2, on every rank."""
-    finish, calls = TorchFullyShardedDataParallel._finish_grad_sync, itertools.count()
+    finish, calls = Fsdp2Engine.finish_reduction, itertools.count()
 
-    def planted(self: TorchFullyShardedDataParallel) -> None:
+    def planted(self: Fsdp2Engine) -> None:
         finish(self)
         if next(calls) == 2:
-            dict(unwrap_model(self).named_parameters())["layers.0.0.bias"].grad *= 2  # type: ignore[operator]
+            dict(self.model.named_parameters())["layers.0.0.bias"].grad *= 2  # type: ignore[operator]
 
-    with mock.patch.object(TorchFullyShardedDataParallel, "_finish_grad_sync", planted):
+    with mock.patch.object(Fsdp2Engine, "finish_reduction", planted):
         yield
 
 
@@ -77,14 +79,15 @@ def _a_sum_in_place_of_a_mean() -> Iterator[None]:
 
 @contextmanager
 def _a_gradient_that_is_not_finite() -> Iterator[None]:
-    finish = DistributedDataParallel._finish_grad_sync
+    finish = FlatEngine.finish_reduction
 
-    def planted(self: _BaseDataParallel) -> None:
-        finish(self)  # type: ignore[arg-type]
-        if self.ddp_config.sharding_strategy == "optim":
-            self._scale_gradients(math.nan)
+    def planted(self: FlatEngine) -> None:
+        finish(self)
+        if self.plan.strategy == "optim":
+            for gradient in self.gradients():
+                gradient.mul_(math.nan)
 
-    with mock.patch.object(DistributedDataParallel, "_finish_grad_sync", planted):
+    with mock.patch.object(FlatEngine, "finish_reduction", planted):
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.engine.bucket import Bucket
+from core.distributed.flat.bucket import Bucket
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import (

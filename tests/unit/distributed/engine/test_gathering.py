@@ -18,7 +18,7 @@ from core.base.errors import UnitError, warn_once
 from core.base.parameters import kept_range
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
-from core.distributed.engine.unit import POISONS
+from core.distributed.flat.unit import POISONS
 from core.distributed.report.table import model_facts
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same, assert_same_sums
@@ -94,7 +94,7 @@ def _writes_while_whole(param_dtype: str | None) -> None:
                 parameter.add_(1.0)  # whole still, after an inner context has ended
     assert all(kept_range(parameter) is not None for parameter in model.module.parameters())
     for parameter in model.module.parameters():
-        assert model.shard(parameter).eq(2.0).all()
+        assert model.engine.shard(parameter).eq(2.0).all()
     with model.whole_parameters():
         assert all(parameter.eq(2.0).all() for parameter in model.module.parameters())
 
@@ -122,13 +122,13 @@ def test_a_unit_without_backward_is_gathered_in_each_forward() -> None:
 @on_ranks(2)
 def test_the_next_unit_of_the_last_step_is_gathered_ahead() -> None:
     model = _stacked()
-    units = {unit.name: unit for unit in model.units}
+    units = {unit.name: unit for unit in model.engine.units}
     is_ahead: list[bool] = []
     for layer, module in enumerate(model.module.layers[:3], start=1):  # type: ignore[index, arg-type]
         module.register_forward_hook(lambda *args, after=layer: is_ahead.append(units[f"layers.{after}"].is_gathered))
     model(torch.ones(2, 6)).sum().backward()
     model.zero_grad_buffer()
-    model.note_step()
+    model.engine.updated()
     del is_ahead[:]
     model(torch.ones(2, 6))
     assert is_ahead == [True, True, True]
@@ -215,7 +215,7 @@ def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
     expected, x = Stack(layers=4), torch.full((2, 6), 1.0 + dist.get_rank())
     with torch.no_grad():
         model(x)
-    assert not any(unit.part for unit in model.units)
+    assert not any(unit.part for unit in model.engine.units)
     with model.no_sync():
         model(2.0 * x).sum().backward()
     found = []
@@ -227,13 +227,13 @@ def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
 
     with mock.patch.object(collectives, "all_gather", recorded):
         loss = model(x).sum()
-        parts = {unit.name: [len(part) for part in unit.part] for unit in model.units if unit.part}
+        parts = {unit.name: [len(part) for part in unit.part] for unit in model.engine.units if unit.part}
         numel = model.plan.units[0].pieces[0].elements
         assert parts == ({f"layers.{layer}": [numel // 2] for layer in (0, 1)} if reshard == 2 else {})
-        assert reshard != 2 or len(model.held_tensors()["gathered parameters"]) == 3 + 2
+        assert reshard != 2 or len(model.engine.held()["gathered parameters"]) == 3 + 2
         loss.backward()
     model.finish_grad_sync()
-    assert not any(unit.part for unit in model.units)
+    assert not any(unit.part for unit in model.engine.units)
     for rank in range(4):
         for factor in (2.0, 1.0):
             expected(torch.full((2, 6), factor * (1.0 + rank))).sum().div(4).backward()
@@ -263,7 +263,7 @@ def test_memory_for_gradients_of_layers_is_taken_once() -> None:
     found: list[int] = []  # elements that each step allocates for whole gradients
     for _ in range(3):
         taken = mock.Mock(side_effect=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
-        for buffer in model._flat_buffers:
+        for buffer in model.engine.buffers:
             buffer.grad_memory._allocate = taken
         model.zero_grad_buffer()
         model(torch.ones(2, 6)).sum().backward()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from core import parallel_state
 from core.base.errors import ShardstackError
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.engine.grad_slot import GradSlot
+from core.distributed.flat.grad_slot import GradSlot
 from core.model_parallel_config import ModelParallelConfig
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer

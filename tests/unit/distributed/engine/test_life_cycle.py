@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import ShardstackError
-from core.distributed.engine.grad_slot import GradSlot
+from core.distributed.flat.grad_slot import GradSlot
 from tests.unit._spawn import on_ranks
 from tests.unit.distributed._toys import build, gradients, synced_last
 

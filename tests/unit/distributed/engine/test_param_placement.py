@@ -1,7 +1,7 @@
 """The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by no other
 optimizer.
 
-With `steps.py` this tests the parameter half of `distributed_data_parallel.py` and `verbs.py`.
+With `steps.py` this tests `whole_parameters.py` and `owners.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from core.base.errors import OptimizerError, ShardstackError, WrapError
 from core.comm import collectives
 from core.distributed import finalize_model_grads
 from core.distributed.distributed_data_parallel import ParamAndGradBuffer
-from core.distributed.engine import unit
-from core.distributed.engine.steps import ParamPlacement
+from core.distributed.flat import unit
+from core.distributed.flat.steps import ParamPlacement
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
 from core.optimizer.optimizer import MegatronOptimizer

@@ -65,7 +65,7 @@ def test_an_unused_gather_is_forgotten() -> None:
     with torch.no_grad():
         before = model(tokens)  # which sets FSDP2 up
         model.module.blocks[0].unshard(async_op=True)
-        model.settle_parameters()
+        model.engine.settle()
         for parameter in model.parameters():
             parameter.to_local().mul_(0.5)
         assert not torch.equal(model(tokens), before)
@@ -108,7 +108,9 @@ def _trains_in_lent_memory(least_bytes: int) -> tuple[list[torch.Tensor], int]:
             loss_of(model, tokens).backward()
             finalize_model_grads([model])
             optimizer.step()
-    is_reported = any(tensor is model._lent_memory._memory for tensor in model.held_tensors()["gathered parameters"])
+    is_reported = any(
+        tensor is model.engine._lent_memory._memory for tensor in model.engine.held()["gathered parameters"]
+    )
     assert is_reported == any(lent)
     return [full(parameter) for parameter in model.module.parameters()], sum(lent)
 

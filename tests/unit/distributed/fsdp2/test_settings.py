@@ -132,16 +132,16 @@ def _keeps_parameters_whole_among_neighbours(reshard: Any) -> list[list[int]]:
     x = torch.full((2, 6), 1.0 + dist.get_rank())
     with torch.no_grad():
         model(x)
-    assert not any(part.tensor is not None for part in model._parts)
+    assert not any(part.tensor is not None for part in model.engine._parts)
     with model.no_sync():
         model(2.0 * x).sum().backward()
     with mock.patch.object(dist, name, record):
         loss = model(x).sum()
         if reshard == 2:
             rows = 2 * 2  # of 6, which are padded to 4 times 2
-            assert [part.tensor.numel() for part in model._parts] == [rows * 6 + rows] * 3
+            assert [part.tensor.numel() for part in model.engine._parts] == [rows * 6 + rows] * 3
         loss.backward()
-        assert not any(part.tensor is not None for part in model._parts)
+        assert not any(part.tensor is not None for part in model.engine._parts)
     model.finish_grad_sync()
     for rank in range(4):
         for factor in (2.0, 1.0):

@@ -28,7 +28,7 @@ def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **set
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     asked = TorchFullyShardedDataParallelConfig(**settings)  # type: ignore[arg-type]
     wrapper = TorchFullyShardedDataParallel(None, asked, model, UNITS, process_group=mesh, mp_policy=mp_policy)
-    assert {"blocks.0", "blocks.1"} <= {name for unit in wrapper.units for name in unit.names}
+    assert {"blocks.0", "blocks.1"} <= {name for unit in wrapper.engine.units for name in unit.names}
     return wrapper.let_module_be_called()
 
 

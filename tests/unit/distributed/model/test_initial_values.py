@@ -14,7 +14,7 @@ from core import parallel_state
 from core.base.errors import ConfigError, WrapError
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.groups import DataParallelGroups
-from core.distributed.model.initial_values import start_equal
+from core.distributed.model.initial_values import InitialValues
 from core.tensor_parallel import initialization
 from core.tensor_parallel.foreign_initialization import ModuleToFill, reset
 from core.weights import WeightStream
@@ -153,7 +153,10 @@ def test_unfilled_tensors_are_named() -> None:
     with pytest.raises(ConfigError, match="nothing says how to"):
         build("fsdp2", module)
     module = nn.BatchNorm1d(3).to("meta")
-    start_equal(module, DataParallelGroups(dist.group.WORLD, dist.group.WORLD))
+    start = InitialValues(module, DataParallelGroups(dist.group.WORLD, dist.group.WORLD))
+    start.equalize()
+    start.allocate()
+    start.fill()
     assert torch.equal(module.running_var, torch.ones(3))
 
 

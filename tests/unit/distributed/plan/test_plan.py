@@ -26,7 +26,7 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.distributed_data_parallel_config import Engine
+from core.distributed.distributed_data_parallel_config import EngineKind
 from core.distributed.groups import DataParallelGroups, find_groups
 from core.distributed.plan import GradientReduction, PieceKind, Plan, UnitPlan, plan_model
 from core.distributed.plan.settings import Settings
@@ -65,7 +65,7 @@ def _agrees_with_torch(name: str) -> None:
     assert names == {id(p): n for n, p in module.named_parameters()}  # planning touches nothing
     model = TorchFullyShardedDataParallel(None, settings, module, [nn.Linear], process_group=dist.group.WORLD)
     plan = model.plan
-    assert plan.engine is planned.engine is Engine.FSDP2
+    assert plan.engine is planned.engine is EngineKind.FSDP2
     assert [unit.params for unit in planned.units] == [unit.params for unit in plan.units]
     groups = {id(g): g for m in module.modules() if isinstance(m, FSDPModule) for g in _groups(m) if g.fsdp_params}
     found = {tuple(sorted(_name(module, p) for p in group.fsdp_params)): group for group in groups.values()}
@@ -111,7 +111,7 @@ def test_the_plan_of_buffers_is_where_parameters_are(strategy: str, bucket_size:
     settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=bucket_size)
     model = wrap_model(toy(), None, settings, process_group=dist.group.WORLD)
     plan = model.plan
-    assert plan.engine is Engine.FLAT_BUFFERS
+    assert plan.engine is EngineKind.FLAT_BUFFERS
     rank = dist.get_rank() if plan.num_shards > 1 else 0
     buckets = [plan.buffers[index][number] for index, number in plan.reduction_order]
     assert len(buckets) == len(model.bucket_groups)
@@ -141,7 +141,7 @@ def test_a_hybrid_cuts_within_its_instances() -> None:
         plan = plan_model(model, config, settings, DataParallelGroups.of_mesh(mesh), UNITS)
         assert plan.reduction is GradientReduction.SUM
         assert (plan.num_shards, plan.groups.num_replicas, plan.groups.whole.size()) == (2, 2, 4)
-        if plan.engine is Engine.FSDP2:
+        if plan.engine is EngineKind.FSDP2:
             assert not any(unit.is_freed for unit in plan.units)
             assert plan.root.precision.param_dtype is torch.bfloat16
         else:
@@ -158,7 +158,7 @@ def _files_with(pattern: str) -> set[str]:
 
 def test_a_setting_is_written_only_where_it_is_planned():
     asked_for = {"distributed/fully_sharded_data_parallel_config.py", "training/config/build.py"}
-    by_torchs_name = ("fsdp2/shard_model", "torch_fully_sharded_data_parallel")
+    by_torchs_name = ("fsdp2/shard_model", "fsdp2/fsdp2_engine", "fsdp2/freed_weights")
     carried_out = {f"distributed/{file}.py" for file in by_torchs_name}
     elsewhere = _files_with("reshard_after_forward") - asked_for - carried_out
     assert {path for path in elsewhere if not path.startswith(("distributed/plan/", "adapters/"))} == set()

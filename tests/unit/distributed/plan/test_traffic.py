@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
-from core.distributed.distributed_data_parallel_config import Engine
+from core.distributed.distributed_data_parallel_config import EngineKind
 from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import GradientReduction, ParamPlan, PiecePlan, Plan, UnitPlan
 from core.distributed.plan.parts import Traffic
@@ -180,7 +180,7 @@ def _planned(*, shards: int = 8, replicas: int = 1, is_trained: bool = True, **f
     groups = DataParallelGroups(whole, shard, of_replicas)  # type: ignore[arg-type]
     return Plan(
         caller="test",
-        engine=Engine.FSDP2,
+        engine=EngineKind.FSDP2,
         groups=groups,
         units=(UnitPlan(pieces=(piece,), **{**of_unit, **fields}),),
         reduction=GradientReduction.MEAN,

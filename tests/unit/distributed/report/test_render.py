@@ -39,7 +39,7 @@ def _describes(kind: str) -> tuple[str, str, int]:
 def _kept(model: _BaseDataParallel) -> list[torch.Tensor]:
     """Returns this rank's part of the parameters."""
     if isinstance(model, FullyShardedDataParallel):
-        return model.held_tensors()["parameters"][:-1]  # without the model's one buffer
+        return model.engine.held()["parameters"][:-1]  # without the model's one buffer
     return [p.to_local() if isinstance(p, DTensor) else p for p in dict.fromkeys(model.parameters())]
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ...base.errors import ShardstackError
 from ...comm import collectives, streams
 from ...comm.lane import Handle
+from ..engine.bucket_reduction import BucketReduction
+from ..engine.gradient_tree import PartialSums
 from ..plan import PiecePlan
-from .buffer import BucketReduction, FlatBuffer, PlacedParams
+from .buffer import FlatBuffer, PlacedParams
 from .grad_slot import GradSlot
-from .gradient_tree import PartialSums
 
 
 class Bucket(PlacedParams):

@@ -16,11 +16,11 @@ from torch import nn
 
 from ...base.errors import ShardstackError, WrapError
 from ...base.parameters import without_waiting
+from ..engine.gradient_tree import GradientTree
+from ..engine.gradients import UnreadableGradient, is_unreadable
 from ..model.unfit_models import reject_changed
 from ..plan import Plan
-from ..verbs import UnreadableGradient, is_unreadable
 from .bucket import Bucket
-from .gradient_tree import GradientTree
 
 
 class _Backward:

@@ -19,11 +19,11 @@ from ...base.parameters import can_be_pending, end_pending, make_pending
 from ...comm import collectives
 from ...comm.collectives import Allocate
 from ...comm.lane import CommLane, Handle
+from ..engine.gathered_units import KeptPart, WriteCounts, lost_write
 from ..groups import neighbour_groups
 from ..model.forward_hooks import SavedWeights
 from ..plan import Plan, UnitPlan
 from .bucket import Bucket
-from .gathered_units import KeptPart, WriteCounts, lost_write
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_any, tree_map
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.errors import UnitError, warn_once
 from ...comm.lane import CommLane
+from ..engine.gathered_units import UnitOrder, WriteCounts
 from ..model.forward_hooks import SavedWeights, WrapperHook, enclose, in_use_message, watch_outputs
 from ..plan import Plan
-from .gathered_units import UnitOrder, WriteCounts
 from .unit import Unit, UnitPhase
 
 

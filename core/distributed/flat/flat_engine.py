@@ -1,0 +1,333 @@
+"""The flat engine: gradients, and the parameters that a strategy shards, in buffers that collectives work on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...base.device import current_device
+from ...base.errors import OptimizerError, ShardstackError, WrapError
+from ...base.host_memory import transient_memory
+from ...base.parameters import kept_range, without_waiting
+from ...comm.collectives import Allocate, allocator
+from ...comm.lane import comm_lane
+from ...diagnostics.step_marks import replaced_parameters_marked
+from ..engine.bucket_reduction import BucketReduction
+from ..engine.engine import Engine
+from ..engine.gradients import UNREADABLE, is_unreadable
+from ..gradient_state import GradientState, Phase
+from ..groups import ParameterKind, managed_parameters, twin_group
+from ..model.initial_values import InitialValues
+from ..plan import Plan
+from .bucket import Bucket
+from .buffer import FlatBuffer
+from .sharded_parameters import ShardedParameters
+from .steps import ParamPlacement, ReductionSchedule, ShownGradients, shows_main_grad
+from .unit import Unit, build_units
+from .whole_parameters import WholeParameters
+
+
+class FlatEngine(Engine):
+    """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
+
+    The strategies are settings of it: the plan says where buckets are cut, which memory is kept, and who updates what.
+    Parameters are whole (`WholeParameters`: replicated, ZeRO-1, ZeRO-2) or gathered by unit (`ShardedParameters`:
+    ZeRO-3).
+
+    Args:
+        finish: called at the end of each backward outside `no_sync`, with ``finish_in_backward``; a bound method,
+            which is not kept alive.
+
+    Attributes:
+        units: buckets whose parameters are gathered together, in the plan's order, the root last.
+        buckets: all buckets with gradients, in the order in which they leave.
+        buffers: own all memory of gradients, and of parameters or their shards if a strategy shards.
+        parameters: how parameters are kept: whole, or in shards that are gathered.
+        placement: where parameters were when the model was wrapped. `parameters` tells it when it moves them.
+    """
+
+    checks_placement = True
+
+    def __init__(
+        self,
+        plan: Plan,
+        module: nn.Module,
+        model: nn.Module,
+        state: GradientState,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(plan, module, model, state)
+        self._is_sharded = not plan.is_replicated
+        with replaced_parameters_marked(module):
+            start = InitialValues(module, plan.groups, from_first_rank=plan.settings.sync_module_states)
+            start.equalize()  # replicas that start different would stay different
+            start.allocate(parameters_have_memory=not plan.shards_parameters)
+            if not plan.shards_parameters:
+                start.fill()
+        named_params = dict(model.named_parameters())
+        self.buffers: list[FlatBuffer] = []
+        # All buckets, by their place in the buffers of the plan; fixed, as everything that `_build` makes.
+        self.bucket_at: dict[tuple[int, int], Bucket] = {}
+        self._build(named_params)
+        self.buckets = [self.bucket_at[place] for place in plan.reduction_order]
+        self._bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
+        on = next((param.device for param in named_params.values()), current_device())
+        allocate = allocator(plan.groups.shard, on, registers=plan.settings.nccl_ub)
+        self.units = build_units(plan, self.bucket_at, allocate if plan.shards_parameters else transient_memory)
+        self.parameters: WholeParameters | ShardedParameters
+        if plan.shards_parameters:
+            self.parameters = ShardedParameters(
+                plan, model, self.units, self.buffers, start, comm_lane(on), self._note_moved, self._note_skipped
+            )
+        else:
+            self.parameters = WholeParameters(plan, module, self.units)
+        slots = ((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
+        self.placement = ParamPlacement(model, slots)
+        # Sends buckets and knows which have left; `_drop_gradients` and `reopen` restart it.
+        self._schedule = ReductionSchedule(self.buckets, plan, None if finish is None else weakly(finish), self.tree)
+        # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
+        self._shown_gradients = ShownGradients(self._bucket_of, self._is_sharded)
+        self._take_gradients()
+        self.parameters.invalidate()
+
+    def _build(self, named_params: Mapping[str, nn.Parameter]) -> None:
+        """Builds buffers and buckets as planned.
+
+        Where parameters are sharded, gradients are reduced in another group and lane than parameters are gathered in:
+        neither waits for the other.
+        """
+        plan = self.plan
+        # All that is trained is on one device (`reject_unfit`); what is frozen may be elsewhere.
+        device = next((param.device for param in named_params.values() if param.requires_grad), current_device())
+        has_twins = plan.shards_parameters and plan.num_shards > 1
+        lane = comm_lane(device, int(has_twins))
+        allocate: Allocate = transient_memory
+        if plan.shards_parameters:
+            reduces_over = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
+            allocate = allocator(reduces_over, device, registers=plan.settings.nccl_ub)
+        reductions = dict[ParameterKind, BucketReduction]()
+        for pieces in plan.buffers:
+            kind, on = pieces[0].kind, named_params[pieces[0].params[0].name].device
+            if kind not in reductions:
+                over_ranks = plan.over_ranks_of(kind)
+                groups = over_ranks.groups
+                if has_twins and kind == "replicated":  # reduced over the ranks that gather others
+                    groups = replace(groups, replicate=twin_group(groups.whole))
+                elif has_twins:
+                    groups = replace(groups, shard=twin_group(groups.shard))
+                over_ranks = replace(over_ranks, groups=groups)
+                reductions[kind] = BucketReduction(over_ranks, lane, self._inspect, self.tree)
+            buffer = FlatBuffer(plan, pieces, on, allocate)
+            self.buffers.append(buffer)
+            for piece in pieces:
+                self.bucket_at[piece.bucket] = Bucket(buffer, piece, named_params, reductions[kind])  # type: ignore[index]
+
+    def _take_gradients(self) -> None:
+        """Lets backwards bring their gradients to the buckets."""
+        for param, bucket in self._bucket_of.items():
+            param.has_buffer = True  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(weakly(self._take_gradient, self.plan.caller))
+            if self.plan.settings.lend_gradients:
+                param.lend_gradient_memory = partial(bucket.lend, param)  # type: ignore[attr-defined]
+            if self.plan.settings.layers_add_gradients:
+                bucket.slot_of(param).is_written_by_layer = True
+
+    # ---- parameters
+
+    def settle(self) -> None:
+        self.parameters.settle()
+
+    def updated(self) -> None:
+        self._shown_gradients.hide_after_step()
+        self.parameters.invalidate()
+
+    def publish(self) -> None:
+        if isinstance(self.parameters, WholeParameters):
+            self.placement.check_unless_optimizer_does()
+        self.parameters.publish()
+
+    def invalidate(self) -> None:
+        self.parameters.invalidate()
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        with self.parameters.whole():
+            yield
+
+    def check_may_write_shards(self) -> None:
+        self.parameters.check_may_write()
+
+    def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
+        """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
+        update."""
+        values, first = kept_range(param) or (param.detach().view(-1), 0)
+        return values[start - first : end - first] if start < end else values[:0]
+
+    def _note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.placement.note_moved(params)
+
+    # ---- gradients
+
+    def expect_micro_batches(self, count: int, divides_by_ranks: bool) -> None:
+        super().expect_micro_batches(count, divides_by_ranks)
+        if self.tree is not None:
+            for buffer in self.buffers:
+                buffer.grad_memory.keep_all(self.tree.sets_whole_gradients_aside)
+
+    def _take_gradient(self, param: nn.Parameter) -> None:
+        """Takes a parameter's gradient when autograd has finished it in one backward.
+
+        Raises:
+            ShardstackError: the gradient has a graph.
+        """
+        if self.plan.settings.finish_in_backward and self._schedule.has_lost_a_backward:
+            self._drop_gradients()
+        gradient: Tensor | None = vars(param.grad).pop("added") if is_unreadable(param.grad) else param.grad
+        if gradient is None:
+            return
+        if gradient.requires_grad:
+            raise ShardstackError(
+                f"a backward with create_graph=True reached parameters of a {self.plan.caller}, whose buffers "
+                "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
+            )
+        self.gradient_state.note_backward(self.reopen)
+        param.grad = None
+        if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
+            return
+        bucket, is_added = self._bucket_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        if not bucket.add_gradient(param, None if is_added else gradient):
+            self.gradient_state.note_late(self._name_of(param))
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        del gradient  # its memory may serve for what the reduction allocates
+        self._schedule.note_gradients(bucket, (param,), self.syncs)
+
+    def _inspect(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        self.checks.check(gradients, self.num_steps)
+
+    def _note_skipped(self, unit: Unit) -> None:
+        """Sends the gradients of a unit that a backward does not reach on this rank."""
+        for bucket in unit.buckets:
+            if params := [p for p in bucket.params if p.requires_grad]:
+                self._schedule.note_gradients(bucket, params, self.syncs)
+
+    def start_reduction(self, *unused: Any) -> None:
+        """Sends every bucket that has not left yet."""
+        self._schedule.send_all()
+
+    def finish_reduction(self) -> None:
+        self.settle()
+        self.placement.check_unless_optimizer_does()
+        if not self.gradient_state.is_reduced:
+            self._shown_gradients.take_written()
+        self.start_reduction()
+        for bucket in self.buckets:
+            bucket.finish_grad_sync()
+        try:
+            self._shown_gradients.show()
+        except RuntimeError:  # a parameter of another dtype than its gradient
+            self.placement.check()
+            raise
+
+    def gather_gradients(self, *, again: bool = False) -> None:
+        super().gather_gradients(again=again)
+        for bucket in self.buckets:
+            if bucket.is_whole or not again:
+                bucket.gather_grads()
+
+    def reopen(self) -> bool:
+        if self._is_sharded or not all(self.adds_exactly(p) for p in self._bucket_of if shows_main_grad(p)):
+            return False
+        self._schedule.restart()
+        for bucket in self.buckets:
+            bucket.open_again([param for param in bucket.params if not shows_main_grad(param)])
+        return True
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if not self._is_sharded or parameter not in self._bucket_of:
+            return super().gradient(parameter)
+        bucket = self._bucket_of[parameter]
+        if not (bucket.has_reduced and self._shown_gradients.has_gradient(parameter)):
+            return None
+        return bucket.local_grad(parameter)
+
+    def check_step(self, optimizer: str) -> None:
+        super().check_step(optimizer)
+        try:
+            self.placement.check_step()
+        except WrapError as error:
+            raise OptimizerError(str(error)) from None
+        if (assigned := self._shown_gradients.find_written()) is not None:
+            raise OptimizerError(
+                f"parameter {self._name_of(assigned)} has a .grad of its own, but the sharding strategy "
+                f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
+                "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
+            )
+
+    def check_direct_step(self, optimizer: str) -> None:
+        if self._is_sharded:
+            raise ShardstackError(
+                f"{optimizer} was to step parameters whose gradients {self.plan.caller} shards over ranks: it "
+                "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
+                "strategy 'no_shard'"
+            )
+        self.check_step(optimizer)
+        if any(is_unreadable(param.grad) for param in self._bucket_of):
+            raise ShardstackError(UNREADABLE)
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return self._bucket_of[param].slot_of(param).name
+
+    def gradients(self) -> list[Tensor]:
+        return [tensor for bucket in self.buckets for tensor in (bucket.local_grad_shard, *bucket.accumulators)]
+
+    def _drop_gradients(self) -> None:
+        self._schedule.give_up()
+        for bucket in self.buckets:
+            bucket.clear_grads()
+
+    def zero_gradients(self) -> None:
+        self.parameters.abandon()
+        self._drop_gradients()
+        with without_waiting():
+            for _, parameter in managed_parameters(self.module):
+                parameter.grad = None
+                if parameter in self._bucket_of:
+                    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def held(self) -> dict[str, list[Tensor]]:
+        memory = [tensor for bucket in self.buckets for tensor in bucket.held()]
+        memory += [t for buffer in self.buffers for t in buffer.grad_memory.kept]
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
+        whole = [b.grad_data for b in self.buckets if b.releases_grads and b.grad_data is not None]
+        return {**self.parameters.held(), "gradients": [*memory, *grads], "gradients not reduced yet": whole}
+
+
+def weakly(method: Callable[..., None], caller: str = "") -> Callable[..., None]:
+    """Returns the bound method without its object, which it does not keep alive.
+
+    torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
+    keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).
+
+    Raises:
+        WrapError: when called, if the object has gone.
+    """
+    reference, kind = weakref.WeakMethod(method), caller or type(method.__self__).__name__  # type: ignore[attr-defined]
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        if bound is None:
+            raise WrapError(
+                f"a backward reached parameters whose {kind} no longer exists, so that no rank would "
+                "reduce their gradients; keep the wrapper for as long as its module trains"
+            )
+        bound(*args)
+
+    return call

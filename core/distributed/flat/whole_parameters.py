@@ -1,0 +1,115 @@
+"""Whole parameters on every rank: gathered in place after ranks have updated their shards (ZeRO-1, ZeRO-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...base.errors import ShardstackError
+from ...comm.lane import comm_lane
+from ..model.forward_hooks import WrapperHook
+from ..plan import Plan
+from .unit import Unit
+
+
+class WholeParameters:
+    """Parameters that are whole on every rank. Without sharding nothing is ever gathered.
+
+    With ``overlap_param_gather`` gathers run while forward does, and a module's forward waits for the parameters that
+    it holds. Main thread only.
+
+    Args:
+        module: the wrapper's module, whose forwards wait.
+        units: in the plan's order, the root last.
+    """
+
+    def __init__(self, plan: Plan, module: nn.Module, units: Sequence[Unit]) -> None:
+        self._module, self._overlaps = module, plan.settings.overlap_param_gather
+        # Buckets of parameters, in the order in which forward reads them. Gathered where ranks update shards.
+        by_place = {piece.bucket: unit for unit in units for piece in unit.plan.pieces}
+        self._in_forward_order = [by_place[place] for place in reversed(plan.reduction_order)]
+        self._is_sharded = not plan.is_replicated
+        # Handles of the hooks that make forwards wait. `enable_hooks` adds them, `disable_hooks` removes them.
+        self._hooks: list[Any] = []
+
+    def publish(self, *, waits: bool = False) -> None:
+        """Gathers updated parameters, in the order in which forward reads them.
+
+        Args:
+            waits: return only when all parameters are gathered, also where forwards would wait.
+        """
+        waits = waits or not (self._hooks and self._overlaps)
+        for unit in self._in_forward_order if self._is_sharded else ():
+            unit.wait_until_readable()
+            unit.start_gather(comm_lane(unit.buckets[0].buffer.device), waits=waits)
+
+    def settle(self) -> None:
+        """Waits for parameters that are still being gathered."""
+        for unit in self._in_forward_order:
+            unit.wait_until_readable()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Waits for parameters that are still being gathered."""
+        self.settle()
+        yield
+
+    def invalidate(self) -> None:
+        """Does nothing: parameters are written in place."""
+
+    def abandon(self) -> None:
+        """Does nothing: no forward changes parameters."""
+
+    def check_may_write(self) -> None:
+        """Does nothing: parameters are written in place."""
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """Returns the memory of parameters and buffers."""
+        parameters = [*self._module.parameters(), *self._module.buffers()]
+        return {"parameters": parameters, "gathered parameters": []}
+
+    def enable_hooks(self) -> None:
+        """Makes each module's forward wait for the parameters that it reads.
+
+        Raises:
+            ShardstackError: the hooks are enabled.
+        """
+        if self._hooks:
+            raise ShardstackError(
+                "enable_forward_pre_hook was called while the hooks are enabled; call disable_forward_pre_hook() first"
+            )
+        self._hooks += wait_before_forwards(self._module, self._in_forward_order)
+
+    def disable_hooks(self) -> None:
+        """Removes the hooks. Parameters may still be being gathered.
+
+        Raises:
+            ShardstackError: the hooks are not enabled.
+        """
+        if not self._hooks:
+            raise ShardstackError("there are no forward pre-hooks to disable; overlap_param_gather sets them")
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+
+def wait_before_forwards(module: nn.Module, units: Sequence[Unit]) -> Iterator[Any]:
+    """Makes each module below `module` wait for its parameters before its forward. Yields the hooks' handles.
+
+    All other code that reads a parameter waits too (`base.parameters`). A module of torch with children waits for
+    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
+    """
+    unit_of = {param: unit for unit in units for param in unit.name_of}
+    for submodule in module.modules():
+        params = submodule.parameters(recurse=_reads_weights_of_children(submodule))
+        for unit in {unit_of[param]: None for param in params if param in unit_of}:
+            # Before all other hooks, which may read parameters.
+            yield submodule.register_forward_pre_hook(WrapperHook(unit.wait_until_readable), prepend=True)
+
+
+def _reads_weights_of_children(module: nn.Module) -> bool:
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)
