@@ -100,7 +100,7 @@ ROWS = {
     "reshard to 2": _same({"reshard_after_forward": 2}, ranks=4),
     "hybrid": _same({}, ranks=4, instances=2),
     "bf16": _same({"param_dtype": "bf16", "reduce_dtype": "fp32"}),
-    "offload": _same({"cpu_offload": True, "pin_memory": False}),
+    "offload": _same({"cpu_offload": True}),
 }
 DEFAULT_ROWS = ("same", "defaults, 512 tokens", "defaults, 128 tokens", "next to torch DDP")
 

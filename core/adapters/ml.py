@@ -91,7 +91,6 @@ def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
         FSDP2,
         reshard_after_forward=cfg.sharding_strategy in _FREES_AFTER_FORWARD,
         cpu_offload=cfg.cpu_offload,
-        pin_memory=device.device_type() != "cpu",
         sync_module_states=cfg.sync_module_states,
     )
     return wrap_for_trainer(model, config, mesh, CONTAINERS)

@@ -21,7 +21,7 @@ from ..base import device
 from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
 from ..base.environment import environment_int
-from ..base.errors import ParallelConfigError
+from ..base.errors import ParallelConfigError, warn_once
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
 from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
@@ -76,7 +76,7 @@ class OffloadConfig:
     """Keep shards in the host's memory."""
 
     pin_memory: bool = True
-    """Pin that memory. Without an accelerator a warning says that there is nothing to pin for."""
+    """Read alone to warn if it is False: memory is pinned where there is an accelerator. No number changes."""
 
 
 @dataclass
@@ -266,14 +266,17 @@ class FullyShardTransform(BaseDistributedTransform):
             reshards = _units_by_own_hook(model, options)
             units = [model.get_submodule(name) for name in reshards]
         overrides = tuple(f"{name}={value}" for name, value in reshards.items())
-        offload = self.cfg.offload or OffloadConfig(pin_memory=False)
+        offload = self.cfg.offload or OffloadConfig()
+        if not offload.pin_memory:
+            warn_once(
+                "pin_memory=False is ignored: shards are pinned where there is an accelerator. No number changes"
+            )
         config = config_of(
             FSDP2,
             reshard_after_forward=self.cfg.reshard_after_forward,
             reshard_overrides=overrides,
             reduce_every_micro_batch=self.cfg.sync_grad_accum,
             cpu_offload=offload.cpu_offload,
-            pin_memory=offload.pin_memory,
         )
         wrapper = wrap_for_trainer(model, config, mesh, units, in_place=True, mp_policy=mp_policy)
         return _with_accumulation_context(

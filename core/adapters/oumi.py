@@ -17,7 +17,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base import device
 from ..base.dtypes import as_dtype
 from ..base.errors import ConfigError
 from ..base.text import choices
@@ -207,7 +206,6 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
         param_dtype=dtype,
         reduce_dtype=dtype,
         cpu_offload=params.cpu_offload,
-        pin_memory=device.device_type() != "cpu",
         sync_module_states=params.sync_module_states,
     )
     return wrap_for_trainer(model, config, mesh, _units(model, params), fp16=dtype == torch.float16)

@@ -72,7 +72,6 @@ def parallelize(
         reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
         reshard_overrides=("lm_head=True",) * (parallelism.fsdp_reshard_after_forward == "always"),
         cpu_offload=training.enable_cpu_offload,
-        pin_memory=device.device_type() != "cpu",
         sync_module_states=False,
     )
     reject_wrapped(model)

@@ -24,7 +24,7 @@ from ..base.errors import warn_once
 from ..base.host_memory import transient_memory
 from . import gloo
 from .call import message_tag
-from .gloo import EXCHANGE_TAG, Sum, add_in_fp32, add_in_tree, store
+from .gloo import EXCHANGE_TAG, Sum, add_in_tree, store
 from .messages import as_message, write_back
 from .record import recorded
 
@@ -196,14 +196,14 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str
 def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, what: str) -> None:
     """Replaces `tensor` with its sum (or mean, see `reduce_scatter`) over ranks, bitwise equal on all of them.
 
-    Under gloo, with addition in fp32 and with an order, each element is added as in `reduce_scatter`, at any length:
+    Under gloo, and with an order, each element is added as in `reduce_scatter`, at any length:
     every rank adds the remainder that does not divide by the number of ranks.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
     size, how = group.size(), how or Sum()
-    adds_itself = _exchanges_directly(group, tensor) or how.order is not None or how.in_fp32(tensor.dtype)
+    adds_itself = _exchanges_directly(group, tensor) or how.order is not None
     with recorded("all-reduce", what, tensor, group):
         if is_alone(group) or not adds_itself:
             if not is_alone(group):
@@ -239,11 +239,8 @@ def _for_backend(how: Sum, group: ProcessGroup, tensor: Tensor) -> Sum:
 
 
 def _add_parts(addends: Tensor, num_ranks: int, how: Sum) -> Tensor:
-    """Adds one part of `addends` of each rank, all of them scratch: in fp32 one after the other, or in a tree."""
-    parts = addends.chunk(num_ranks)
-    if how.in_fp32(addends.dtype):
-        return add_in_fp32(parts, torch.empty_like(parts[0], dtype=torch.float32))
-    return add_in_tree(parts, None, how.order)
+    """Adds one part of `addends` of each rank, all of them scratch, in a tree."""
+    return add_in_tree(addends.chunk(num_ranks), None, how.order)
 
 
 def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum) -> None:
@@ -253,7 +250,7 @@ def _reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Su
         store(output, input_, how.scale, how.accumulate)
     elif _exchanges_directly(group, input_):
         gloo.exchange_and_add(output, input_, group, how)
-    elif how.in_fp32(input_.dtype) or how.order is not None:
+    elif how.order is not None:
         how, addends = how.without_mean(group.size()), torch.empty_like(input_)
         dist.all_to_all_single(addends, input_, group=group)
         store(output, _add_parts(addends, group.size(), how), how.scale, how.accumulate)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from ..base.dtypes import LOW_PRECISION
 from .call import message_tag
 
 SumOrder = Sequence[Sequence[int]]
@@ -35,21 +34,15 @@ class Sum:
     """SUM, or AVG for the mean. Where the backend does not add, and under gloo, the sum is divided."""
     scale: float = 1.0
     """Factor of the result."""
-    fp32_accumulation: bool = False
-    """Add fp16 and bf16 in fp32 and round once."""
     accumulate: bool = False
     """Add the result to the output, which then must not be a part of the input."""
     order: SumOrder | None = None
-    """Order of additions on any backend. It must be None with `fp32_accumulation`."""
+    """Order of additions on any backend."""
 
     def without_mean(self, num_ranks: int) -> Sum:
         """Returns the sum with a factor in the place of AVG."""
         is_mean = self.op == ReduceOp.AVG
         return replace(self, op=ReduceOp.SUM, scale=self.scale / num_ranks) if is_mean else self
-
-    def in_fp32(self, dtype: torch.dtype) -> bool:
-        """Returns whether addends of this dtype are added in fp32."""
-        return self.fp32_accumulation and dtype in LOW_PRECISION
 
 
 def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> None:
@@ -61,14 +54,6 @@ def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> Non
         output.copy_(result)
     if scale != 1.0:
         output.mul_(scale)
-
-
-def add_in_fp32(addends: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Computes ``((a0 + a1) + a2) + ...`` into `out` in its precision, that of fp32."""
-    total = out.copy_(addends[0])
-    for addend in addends[1:]:
-        total.add_(addend)
-    return total
 
 
 def add_in_tree(addends: Sequence[Tensor], out: Tensor | None, order: SumOrder | None = None) -> Tensor:
@@ -140,12 +125,11 @@ class _Messages(dist.Work):
 
 
 def exchange_and_add(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum) -> None:
-    """Implements `collectives.reduce_scatter`. In fp32 sums are kept so, and rounded once, at the end."""
+    """Implements `collectives.reduce_scatter`."""
     how = how.without_mean(group.size())
     own, parts, peers = group.rank(), input_.chunk(group.size()), _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())
-    totals = input_.new_empty(chunk, dtype=torch.float32) if how.in_fp32(input_.dtype) else None
     sends: list[dist.Work] = []  # all sends of this exchange, waited for at the end; `input_` must live until then
 
     def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
@@ -167,10 +151,7 @@ def exchange_and_add(output: Tensor, input_: Tensor, group: ProcessGroup, how: S
             length = min(chunk, len(output) - start)
             target = output[start : start + length]
             addends = [incoming[r] if r != own else parts[own][start : start + length] for r in range(group.size())]
-            if totals is not None:
-                total = add_in_fp32(addends, totals[:length])
-            else:
-                total = add_in_tree(addends, None if how.accumulate else target, how.order)
+            total = add_in_tree(addends, None if how.accumulate else target, how.order)
             store(target, total, how.scale, how.accumulate)
         _wait_for(sends)
 

@@ -231,8 +231,7 @@ class _BaseDataParallel(WrappedModel):
                 whose buffers keep whole gradients.
 
         Raises:
-            ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad`` or
-                ``check_for_large_grads``.
+            ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad``.
             ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
         engine, tree = self.engine, self.engine.tree

@@ -66,9 +66,6 @@ class DistributedDataParallelConfig:
     check_for_nan_in_grad: bool = False
     """Raise, naming rank, step and parameter, when a gradient is not finite."""
 
-    check_for_large_grads: bool = False
-    """Raise, likewise, when a gradient's norm is ten times the largest of its first hundred steps."""
-
     bucket_size: int | None = None
     """Elements, not bytes, at which a bucket is full. One collective reduces one bucket.
 
@@ -76,18 +73,6 @@ class DistributedDataParallelConfig:
     the strategy ``optim_grads``) or gathered during forward (``overlap_param_gather``), and else one bucket for each
     dtype.
     """
-
-    num_buckets: int | None = None
-    """Number of buckets of about equal size, instead of ``bucket_size``. Fewer if single parameters are larger."""
-
-    pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad buckets to multiples of 2^16 elements, with which NCCL's rings reach their full bandwidth."""
-
-    average_in_collective: bool = False
-    """Let the collective divide (``ReduceOp.AVG``). By default each rank scales its part of the sum."""
-
-    reduce_scatter_with_fp32_accumulation: bool = False
-    """Send gradients in their low precision, but add those of all ranks in fp32, rounding once."""
 
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
     """Parameters, by patterns of `fnmatch` or ``all``, whose gradients accumulate over micro-batches in fp32, while
@@ -142,16 +127,11 @@ class DistributedDataParallelConfig:
         check_choices(self, error=ParallelConfigError, activation_checkpointing=get_args(ActivationCheckpointing))
         divisor = "a positive number that divides the data-parallel size"
         check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
-        check_range(self, "bucket_size", "num_buckets", least=1, error=ParallelConfigError)
+        check_range(self, "bucket_size", least=1, error=ParallelConfigError)
         self._reject_contradictions()
 
     def _reject_contradictions(self) -> None:
         strategy = self.sharding_strategy
-        if self.num_buckets is not None and self.bucket_size is not None:
-            raise ParallelConfigError(
-                f"num_buckets is {self.num_buckets} and bucket_size is {self.bucket_size}; each decides the other, "
-                "give one"
-            )
         if self.overlap_param_gather and strategy == "no_shard":
             warn_once(
                 "overlap_param_gather is ignored without use_distributed_optimizer, or a "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import WrapError
 from ..process_groups_config import ProcessGroupCollection
@@ -50,6 +51,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
+        mp_policy: torch's own, in place of the dtypes of `ddp_config` and `config`: of outputs and inputs too.
 
     Raises:
         ParallelConfigError: a field that this wrapper cannot honour.
@@ -69,9 +71,12 @@ class FullyShardedDataParallel(_BaseDataParallel):
         process_group: Ranks | None = None,
         *,
         pg_collection: ProcessGroupCollection | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
     ) -> None:
         model = unwrap_model(module)
-        plan = self._make_plan(module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection)
+        plan = self._make_plan(
+            module, model, config, ddp_config, sub_modules_to_wrap, process_group, pg_collection, mp_policy=mp_policy
+        )
         super().__init__(config, module, ddp_config, plan)
         self._set_engine(FlatEngine(plan, module, model, self.gradient_state), lives_with_module=True)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Literal
 
 from ..base.dtypes import Dtype, as_dtype
 from ..base.errors import ParallelConfigError, check_choices, check_range
 from ..base.megatron_names import takes_megatron_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind, shards_parameters
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,24 +78,16 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     # ---- how a unit is cut
 
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """With several optimizer instances, ``optim`` shards the optimizer's state over them too, on flat buffers.
-
-    Each rank of an instance keeps its shard of the parameters, and updates a part of it; the instances then gather
-    the parts from each other. By Megatron-FSDP's name.
-    """
-
     shard_cut: str = "auto"
     """Where parameters may be cut between ranks, on flat buffers. No number changes.
 
     ``flat``: anywhere, with the least padding. ``rows``: a shard is a whole number of rows of each parameter.
     ``tensor``: each parameter whole on one rank, balanced by size, for an optimizer that needs whole matrices.
     ``block:N``: at multiples of N elements of each parameter, for state that is quantised in blocks. ``auto``:
-    ``rows`` where that costs less than 1 % of padding, else ``flat``. FSDP2 always cuts by rows.
+    ``rows`` where that costs less than 1 % of padding, else ``flat``. FSDP2 always cuts by rows. Other cuts for some
+    units follow, separated by commas, each with a pattern of module names: ``"auto,decoder.layers.*=tensor"``. The
+    last that matches counts.
     """
-
-    shard_cut_overrides: tuple[str, ...] = ()
-    """Other cuts for some units, as ``"decoder.layers.*=tensor"``: a shell pattern of module names, then the cut."""
 
     # ---- precision
 
@@ -109,22 +98,10 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     reduce_dtype: Dtype | None = None
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
 
-    output_dtype: Dtype | None = None
-    """Dtype to which the model's floating-point outputs are cast. None: fp32 where parameters are cast to less."""
-
-    cast_forward_inputs: bool = True
-    """Cast floating-point inputs of the model and of each unit to `param_dtype`, where that is set or follows."""
-
-    buffer_dtype: Dtype | None = None
-    """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
-
     # ---- memory
 
     cpu_offload: bool = False
     """Keep shards of parameters, gradients and optimizer state in the host's memory."""
-
-    pin_memory: bool = True
-    """Pin that memory, for faster copies. Without an accelerator a warning says that there is nothing to pin for."""
 
     nccl_ub: bool = False
     """Allocate the memory of collectives from the backend, which registers it with NCCL (user buffers): they then
@@ -157,13 +134,12 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
         check_range(self, *names, least=0, takes=takes, error=ParallelConfigError)
         self.reshard_of("", True)
         self.cut_of("")
-        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+        for field in ("param_dtype", "reduce_dtype"):
             as_dtype(getattr(self, field), field)
         if self.grad_reduce_in_fp32 and as_dtype(self.reduce_dtype) not in (None, as_dtype("fp32")):
             raise ParallelConfigError(
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
-        check_choices(self, error=ParallelConfigError, outer_dp_sharding_strategy=("no_shard", "optim"))
         check_choices(self, error=ParallelConfigError, keep_gathered_between_micro_batches=("none", "ends", "all"))
         if self.keep_gathered_between_micro_batches == "all" and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
@@ -180,20 +156,36 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
         Raises:
             ParallelConfigError: an entry that is not of the form ``"PATTERN=VALUE"``.
         """
-        takes = "True, False or a number, as decoder.layers.0=False"
-        return _override("reshard_overrides", self.reshard_overrides, _parse_reshard, takes, name, default)
+        for entry in self.reshard_overrides:
+            pattern, separator, text = entry.rpartition("=")
+            value = _parse_reshard(text) if separator else None
+            if value is None:
+                raise ParallelConfigError(
+                    f"reshard_overrides holds {entry!r}; an entry is a pattern of module names, '=', and True, False "
+                    "or a number, as decoder.layers.0=False"
+                )
+            if fnmatchcase(name, pattern):
+                default = value
+        return default
 
     def cut_of(self, name: str) -> ShardCut:
-        """Returns the cut of the module `name`: that of `shard_cut_overrides`, else `shard_cut`.
+        """Returns the cut of the module `name`: the last entry of `shard_cut` whose pattern matches.
 
         Raises:
-            ParallelConfigError: a cut that there is not, or an entry that is not of the form ``"PATTERN=CUT"``.
+            ParallelConfigError: a cut that there is not.
         """
-        default = parse_cut(self.shard_cut)
-        if default is None:
-            raise ParallelConfigError(f"shard_cut is {self.shard_cut!r}; a cut is {_CUTS}")
-        takes = f"a cut, as decoder.layers.0=tensor; a cut is {_CUTS}"
-        return _override("shard_cut_overrides", self.shard_cut_overrides, parse_cut, takes, name, default)
+        found = ShardCut("auto")
+        for entry in self.shard_cut.split(","):
+            pattern, _, kind = entry.strip().rpartition("=")
+            cut = parse_cut(kind)
+            if cut is None:
+                raise ParallelConfigError(
+                    f"shard_cut holds {entry!r}; a cut is {_CUTS}; for some units alone it follows a pattern of "
+                    "module names, as decoder.layers.*=tensor"
+                )
+            if not pattern or fnmatchcase(name, pattern):
+                found = cut
+        return found
 
 
 @takes_megatron_fields
@@ -237,19 +229,3 @@ def _parse_reshard(value: str) -> Reshard | None:
     if value.isdecimal():
         return int(value)
     return {"true": True, "false": False}.get(value.lower())
-
-
-def _override(
-    field: str, entries: Sequence[str], parse: Callable[[str], T | None], takes: str, name: str, default: T
-) -> T:
-    """Returns the value of the last entry ``"PATTERN=VALUE"`` whose pattern matches `name`, else `default`."""
-    for entry in entries:
-        pattern, separator, text = entry.rpartition("=")
-        value = parse(text) if separator else None
-        if value is None:
-            raise ParallelConfigError(
-                f"{field} holds {entry!r}; an entry is a pattern of module names, '=', and {takes}"
-            )
-        if fnmatchcase(name, pattern):
-            default = value
-    return default

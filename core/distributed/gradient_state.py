@@ -160,30 +160,14 @@ class GradientState:
             )
 
 
-LARGE_FACTOR = 10.0
-"""A gradient's norm is large if it reaches this multiple of the largest norm of its first steps."""
-
-OBSERVED_STEPS = 100
-"""First steps, in which the largest norm of each gradient is recorded and none is large."""
-
-
 class GradientChecks:
-    """Raises on gradients that are not finite, or are far larger than in the first steps.
+    """Raises on gradients that are not finite, where ``check_for_nan_in_grad`` asks for it.
 
     Checks them before they are reduced with those of other ranks, so that an error can name the rank at fault.
-
-    Large means `LARGE_FACTOR` times the largest L2 norm that this rank has seen of the same parameter's gradient in
-    its first `OBSERVED_STEPS` steps, the rule of Megatron-LM's option of this name.
     """
 
-    def __init__(self, for_nan: bool, for_large: bool) -> None:
-        # Which checks are asked for; fixed.
-        self._for_nan, self._for_large = for_nan, for_large
-        # The largest norm of each gradient in its first `OBSERVED_STEPS` steps, by parameter. `_check_norm` updates it
-        # in these steps. Never cleared, and not in checkpoints: a resumed run observes again.
-        self._largest: dict[str, float] = {}
-        # The number of steps that `_largest` covers, by parameter, up to `OBSERVED_STEPS`. Set and kept as `_largest`.
-        self._num_seen: dict[str, int] = {}
+    def __init__(self, for_nan: bool) -> None:
+        self._for_nan = for_nan
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
         """Checks this rank's gradients of step `step`, counted from 0, by name. Waits once for the device.
@@ -194,30 +178,17 @@ class GradientChecks:
         Raises:
             ShardstackError: names rank, step and parameter.
         """
-        if not (self._for_nan or self._for_large):
+        if not self._for_nan:
             return
         named_gradients = [(name, gradient) for name, gradient in gradients if gradient.numel()]
         # Norms are in double, so only those of fp64 gradients can overflow: for them check every element.
         norms = HostRead(_norms([gradient for _, gradient in named_gradients])).wait() if named_gradients else []
         for (name, gradient), norm in zip(named_gradients, norms, strict=True):
-            if self._for_nan and not math.isfinite(norm) and not torch.isfinite(gradient).all():
+            if not math.isfinite(norm) and not torch.isfinite(gradient).all():
                 raise ShardstackError(
                     f"{_place(name, step, are_reduced)} is not finite; lower the learning rate, look at the batch, or "
                     "drop check_for_nan_in_grad to go on"
                 )
-            if self._for_large:
-                self._check_norm(name, norm, step, are_reduced)
-
-    def _check_norm(self, name: str, norm: float, step: int, is_reduced: bool) -> None:
-        largest, num_steps = self._largest.get(name, 0.0), self._num_seen.get(name, 0)
-        if num_steps < OBSERVED_STEPS:
-            self._largest[name], self._num_seen[name] = max(largest, norm), num_steps + 1
-        elif norm >= LARGE_FACTOR * largest and norm > 0.0:
-            raise ShardstackError(
-                f"{_place(name, step, is_reduced)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that "
-                f"of its first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads"
-                " to go on"
-            )
 
 
 def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

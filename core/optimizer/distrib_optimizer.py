@@ -67,10 +67,7 @@ class MainRange(MainParam):
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         plan = self.engine.plan.over_ranks_of(kind_of(self.param))
-        groups = [plan.groups.shard] if plan.num_shards > 1 else []
-        if plan.num_updated_parts > plan.num_shards and plan.groups.replicate is not None:
-            groups.append(plan.groups.replicate)
-        return tuple(groups)
+        return (plan.groups.shard,) if plan.num_shards > 1 else ()
 
     def whole(self, state: Tensor) -> Tensor:
         return noting_copy(flat_range_view(self.param, state, self.start), self.param)
@@ -210,7 +207,7 @@ def _planned_ranges(wrapper: _BaseDataParallel) -> Iterator[tuple[nn.Parameter, 
         return
     for name, param in unwrap_model(wrapper).named_parameters():
         if name in plans and owner_of(param) is wrapper and param.is_contiguous():
-            index = wrapper.plan.over_ranks_of(kind_of(param)).updated_part
+            index = wrapper.plan.over_ranks_of(kind_of(param)).shard_index
             start, end = plans[name].bounds[index : index + 2]
             yield param, (engine, start, end)
 

@@ -136,6 +136,7 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
         )
     model = under_test.check()
     rounding = _rounding(model.parameters())
+    size = sum(parameter.numel() for parameter in model.parameters())
     rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)
     del model
 
@@ -146,9 +147,9 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
             adds_in_another_order = dist.get_world_size() > 2 or "every micro-batch" in name
             reference, tolerance = REPLICAS, rounding if adds_in_another_order else 0.0
         try:
-            serial_or_replicas = None if name == REPLICAS else _config(REPLICAS)
+            serial_or_replicas = None if name == REPLICAS else _config(REPLICAS, size)
             theirs = Training(under_test, serial_or_replicas, rate, options.micro_batches)
-            ours = Training(under_test, _config(name), rate, options.micro_batches)
+            ours = Training(under_test, _config(name, size), rate, options.micro_batches)
             comparisons = (_compare_step(ours, theirs, step, tolerance) for step in range(options.steps))
             yield Verdict(name, reference, tolerance, next(filter(None, map(_of_all_ranks, comparisons)), None))
         except ShardstackError as error:
@@ -162,10 +163,14 @@ def verify(under_test: ModelUnderTest, options: Options, wrappers: Sequence[str]
             parallel_state.destroy_model_parallel()
 
 
-def _config(wrapper: str) -> DistributedDataParallelConfig:
+def _config(wrapper: str, num_elements: int) -> DistributedDataParallelConfig:
+    """Returns the settings of an entry of `WRAPPERS`, whose ``buckets`` share the model's elements equally."""
     kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
     kind = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
-    return kind(**WRAPPERS[wrapper])
+    fields = dict(WRAPPERS[wrapper])
+    if buckets := fields.pop("buckets", None):
+        fields["bucket_size"] = max(1, num_elements // buckets)
+    return kind(**fields)
 
 
 def _rounding(parameters: Iterator[Tensor]) -> float:

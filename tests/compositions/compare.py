@@ -33,8 +33,6 @@ def adds_in_one_order(composition: Composition) -> bool:
 def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
     if part.reduces == "each micro-batch" and micro_batches > 1:
         return False
-    if part.average == "in the collective" and part.precision == "fp16" and part.policy != "reduce in fp32":
-        return False  # else fp16 is divided before it is added, which rounds what is below its smallest normal number
     if part.steps_by_torch and part.clip == "yes":
         return False  # torch adds the squares of whole gradients, or of those of each rank
     if part.is_fsdp2 and part.replicated == "norms":
@@ -49,7 +47,7 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
         # FSDP2 adds micro-batches in fp32, and what a program writes into its fp32 shards is not rounded.
         return part.policy in ("reduce in fp32", "by dtypes") and part.writes == "nothing"
     replicas = part.shape.dp * part.shape.cp
-    return replicas <= 2 or not (part.collectives == "torch" or part.is_hybrid or part.average == "in the collective")
+    return replicas <= 2 or not (part.collectives == "torch" or part.is_hybrid)
 
 
 def tolerance(composition: Composition) -> float:

@@ -42,9 +42,9 @@ LAYOUTS = {
 """``hybrid`` layouts shard within two ranks and replicate across two."""
 
 WRAPPER_AXES = (
-    *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
-    *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "replicated", "idle_slots", "compiled"),
-    *("buffer_dtype", "whole_gradients", "streams", "mistake"),
+    *("wrapper", "buckets", "overlap", "reduces", "reshard", "overrides", "forward_prefetch"),
+    *("backward_prefetch", "kept", "collectives", "cut", "offload", "replicated", "idle_slots", "compiled"),
+    *("whole_gradients", "streams", "mistake"),
 )
 """What no number depends on."""
 
@@ -62,10 +62,9 @@ class Composition:
     layout: str = _one_of(*LAYOUTS)
     pipeline: str = _one_of("none", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
     wrapper: str = _one_of("ddp", "zero1", "zero2", "fsdp2", "zero3")
-    buckets: str = _one_of("one", "small", "three", "padded")
+    buckets: str = _one_of("one", "small", "three")
     overlap: str = _one_of("none", "gradients", "both")
     reduces: str = _one_of("each step", "each micro-batch")
-    average: str = _one_of("by ranks", "in the collective")
     reshard: str = _one_of("yes", "no", "two ranks")
     overrides: str = _one_of("none", "first kept", "all but first kept", "root freed")
     forward_prefetch: str = _one_of("1", "0", "3")
@@ -73,17 +72,15 @@ class Composition:
     kept: str = _one_of("ends", "none", "all")
     collectives: str = _one_of("auto", "torch")
     cut: str = _one_of("auto", "flat", "rows", "tensor", "blocks")
-    outer: str = _one_of("replicated", "optim")
     offload: str = _one_of("no", "yes")
     replicated: str = _one_of("nothing", "an mlp", "norms")
     idle_slots: str = _one_of("kept", "poisoned")
     compiled: str = _one_of("no", "units")
-    buffer_dtype: str = _one_of("kept", "bf16")
     whole_gradients: str = _one_of("no", "yes")
     streams: str = _one_of("no", "kept over steps")
     # ---- precision
     precision: str = _one_of("fp32", "bf16", "fp16")
-    policy: str = _one_of("default", "reduce in fp32", "by dtypes", "fp32 accumulation", "a layer in fp32")
+    policy: str = _one_of("default", "reduce in fp32", "by dtypes", "a layer in fp32")
     # ---- model
     depth: str = _one_of("two", "four")
     embeddings: str = _one_of("tied", "untied")
@@ -358,14 +355,12 @@ RULES: tuple[Rule, ...] = (
     ("buckets", (), _has_buckets),
     ("overlap", (), _has_buckets),
     ("overlap", ("both",), lambda c: c.wrapper != "ddp"),
-    ("average", (), lambda c: not c.is_fsdp2),
     ("reduces", (), lambda c: c.wrapper in ("zero2", "fsdp2", "zero3")),
     *((axis, (), _shards_parameters) for axis in ("reshard", "forward_prefetch", "backward_prefetch", "overrides")),
     ("reshard", ("two ranks",), _is_fsdp2),
     *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "compiled")),
     ("offload", (), _shards_parameters),
     ("cut", (), lambda c: c.wrapper == "zero3"),
-    ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
     ("whole_gradients", (), lambda c: c.loop == "written out" and not c.steps_by_torch),
     # One rank that shards nothing may have them, or not.
@@ -436,6 +431,5 @@ RULES: tuple[Rule, ...] = (
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
     # What needs experts.
     ("jitter", (), lambda c: c.experts != "none"),
-    ("buffer_dtype", (), lambda c: _shards_parameters(c) and c.experts == "balanced by a bias"),
 )
 """By axis and values, all but the first where none are named, when they mean something."""

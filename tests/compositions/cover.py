@@ -122,8 +122,6 @@ def _with(pair: Pair) -> Composition | None:
         fixed = {"averaged": "equally"} | fixed
     if fixed.get("dropout") == "by stages":
         fixed = {"pipeline": "1F1B"} | fixed
-    if fixed.get("buffer_dtype") == "bf16":
-        fixed = {"experts": "balanced by a bias"} | fixed
     if fixed.get("jitter") == "yes":
         fixed = {"experts": "balanced by losses"} | fixed
     # What rules ask for, the most often last: a precision, micro-batches that can be dealt out, ranks, a wrapper.

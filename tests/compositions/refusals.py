@@ -44,11 +44,6 @@ REFUSALS = (
         lambda c: c.kept == "all" and (c.overrides != "none" or c.reshard == "two ranks"),
     ),
     Refusal(
-        "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them",
-        "a sum over tokens is no average over ranks",
-        lambda c: c.average == "in the collective" and c.loss == "per token",
-    ),
-    Refusal(
         "is named by replicated, and an expert with ranks of its own",
         "an expert that each rank kept whole would be every rank's",
         lambda c: c.replicated == "an mlp" and c.experts == "over ranks",
@@ -57,11 +52,6 @@ REFUSALS = (
         "'selective' for a unit around .*, which is replicated",
         "torch counts operations of the hooks of a unit inside one that it recomputes",
         lambda c: c.is_fsdp2 and c.replicated != "nothing" and c.recompute == "products of units",
-    ),
-    Refusal(
-        "reduce_scatter_with_fp32_accumulation is True, which adds fp16 and bf16 gradients in fp32",
-        "FSDP2 has no reduction that sends low precision and adds in fp32",
-        lambda c: c.is_fsdp2 and c.policy == "fp32 accumulation",
     ),
     Refusal(
         "force_all_reduce asks for whole gradients",

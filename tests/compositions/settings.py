@@ -19,8 +19,7 @@ STRATEGIES = {"ddp": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero
 _BUCKETS: dict[str, dict[str, Any]] = {
     "one": {},
     "small": {"bucket_size": 700},  # elements, of some 6000
-    "three": {"num_buckets": 3},
-    "padded": {"bucket_size": 2000, "pad_buckets_for_high_nccl_busbw": True},
+    "three": {"bucket_size": 2000},
 }
 _OVERLAPS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -39,7 +38,6 @@ DECAYS = {"exponentially": 0.75, "equally": None}
 _POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce in fp32": {"grad_reduce_in_fp32": True},
-    "fp32 accumulation": {"reduce_scatter_with_fp32_accumulation": True},
     "a layer in fp32": {"param_name_patterns_for_fp32_local_accumulation": ("decoder.layers.0.*",)},
 }
 
@@ -53,11 +51,10 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
     if composition.buffers != "read":
         fields["broadcast_buffers"] = True
     if composition.policy == "by dtypes":
-        fields |= {"param_dtype": composition.precision, "reduce_dtype": "fp32", "output_dtype": "fp32"}
+        fields |= {"param_dtype": composition.precision, "reduce_dtype": "fp32"}
     else:
         fields |= _POLICIES[composition.policy]
     if not composition.is_fsdp2:
-        fields["average_in_collective"] = composition.average == "in the collective"
         fields["data_parallel_sharding_strategy"] = STRATEGIES[composition.wrapper]
     if composition.wrapper not in ("fsdp2", "zero3"):
         fields |= _BUCKETS[composition.buckets] | _OVERLAPS[composition.overlap]
@@ -68,11 +65,9 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
         "forward_prefetch": int(composition.forward_prefetch),
         "backward_prefetch": int(composition.backward_prefetch),
     }
-    fields |= {"cpu_offload": composition.offload == "yes", "pin_memory": False}
-    fields["buffer_dtype"] = None if composition.buffer_dtype == "kept" else composition.buffer_dtype
+    fields["cpu_offload"] = composition.offload == "yes"
     if composition.wrapper == "zero3":
-        outer = "optim" if composition.outer == "optim" else "no_shard"
-        fields |= {"shard_cut": _CUTS.get(composition.cut, composition.cut), "outer_dp_sharding_strategy": outer}
+        fields["shard_cut"] = _CUTS.get(composition.cut, composition.cut)
         return FullyShardedDataParallelConfig(**fields)
     recompute = {"units": "full", "products of units": "selective"}.get(composition.recompute, "none")
     return TorchFullyShardedDataParallelConfig(

@@ -54,7 +54,7 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "fsdp2": {},
     "fsdp2, torch's collectives": {"collectives": "torch", "forward_prefetch": 0, "backward_prefetch": 0},
     "fsdp2, gathered once a step": {"keep_gathered_between_micro_batches": "all"},
-    "fsdp2, offloaded": {"cpu_offload": True, "pin_memory": False},
+    "fsdp2, offloaded": {"cpu_offload": True},
     "fsdp2, every micro-batch": {"reduce_every_micro_batch": True, "reshard_after_forward": False},
 }
 """The arguments of each."""

@@ -24,10 +24,8 @@ from tests.unit._quick import quick
 REFUSED = (
     Composition(layout="hybrid", wrapper="ddp"),
     Composition(layout="dp2", wrapper="fsdp2", kept="all", overrides="first kept"),
-    Composition(layout="dp2", wrapper="zero1", average="in the collective", loss="per token"),
     Composition(layout="dp2", wrapper="zero3", replicated="an mlp", experts="over ranks"),
     Composition(layout="dp2", wrapper="fsdp2", replicated="norms", recompute="products of units"),
-    Composition(layout="dp2", wrapper="fsdp2", precision="bf16", policy="fp32 accumulation"),
     Composition(layout="dp2", wrapper="zero3", whole_gradients="yes"),
     Composition(layout="dp2", wrapper="ddp", zeroes="never", loss="per token"),
     Composition(layout="dp1", pipeline="1F1B", optimizer="muon", trained="one norm"),

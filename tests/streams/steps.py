@@ -89,7 +89,7 @@ def wrapped(case: Case) -> tuple[Any, MegatronOptimizer]:
     low = case.dtype if case.dtype != "fp32" else None
     config = ModelParallelConfig(**({low: True} if low else {}))
     if case.wrapper in STRATEGIES:
-        fields = {"overlap_grad_reduce": True, "num_buckets": 4, "overlap_param_gather": case.wrapper != "ddp"}
+        fields = {"overlap_grad_reduce": True, "bucket_size": 40, "overlap_param_gather": case.wrapper != "ddp"}
         fields["data_parallel_sharding_strategy"] = STRATEGIES[case.wrapper]  # type: ignore[assignment]
         ddp_config = DistributedDataParallelConfig(**(fields | case.settings))
     else:

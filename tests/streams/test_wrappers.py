@@ -29,7 +29,6 @@ QUICK = [
     Case("zero3", {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"}),
     Case("zero3", {"reshard_after_forward": 2} | LOW, ranks=4),
     Case("zero3", HYBRID | EACH | LOW, ranks=4),
-    Case("zero3", HYBRID | {"outer_dp_sharding_strategy": "optim"} | LOW, ranks=4),
     Case("zero3", HYBRID | REPRODUCIBLE | LOW, micro_batches=4, ranks=4),
     Case("fsdp2", {"forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"} | LOW),
     Case("fsdp2", {"reshard_after_forward": 2} | EACH, ranks=4),
@@ -48,10 +47,7 @@ LONG = [
     *(Case(wrapper, HYBRID | EACH, ranks=4) for wrapper in ("zero2", "fsdp2")),
     *(Case(wrapper, HYBRID | REPRODUCIBLE | EACH, 4, ranks=4) for wrapper in ("zero3", "fsdp2")),
     *(Case(wrapper, LOW | {"reduce_dtype": "fp32"}) for wrapper in ("zero3", "fsdp2")),
-    *(
-        Case(wrapper, {"reduce_scatter_with_fp32_accumulation": True}, dtype="bf16")
-        for wrapper in ("ddp", "zero1", "zero2", "zero3")
-    ),
+    *(Case(wrapper, {"grad_reduce_in_fp32": True}, dtype="bf16") for wrapper in ("ddp", "zero1", "zero2", "zero3")),
     *(Case(wrapper, dtype="fp16") for wrapper in ("ddp", "zero2", "zero3", "fsdp2")),
 ]
 

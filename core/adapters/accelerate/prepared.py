@@ -79,11 +79,7 @@ class ShardstackPlugin:
         config = self.ddp_config
         if isinstance(config, FullyShardedDataParallelConfig):
             methods = (*config.forward_methods, *(("generate",) if hasattr(model, "generate") else ()))
-            config = dataclasses.replace(
-                config,
-                forward_methods=tuple(dict.fromkeys(methods)),
-                pin_memory=config.pin_memory and device.device_type() != "cpu",
-            )
+            config = dataclasses.replace(config, forward_methods=tuple(dict.fromkeys(methods)))
         ranks = data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD
         has_units = config.shards_parameters or config.transforms_units
         units = units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap") if has_units else ()

@@ -98,7 +98,6 @@ def fsdp2_strategy_parallelize(
         activation_checkpointing=activation_checkpointing,
         reshard_after_forward=reshard_after_forward,
         cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
-        pin_memory=getattr(offload_policy, "pin_memory", False),
         sync_module_states=sync_module_states,
     )
     if config.activation_checkpointing != "none":
@@ -163,7 +162,7 @@ def nvfsdp_strategy_parallelize(
         overlap_grad_reduce: reduce gradients while backward runs; FSDP2 always does.
         overlap_param_gather: gather parameters ahead of their use; False where nothing is gathered (``no_shard``).
         check_for_nan_in_grad: raise on a gradient that is not finite.
-        average_in_collective: let the collective divide; FSDP2 decides that; warns once.
+        average_in_collective: ignored with a warning; gradients are divided after they are added.
         disable_bucketing: reduce each buffer in one piece.
         calculate_per_token_loss: sum gradients, for `finalize_model_grads` to divide by the number of tokens.
         keep_fp8_transpose_cache_when_using_custom_fsdp: changes no number, and has no use here.

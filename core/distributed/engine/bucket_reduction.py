@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from ...comm import collectives
 from ...comm.gloo import Sum
@@ -58,15 +57,12 @@ class BucketReduction:
             what: name of the gradients, for messages.
         """
         averages = self.plan.reduction is GradientReduction.MEAN and self.order is None
-        op, scale, divisor = ReduceOp.SUM, 1.0, self.plan.groups.divisor
-        if averages and self.plan.settings.average_in_collective:
-            op, scale = ReduceOp.AVG, self.group.size() / divisor
-        elif averages and whole.dtype == torch.float16:
+        scale, divisor = 1.0, self.plan.groups.divisor
+        if averages and whole.dtype == torch.float16:
             whole.mul_(1.0 / divisor)
         elif averages:
             scale = 1.0 / divisor
-        in_fp32 = self.plan.settings.reduce_scatter_with_fp32_accumulation
-        how = Sum(op=op, scale=scale, fp32_accumulation=in_fp32, order=self.order)
+        how = Sum(scale=scale, order=self.order)
         scatter, reduce = partial(collectives.reduce_scatter, what=what), partial(collectives.all_reduce, what=what)
         if self.shard_group is None:
             reduce(whole, self.group, how)
@@ -79,12 +75,7 @@ class BucketReduction:
             scatter(part, whole, self.shard_group, how if self.replica_group is None else replace(how, scale=1.0))
             if self.replica_group is not None:
                 how = replace(how, order=None if self.order is None else (range(self.replica_group.size()),))
-                if self.plan.num_updated_parts > self.plan.num_shards:
-                    own = part.chunk(self.replica_group.size())[self.replica_group.rank()]
-                    scatter(own, part, self.replica_group, how)
-                    part = own
-                else:
-                    reduce(part, self.replica_group, how)
+                reduce(part, self.replica_group, how)
             if accumulate:  # on the device, where the lane does not wait for a copy
                 part = shard.to(part.device, non_blocking=True).add_(part)
             if part is not shard:

@@ -49,8 +49,7 @@ class Engine(ABC):
         self.tree: GradientTree | None = None
         if plan.tree is not None:
             self.tree = GradientTree(plan.tree, 1 if self.sums_gradients else plan.groups.whole.size())
-        # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
-        self.checks = GradientChecks(plan.settings.check_for_nan_in_grad, plan.settings.check_for_large_grads)
+        self.checks = GradientChecks(plan.settings.check_for_nan_in_grad)
         # Set once, by the wrapper, where the engine keeps it alive (`_BaseDataParallel._set_engine`); never read.
         self.wrapper: nn.Module | None = None
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.

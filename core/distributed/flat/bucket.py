@@ -52,7 +52,7 @@ class Bucket(PlacedParams):
         ]
         super().__init__(buffer, plan, slots)
         # ``[start, end)`` in `local_grad_shard` of what this rank keeps of each gradient; fixed.
-        self._place_in_shard = dict(zip(self._slot_of, plan.places_in_shard(buffer.plan.updated_part), strict=True))
+        self._place_in_shard = dict(zip(self._slot_of, plan.places_in_shard(buffer.plan.shard_index), strict=True))
         # Without `releases_grads` a view of the buffer's ``grad_data``; fixed. With it memory of the bucket, on the
         # thread that runs backward: allocated for the first gradient of a step or to send the bucket, dropped by
         # `release_grads`. A reduction in the lane keeps it alive until it ends.
@@ -102,9 +102,9 @@ class Bucket(PlacedParams):
         """
         buffer, plan = self.buffer, self.buffer.plan
         if self.grad_data is not None and not self.releases_grads:
-            return self.grad_data.chunk(plan.num_updated_parts)[plan.updated_part]
+            return self.grad_data.chunk(plan.num_shards)[plan.shard_index]
         if self.separate_shard is None:
-            length = self.numel // plan.num_updated_parts
+            length = self.numel // plan.num_shards
             self.separate_shard = buffer.zeros_for_shards(length, buffer.kind.shard_grad_dtype)
         return self.separate_shard
 

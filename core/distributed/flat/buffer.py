@@ -72,7 +72,7 @@ class FlatBuffer:
 
     def zeros_for_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates `[numel]` on the device of shards."""
-        if self.plan.settings.pin_memory:  # so that copies between host and device overlap with computation
+        if self.plan.settings.pins_memory:  # so that copies between host and device overlap with computation
             return streams.pinned([numel], dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=self.shard_device)
 
@@ -88,7 +88,7 @@ class FlatBuffer:
         if self.param_data is None:
             return torch.empty(0), torch.empty(0)
         whole = self.param_data[start:end]
-        return whole, whole.chunk(self.plan.num_updated_parts)[self.plan.updated_part]
+        return whole, whole.chunk(self.plan.num_shards)[self.plan.shard_index]
 
 
 class PlacedParams:

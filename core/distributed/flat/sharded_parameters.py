@@ -9,10 +9,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from ...base.parameters import keep_range, set_pending_view
-from ...comm.collectives import all_gather
 from ...comm.lane import CommLane
 from ...dist_checkpointing.global_view import whole_view
-from ..model.initial_values import InitialValues, cast_buffers
+from ..model.initial_values import InitialValues
 from ..plan import Plan
 from .buffer import FlatBuffer
 from .gathering import ParameterGathering, install_call_hooks
@@ -61,8 +60,6 @@ class ShardedParameters:
             plan, units, self._shards, lane, note_moved=note_moved, note_skipped=note_skipped
         )
         install_call_hooks(plan, units, self._gathering)
-        if plan.settings.buffer_dtype is not None:
-            cast_buffers(model, plan.settings.buffer_dtype)
         for param in model.parameters():
             set_pending_view(param, partial(whole_view, param))
 
@@ -84,20 +81,7 @@ class ShardedParameters:
         self._gathering.find_writes(expected=True)
 
     def publish(self) -> None:
-        """All-gathers the updated shards over optimizer instances, each of which updates a part of them."""
-        group = self._plan.groups.replicate
-        if group is None or not self._plan.shards_update_over_replicas:
-            return
-        for unit in self._units:
-            for bucket in unit.buckets:
-                is_shared = bucket.buffer.kind.kind != "replicated"
-                if is_shared and any(param.requires_grad for param in bucket.params):
-                    own_shard = bucket.local_param_shard
-                    shard = own_shard.to(bucket.buffer.device)  # from the host, where it is offloaded
-                    own = shard.chunk(group.size())[group.rank()]
-                    all_gather(shard, own, group, what=f"updated parameters of unit {unit.name}")
-                    if shard is not own_shard:
-                        own_shard.copy_(shard)
+        """Does nothing: the next forward gathers the updated shards."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from ..engine.gradients import local_gradient
 from ..gradient_state import GradientState, Phase
 from ..groups import managed_parameters
 from ..model.forward_hooks import enclose, watch_outputs
-from ..model.initial_values import InitialValues, cast_buffers
+from ..model.initial_values import InitialValues
 from ..model.unfit_models import reject_changed
 from ..plan import Plan
 from .freed_weights import FreedWeights, reject_graph_of_gradients
@@ -90,8 +90,6 @@ class Fsdp2Engine(Engine):
             submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
         # Their counts of running forwards change; `settle` ends those that an exception has left.
         self._freed_weights = [FreedWeights(unit) for unit in plan.units[:-1] if unit.is_freed]
-        if plan.settings.buffer_dtype is not None:
-            cast_buffers(module, plan.settings.buffer_dtype)
         reject_plain_state_dicts(module)
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `finish_reduction` sets it, `updated` and `zero_gradients` clear it.

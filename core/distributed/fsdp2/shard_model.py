@@ -40,7 +40,7 @@ def shard_model(plan: Plan) -> None:
         meshes["replicated"] = DeviceMesh.from_group(alone, mesh.device_type, mesh_dim_names=("dp_cp",))
     ignored = {parameter for parameter in module.parameters() if kind_of(parameter) == "ignored"}
     offload_policy = (
-        fsdp.CPUOffloadPolicy(pin_memory=plan.settings.pin_memory)
+        fsdp.CPUOffloadPolicy(pin_memory=plan.settings.pins_memory)
         if plan.settings.cpu_offload
         else fsdp.OffloadPolicy()
     )

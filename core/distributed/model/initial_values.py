@@ -197,11 +197,6 @@ def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(managed_parameters(module)) | dict(module.named_buffers())
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point buffers of the model. Does not cast parameters."""
-    apply_to_buffers(module, lambda buffer: buffer.to(dtype) if buffer.is_floating_point() else buffer)
-
-
 def apply_to_buffers(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replaces every buffer of the model by ``fn(buffer)``, as ``Module.to`` does.
 

@@ -18,7 +18,7 @@ from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
 from ...base.micro_batch_tree import odd_part
 from ...model_parallel_config import ModelParallelConfig
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
     Reshard,
@@ -32,10 +32,7 @@ Config = TypeVar("Config", bound=DistributedDataParallelConfig)
 _NOT_OF_FSDP2 = json.loads(Path(__file__).with_name("not_of_fsdp2.json").read_text("utf-8"))
 """Values of settings that FSDP2 accepts, in addition to empty ones, and what is wrong with the others."""
 
-_BUFFER_FIELDS = (
-    *("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets"),
-    *("pad_buckets_for_high_nccl_busbw", "average_in_collective"),
-)
+_BUFFER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")
 
 
 def check_replicated(
@@ -66,9 +63,7 @@ def check_replicated(
         )
 
 
-def sharded_config(
-    ddp_config: DistributedDataParallelConfig, groups: DataParallelGroups, caller: str
-) -> FullyShardedDataParallelConfig:
+def sharded_config(ddp_config: DistributedDataParallelConfig, caller: str) -> FullyShardedDataParallelConfig:
     """Returns the settings as those of ZeRO-3. Raises on those that ZeRO-3 cannot honour, and warns about buckets."""
     if not ddp_config.shards_parameters:
         raise ParallelConfigError(
@@ -76,13 +71,8 @@ def sharded_config(
             f"{ddp_config.sharding_strategy!r}; set 'optim_grads_params', or use wrap_model"
         )
     own = _config_as(FullyShardedDataParallelConfig, ddp_config)
-    if own.outer_dp_sharding_strategy != "no_shard" and groups.replicate is None:
-        raise ParallelConfigError(
-            f"outer_dp_sharding_strategy is {own.outer_dp_sharding_strategy!r} with one optimizer instance; drop "
-            "it, or set num_distributed_optimizer_instances"
-        )
-    if without_effect := [name for name in ("bucket_size", "num_buckets") if getattr(own, name) is not None]:
-        warn_once(f"{', '.join(without_effect)}: where parameters are sharded a unit is the bucket. No number changes")
+    if own.bucket_size is not None:
+        warn_once("bucket_size: where parameters are sharded a unit is the bucket. No number changes")
     return own
 
 
@@ -146,11 +136,6 @@ def check_contradictions(
     Raises:
         ParallelConfigError: says what to change.
     """
-    averages = ddp_config.average_in_collective and ddp_config.engine is not EngineKind.FSDP2  # which ignores it
-    if averages and getattr(config, "calculate_per_token_loss", False):
-        raise ParallelConfigError(
-            "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
-        )
     problems = _reorderings(config, ddp_config, pieces), _unfit_ranks(config, ddp_config, groups)
     for problem in itertools.chain(*problems) if ddp_config.reproducible_across_ranks else ():
         raise ParallelConfigError(f"reproducible_across_ranks adds up gradients in one tree, and {problem}")
@@ -158,8 +143,6 @@ def check_contradictions(
 
 def _reorderings(config: Any, ddp_config: DistributedDataParallelConfig, pieces: Iterable[PiecePlan]) -> Iterator[str]:
     """Yields the settings that add gradients in another order, or round in between."""
-    if ddp_config.average_in_collective:
-        yield "average_in_collective leaves the order of additions to the backend; drop average_in_collective"
     if getattr(ddp_config, "collectives", "auto") == "torch":
         yield "collectives='torch' leaves the order of additions to the backend; set collectives='auto'"
     if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
@@ -167,9 +150,11 @@ def _reorderings(config: Any, ddp_config: DistributedDataParallelConfig, pieces:
             "gradient_accumulation_fusion in this config says that layers add into main_grad themselves; set "
             "gradient_accumulation_fusion=False"
         )
-    for name in ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"):
-        if getattr(ddp_config, name):
-            yield f"{name} rounds between additions on a rank and over ranks; set grad_reduce_in_fp32 in its place"
+    if ddp_config.param_name_patterns_for_fp32_local_accumulation:
+        yield (
+            "param_name_patterns_for_fp32_local_accumulation rounds between additions on a rank and over ranks; set "
+            "grad_reduce_in_fp32 in its place"
+        )
     for piece in pieces if ddp_config.reduce_every_micro_batch else ():
         shard_dtype = dtype_name(piece.shard_grad_dtype)
         if piece.is_trained and piece.grad_dtype != piece.shard_grad_dtype:

@@ -15,9 +15,6 @@ PARAM_ALIGNMENT = 64
 """Elements. Where buckets are cut, and where a layer computes its gradient in the buffer, a parameter starts at a
 multiple of it."""
 
-HIGH_BUSBW_ALIGNMENT = 2**16
-"""Elements. NCCL's rings reach their full bandwidth where message sizes divide by a large power of two."""
-
 
 @dataclass(frozen=True)
 class BucketLayout:
@@ -50,31 +47,25 @@ def lay_out(
     *,
     dp_size: int | None,
     bucket_size: int | None = None,
-    num_buckets: int | None = None,
-    for_high_busbw: bool = False,
     alone: Collection[int] = (),
     aligned: Collection[int] = (),
 ) -> list[BucketLayout]:
     """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
 
     A bucket closes as soon as its parameters have `bucket_size` elements, without padding, so that buckets are the
-    same under every strategy; with `num_buckets` as soon as it reaches its equal part of the whole, which gives fewer
-    where single parameters are larger than that. Where buckets are cut, the length of each is a multiple of `dp_size`
+    same under every strategy. Where buckets are cut, the length of each is a multiple of `dp_size`
     times `PARAM_ALIGNMENT`, so that shards are equal and aligned; else parameters follow without gaps, as in
     Megatron-LM, up to the next one of `aligned`.
 
     Args:
         sizes: elements of each parameter.
         dp_size: ranks that a bucket may be cut over; None where none is.
-        bucket_size: elements; None, without `num_buckets`, means one bucket.
+        bucket_size: elements; None means one bucket.
         alone: indices of parameters that have a bucket of their own.
         aligned: indices of parameters whose gradient a layer computes in the buffer: a matrix product is slower, and
             rounds differently, in memory that is not aligned.
     """
     multiple = dp_size * PARAM_ALIGNMENT if dp_size else 1
-    if for_high_busbw:
-        multiple = math.lcm(multiple, HIGH_BUSBW_ALIGNMENT)
-    total, num_placed = sum(sizes), 0
     layouts: list[BucketLayout] = []
     start, members, ranges = 0, list[int](), list[tuple[int, int]]()
     for index, size in enumerate(sizes):
@@ -83,10 +74,7 @@ def lay_out(
             begin = round_up(start + begin, PARAM_ALIGNMENT) - start
         members.append(index)
         ranges.append((begin, begin + size))
-        num_placed += size
         is_full = bucket_size is not None and sum(sizes[i] for i in members) >= bucket_size
-        if num_buckets is not None:
-            is_full = num_placed * num_buckets >= total * (len(layouts) + 1)
         if is_full or index in alone or index + 1 in alone or index == len(sizes) - 1:
             end = start + round_up(begin + size, multiple)
             layouts.append(BucketLayout(start, end, tuple(members), tuple(ranges)))
@@ -105,9 +93,7 @@ _MOST_PADDING = 0.01
 Shape = Sequence[int]
 
 
-def lay_out_unit(
-    shapes: Sequence[Shape], num_shards: int, cut: ShardCut, *, for_high_busbw: bool = False
-) -> BucketLayout:
+def lay_out_unit(shapes: Sequence[Shape], num_shards: int, cut: ShardCut) -> BucketLayout:
     """Places parameters of these shapes in a bucket of `num_shards` equal parts.
 
     Every parameter starts at a multiple of `PARAM_ALIGNMENT`, so that a layer may compute its gradient there.
@@ -115,15 +101,14 @@ def lay_out_unit(
     Args:
         cut: ``auto`` is ``rows`` where that pads by less than 1 % more than ``flat``, else ``flat``.
     """
-    alignment = math.lcm(num_shards * PARAM_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if for_high_busbw else 1) // num_shards
-    flat = _by_grains(shapes, num_shards, alignment, ShardCut("flat"))
+    flat = _by_grains(shapes, num_shards, ShardCut("flat"))
     if num_shards == 1:
         return flat
     if cut.kind == "tensor":
-        return _by_tensors(shapes, num_shards, alignment)
+        return _by_tensors(shapes, num_shards)
     if cut.kind != "auto":
-        return _by_grains(shapes, num_shards, alignment, cut)
-    rows = _by_grains(shapes, num_shards, alignment, ShardCut("rows"))
+        return _by_grains(shapes, num_shards, cut)
+    rows = _by_grains(shapes, num_shards, ShardCut("rows"))
     return rows if rows.end - flat.end < _MOST_PADDING * flat.end else flat
 
 
@@ -134,13 +119,13 @@ def _grain(shape: Shape, cut: ShardCut) -> int:
     return cut.block
 
 
-def _by_grains(shapes: Sequence[Shape], num_shards: int, alignment: int, cut: ShardCut) -> BucketLayout:
+def _by_grains(shapes: Sequence[Shape], num_shards: int, cut: ShardCut) -> BucketLayout:
     """Places parameters in sequence, largest grain first. Parameters and shards start at multiples of the grain.
 
     So the end of a shard is a whole number of grains away from the start of the parameter that it is in.
     """
     grains = [_grain(shape, cut) for shape in shapes]
-    length = math.lcm(alignment, *grains)
+    length = math.lcm(PARAM_ALIGNMENT, *grains)
     members = sorted(range(len(shapes)), key=lambda index: -grains[index])
     ranges, end = [], 0
     for index in members:
@@ -150,7 +135,7 @@ def _by_grains(shapes: Sequence[Shape], num_shards: int, alignment: int, cut: Sh
     return BucketLayout(0, round_up(end, num_shards * length), tuple(members), tuple(ranges))
 
 
-def _by_tensors(shapes: Sequence[Shape], num_shards: int, alignment: int) -> BucketLayout:
+def _by_tensors(shapes: Sequence[Shape], num_shards: int) -> BucketLayout:
     """Returns each parameter whole in one shard: the largest first, each to the shard that has least (Graham,
     1969)."""
     sizes = [math.prod(shape) for shape in shapes]
@@ -160,7 +145,7 @@ def _by_tensors(shapes: Sequence[Shape], num_shards: int, alignment: int) -> Buc
         shard = filled.index(min(filled))
         place[index] = shard, filled[shard]
         filled[shard] += round_up(sizes[index], PARAM_ALIGNMENT)
-    length = round_up(max(filled), alignment)
+    length = round_up(max(filled), PARAM_ALIGNMENT)
     members = sorted(place, key=lambda index: place[index])
     starts = [place[index][0] * length + place[index][1] for index in members]
     ranges = tuple((start, start + sizes[index]) for index, start in zip(members, starts, strict=True))

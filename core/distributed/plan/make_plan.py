@@ -74,7 +74,7 @@ def plan_model(
             settings = resolve_settings(gathered, config, module, groups, engine)
             settings = replace(settings, collectives=of_fsdp2.collectives)
         else:
-            gathered = contradictions.sharded_config(ddp_config, groups, caller)
+            gathered = contradictions.sharded_config(ddp_config, caller)
             settings = resolve_settings(gathered, config, module, groups, engine)
         own_config = gathered
         units = _plan_units(module, config, gathered, groups, unit_classes, engine, mp_policy)
@@ -108,20 +108,17 @@ def _plan_buckets(
 ) -> tuple[UnitPlan, ...]:
     """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit."""
     is_sharded = ddp_config.shards_updates
-    bucket_size, num_buckets = ddp_config.bucket_size, ddp_config.num_buckets
+    bucket_size = ddp_config.bucket_size
     travels_early = settings.overlap_grad_reduce or ddp_config.sharding_strategy == "optim_grads"
     travels_early = travels_early or (settings.overlap_param_gather and is_sharded)
     if disable_bucketing:
-        bucket_size = num_buckets = None
-    elif bucket_size is None and num_buckets is None and travels_early:
+        bucket_size = None
+    elif bucket_size is None and travels_early:
         bucket_size = default_bucket_size(groups.whole.size())
 
     def lay_out_buckets(params: Sequence[nn.Parameter]) -> list[BucketLayout]:
         dp_size = groups.of(params[0]).whole.size() if is_sharded else None
-        sizes = {"bucket_size": bucket_size, "num_buckets": num_buckets}
-        return lay_out_params(
-            params, dp_size=dp_size, for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw, **sizes
-        )
+        return lay_out_params(params, dp_size, bucket_size)
 
     pieces = Pieces(module, EngineKind.FLAT_BUFFERS, ddp_config, groups=groups)
     params = [param for param in pieces.names.of if kind_of(param) != "ignored"]
@@ -146,17 +143,17 @@ def _plan_units(
     is_fsdp2 = engine is EngineKind.FSDP2
     managed = (parameter for _, parameter in managed_parameters(module))
     precision = mp_policy or mixed_precision_policy(managed, compute_dtype(config), ddp_config)
-    shares_update, num_shards = ddp_config.outer_dp_sharding_strategy != "no_shard", groups.shard.size()
-    pieces = Pieces(module, engine, ddp_config, precision, groups=groups, shares_updates=shares_update)
+    num_shards = groups.shard.size()
+    pieces = Pieces(module, engine, ddp_config, precision, groups=groups)
 
     def pieces_of(unit: UnitPlan, params: list[nn.Parameter]) -> tuple[PiecePlan, ...]:
         if is_fsdp2:
             return pieces.by_rows(params)
-        cut, pads = ddp_config.cut_of(unit.names[0]), ddp_config.pad_buckets_for_high_nccl_busbw
+        cut = ddp_config.cut_of(unit.names[0])
 
         def lay_out(of: Sequence[nn.Parameter]) -> list[BucketLayout]:
             num_parts = pieces.num_parts(kind_of(of[0]))
-            return [lay_out_unit([p.shape for p in of], num_parts, cut, for_high_busbw=pads)]
+            return [lay_out_unit([p.shape for p in of], num_parts, cut)]
 
         return pieces.in_buffers(params, lay_out)
 

@@ -57,7 +57,6 @@ class Pieces:
     Args:
         precision: the dtypes of computation and reduction; without casts each parameter keeps its own.
         groups: the ranks that share parameters or their updates, and those of experts.
-        shares_updates: ranks with the same shard share its update.
     """
 
     def __init__(
@@ -68,10 +67,9 @@ class Pieces:
         precision: MixedPrecisionPolicy = NO_CASTS,
         *,
         groups: DataParallelGroups,
-        shares_updates: bool = False,
     ) -> None:
         # All fixed but `_buffers`. An instance lives while one model is planned.
-        self.names, self._groups, self._shares_updates = ParameterNames(module), groups, shares_updates
+        self.names, self._groups = ParameterNames(module), groups
         self._is_sharded, self._is_gathered = ddp_config.sharding_strategy != "no_shard", ddp_config.shards_parameters
         self._fp32_patterns = ddp_config.param_name_patterns_for_fp32_local_accumulation
         self._kind_over = partial(
@@ -82,9 +80,7 @@ class Pieces:
 
     def num_parts(self, kind: ParameterKind = "dense") -> int:
         """Returns the number of ranks that share the update of a parameter of this kind."""
-        groups = self._groups.of_kind(kind)
-        replicas = groups.num_replicas if self._shares_updates and kind != "replicated" else 1
-        return groups.shard.size() * replicas if self._is_sharded else 1
+        return self._groups.of_kind(kind).shard.size() if self._is_sharded else 1
 
     def _kind_of(self, param: nn.Parameter) -> PieceKind:
         return self._kind_over(param, num_param_shards=self._groups.of(param).shard.size() if self._is_gathered else 1)
@@ -215,10 +211,8 @@ def kind_of_parameter(
     )
 
 
-def lay_out_params(
-    params: Sequence[nn.Parameter], *, dp_size: int | None, **options: int | None
-) -> list[BucketLayout]:
-    """Lays out parameters, which come in reverse order of construction. `options` go to `lay_out`.
+def lay_out_params(params: Sequence[nn.Parameter], dp_size: int | None, bucket_size: int | None) -> list[BucketLayout]:
+    """Lays out parameters, which come in reverse order of construction, in buckets of at least `bucket_size`.
 
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
     outside its module too. Weights of tensor-parallel layers, which have its attributes, are aligned: their gradients
@@ -230,7 +224,7 @@ def lay_out_params(
         dp_size=dp_size,
         alone=shared_weights if dp_size else (),
         aligned={index for index, param in enumerate(params) if hasattr(param, "partition_dim")},
-        **options,  # type: ignore[arg-type]
+        bucket_size=bucket_size,
     )
 
 
@@ -241,19 +235,13 @@ def full_param_layout(
 
     Args:
         params: the parameters that require gradients, in order of construction.
-        bucket_size: elements; None means one bucket for each kind of parameter, unless `ddp_config` says how many.
+        bucket_size: elements; None means one bucket for each kind of parameter.
         dp_size: ranks that share a bucket.
     """
-    num_buckets, pads = ddp_config.num_buckets, ddp_config.pad_buckets_for_high_nccl_busbw
     kinds = _group_by_kind(
         reversed(params), lambda param: kind_of_parameter(param, EngineKind.FLAT_BUFFERS, ddp_config)
     )
-    return tuple(
-        tuple(
-            lay_out_params(of, dp_size=dp_size, bucket_size=bucket_size, num_buckets=num_buckets, for_high_busbw=pads)
-        )
-        for of in kinds.values()
-    )
+    return tuple(tuple(lay_out_params(of, dp_size, bucket_size)) for of in kinds.values())
 
 
 def _local_shape(param: nn.Parameter) -> tuple[int, ...]:

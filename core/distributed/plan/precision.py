@@ -39,12 +39,10 @@ def mixed_precision_policy(
             "config has fp16=False, so that no loss scale would keep small gradients from vanishing; set "
             "fp16=True there"
         )
-    output_dtype = as_dtype(ddp_config.output_dtype)
     if not is_cast:
-        return MixedPrecisionPolicy(None, reduce_dtype, output_dtype, cast_forward_inputs=False)
-    if output_dtype is None and param_dtype in LOW_PRECISION:
-        output_dtype = torch.float32
-    return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype, ddp_config.cast_forward_inputs)
+        return MixedPrecisionPolicy(None, reduce_dtype, cast_forward_inputs=False)
+    output_dtype = torch.float32 if param_dtype in LOW_PRECISION else None
+    return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype)
 
 
 def compute_dtype(config: Any) -> torch.dtype:

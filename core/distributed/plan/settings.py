@@ -9,19 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from ...base import device
-from ...base.dtypes import as_dtype
-from ...base.errors import warn_once
 from ...comm import streams
 from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups
 
-_MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
+_MAY_DIFFER = frozenset({"check_for_nan_in_grad"})
 """Settings that concern a rank alone."""
 
 _FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient_accumulation_fusion")
@@ -37,7 +34,6 @@ class Settings:
     # ---- every wrapper
 
     check_for_nan_in_grad: bool = False
-    check_for_large_grads: bool = False
     broadcast_buffers: bool = False
     reduce_every_micro_batch: bool = False
     reproducible_across_ranks: bool = False
@@ -50,8 +46,6 @@ class Settings:
 
     # ---- on flat buffers
 
-    average_in_collective: bool = False
-    reduce_scatter_with_fp32_accumulation: bool = False
     finish_in_backward: bool = False
     """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
 
@@ -60,14 +54,13 @@ class Settings:
 
     # ---- where parameters are sharded
 
-    buffer_dtype: torch.dtype | None = None
     forward_methods: tuple[str, ...] = ()
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     gather_skipped_units: bool = False
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
     cpu_offload: bool = False
-    pin_memory: bool = False
+    pins_memory: bool = False
+    """Offloaded shards are in pinned memory, where there is an accelerator, so that copies overlap with compute."""
     nccl_ub: bool = False
     collectives: Literal["auto", "torch"] = "auto"
 
@@ -96,7 +89,6 @@ def resolve_settings(
     overlaps_grads, overlaps_params = _overlaps(ddp_config, module, groups)
     settings = Settings(
         check_for_nan_in_grad=ddp_config.check_for_nan_in_grad,
-        check_for_large_grads=ddp_config.check_for_large_grads,
         broadcast_buffers=has_statistics if ddp_config.broadcast_buffers is None else ddp_config.broadcast_buffers,
         reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and groups.shard.size() > 1,
         reproducible_across_ranks=ddp_config.reproducible_across_ranks,
@@ -104,26 +96,21 @@ def resolve_settings(
         overlap_param_gather=overlaps_params,
         lend_gradients=is_fused,
         layers_add_gradients=is_fused and is_of_another,
-        average_in_collective=ddp_config.average_in_collective,
-        reduce_scatter_with_fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
         finish_in_backward=finish_in_backward,
     )
     if not isinstance(ddp_config, FullyShardedDataParallelConfig):
         return settings
-    updates_whole_shards = ddp_config.outer_dp_sharding_strategy == "no_shard"
-    num_parts = (groups.shard if updates_whole_shards else groups.whole).size()
+    is_fsdp2 = engine is EngineKind.FSDP2
     return replace(
         settings,
-        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and (engine is EngineKind.FSDP2 or num_parts > 1),
+        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and (is_fsdp2 or groups.shard.size() > 1),
         sync_module_states=ddp_config.sync_module_states,
-        buffer_dtype=as_dtype(ddp_config.buffer_dtype),
         forward_methods=ddp_config.forward_methods,
         forward_prefetch=ddp_config.forward_prefetch,
         backward_prefetch=ddp_config.backward_prefetch,
         gather_skipped_units=ddp_config.gather_skipped_units,
-        outer_dp_sharding_strategy=ddp_config.outer_dp_sharding_strategy,
         cpu_offload=ddp_config.cpu_offload,
-        pin_memory=_pins_memory(ddp_config),
+        pins_memory=ddp_config.cpu_offload and streams.is_asynchronous(device.current_device()),
         nccl_ub=ddp_config.nccl_ub,
     )
 
@@ -144,19 +131,6 @@ def _overlaps(
     if ddp_config.sharding_strategy == "optim_grads" and groups.experts is not None:
         overlaps_grads = True  # a rank that waited inside of a backward would keep others from exchanging tokens
     return overlaps_grads, overlaps_params
-
-
-def _pins_memory(ddp_config: FullyShardedDataParallelConfig) -> bool:
-    """Returns whether to pin offloaded shards. Warns if it was asked for without an accelerator."""
-    if not (ddp_config.cpu_offload and ddp_config.pin_memory):
-        return False
-    has_accelerator = streams.is_asynchronous(device.current_device())
-    if not has_accelerator:
-        warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
-            "memory. No number changes"
-        )
-    return has_accelerator
 
 
 def settings_to_compare(

@@ -19,7 +19,7 @@ from ...base.micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import EngineKind, shards_parameters
 from ..groups import DataParallelGroups, ParameterKind
 from .layout import FullParamLayout
-from .parts import Kind, ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
+from .parts import ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 from .settings import Settings
 
 
@@ -93,16 +93,11 @@ class Plan:
         if groups is self.groups:
             return self
         settings = self.settings
-        if kind == "replicated":
-            settings = replace(settings, outer_dp_sharding_strategy="no_shard")
-            if self.engine is EngineKind.FSDP2:  # reduced when the gradients of all micro-batches are there
-                settings = replace(settings, reduce_every_micro_batch=False)
+        if (
+            kind == "replicated" and self.engine is EngineKind.FSDP2
+        ):  # reduced when those of all micro-batches are there
+            settings = replace(settings, reduce_every_micro_batch=False)
         return replace(self, groups=groups, settings=settings)
-
-    @property
-    def shards_update_over_replicas(self) -> bool:
-        """Whether each optimizer instance updates a part of the shards, and gathers the other parts."""
-        return self.settings.outer_dp_sharding_strategy != "no_shard"
 
     @property
     def reduces_during_backward(self) -> bool:
@@ -179,25 +174,14 @@ class Plan:
 
     @property
     def shard_index(self) -> int:
-        """Index of this rank among the ranks that shard a parameter, or its optimizer state."""
+        """Index `i` of this rank among the ranks that shard a parameter, or its optimizer state: it has elements
+        ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
         return 0 if self.is_replicated else self.groups.shard.rank()
 
     @property
     def num_replicas(self) -> int:
         """Number of ranks with the same shard, or with the same whole parameters if nothing is sharded."""
         return self.groups.whole.size() // self.num_shards
-
-    @property
-    def num_updated_parts(self) -> int:
-        """Number of ranks that share the update of a parameter."""
-        return self.num_shards * (self.groups.num_replicas if self.shards_update_over_replicas else 1)
-
-    @property
-    def updated_part(self) -> int:
-        """Index `i` of this rank's update: elements ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
-        if self.groups.replicate is None or not self.shards_update_over_replicas:
-            return self.shard_index
-        return self.shard_index * self.groups.num_replicas + self.groups.replicate.rank()
 
     def traffic(self, num_microbatches: int = 1, unit: UnitPlan | None = None) -> tuple[Traffic, ...]:
         """Returns the collectives of a step, of one unit or of all of them.
@@ -226,15 +210,11 @@ class Plan:
         else:  # whole parameters are gathered once, after an update that ranks share
             gathers, again = 1, 0
         gathered_bytes = unit.gathered_bytes if unit.is_gathered else sum(piece.kept_bytes for piece in trained)
-        shares_update = self.shards_update_over_replicas and trained
-        over_replicas: Kind = "reduce-scatter" if shares_update else "all-reduce"
-        shard_bytes = unit.kept_bytes if shares_update else 0
         entries = (
             Traffic("all-gather", gathers, gathered_bytes, self.num_shards),
             Traffic("all-gather", again, gathered_bytes, unit.gathered_again_over),
             Traffic("reduce-scatter", reductions, reduced_bytes, self.num_shards),
-            Traffic(over_replicas, reductions, reduced_bytes // self.num_shards, self.num_replicas),
-            Traffic("all-gather", 1, shard_bytes, self.num_replicas),
+            Traffic("all-reduce", reductions, reduced_bytes // self.num_shards, self.num_replicas),
         )
         return tuple(entry for entry in entries if entry.calls and entry.nbytes and entry.ranks > 1)
 

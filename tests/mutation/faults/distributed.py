@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import CONTRACT, DDP, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
-_BUCKETS = "tests/unit/distributed/engine/test_buckets.py"
-_SLOTS = "tests/unit/distributed/engine/test_gathering.py"
+_BUCKETS = "tests/unit/distributed/flat/test_buckets.py"
+_SLOTS = "tests/unit/distributed/flat/test_gathering.py"
 _SAVED = ("tests/unit/distributed/test_saved_weights.py",)
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"

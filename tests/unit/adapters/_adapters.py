@@ -89,7 +89,6 @@ def _wrapper(model: nn.Module, strategy: str, bf16: bool, offload: bool) -> nn.M
             param_dtype="bf16" if bf16 else None,
             reduce_dtype="fp32" if bf16 else None,
             cpu_offload=offload,
-            pin_memory=False,
         )
     mesh = mesh_for(strategy)
     return wrap_model(model, SimpleNamespace(), settings, process_group=mesh, sub_modules_to_wrap=(Block,))

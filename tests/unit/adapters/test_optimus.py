@@ -125,15 +125,15 @@ def test_every_field_changes_something_or_warns() -> None:
         {"reshard_after_forward": True},
         {"use_hybrid_sharding": False},
         {"sync_grad_accum": True},
-        {"offload": OffloadConfig(cpu_offload=True, pin_memory=False)},
+        {"offload": OffloadConfig(cpu_offload=True)},
         {"mixed_precision": MixedPrecisionConfig(param_dtype="bf16")},
         {"mixed_precision": MixedPrecisionConfig(reduce_dtype="double")},
         {"mixed_precision": MixedPrecisionConfig(output_dtype="float64")},
         {"mixed_precision": MixedPrecisionConfig(cast_forward_inputs=False)},
     ):
         assert observed(FullyShardTransform, FullyShardTransformConfig(**fields))[0] != plain, fields
-    _, warned = observed(FullyShardTransform, FullyShardTransformConfig(offload=OffloadConfig(True, True)))
-    assert any("pin_memory is set" in message for message in warned)
+    _, warned = observed(FullyShardTransform, FullyShardTransformConfig(offload=OffloadConfig(True, False)))
+    assert any("pin_memory=False changes nothing" in message for message in warned)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "bf16", "fp16", "float16", "half", "float32", "fp32", "float", "double"])

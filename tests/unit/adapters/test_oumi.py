@@ -115,7 +115,7 @@ def _observed(**fields: Any) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
         warnings.simplefilter("always")
         wrapped = oumi.prepare_model(model, params)
-    settings = {k: v for k, v in vars(wrapped.ddp_config).items() if k != "pin_memory"}
+    settings = vars(wrapped.ddp_config)
     weight = next(wrapped.parameters())
     shape = tuple(weight.device_mesh.shape) if isinstance(weight, DTensor) else None
     state = oumi.model_state_dict(wrapped, params)["head.weight"]

@@ -45,17 +45,15 @@ def _added_in_pairs(addends: list[torch.Tensor]) -> torch.Tensor:
     return addends[0]
 
 
-def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk_bytes: int) -> None:
+def _scatters(dtype: torch.dtype, in_place: bool, chunk_bytes: int) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = _addend(rank, size, dtype)
     before = whole.clone()
     own = whole.chunk(size)[rank]
     output = own if in_place else torch.full_like(own, float("nan"))
     with mock.patch.multiple(gloo, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
-        collectives.reduce_scatter(
-            output, whole, dist.group.WORLD, Sum(fp32_accumulation=fp32_accumulation), what=WHAT
-        )
-    expected = _sum(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
+        collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT)
+    expected = _sum(size, dtype, dtype).chunk(size)[rank]
     assert torch.equal(output, expected)
     for part in range(size):
         if part != rank:
@@ -63,9 +61,8 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
 
 
 def _scatters_each(chunk_bytes: int) -> None:
-    dtypes = [(torch.float32, False), (torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)]
-    for (dtype, fp32_accumulation), in_place in product(dtypes, (True, False)):
-        _scatters(dtype, fp32_accumulation, in_place, chunk_bytes)
+    for dtype, in_place in product((torch.float32, torch.float64, torch.bfloat16), (True, False)):
+        _scatters(dtype, in_place, chunk_bytes)
 
 
 @pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
@@ -146,8 +143,8 @@ def test_all_gather_puts_parts_in_rank_order(world_size):
 
 def _all_reduces() -> None:
     for dtype, length in product((torch.float32, torch.bfloat16), (4 * SHARD, 4 * SHARD - 3, 3)):
-        addend, expected = _addend(dist.get_rank(), 4, dtype)[:length], 0.25 * _sum(4, dtype, torch.float32)[:length]
-        for of_four in (Sum(scale=0.25, fp32_accumulation=True), Sum(op=dist.ReduceOp.AVG, fp32_accumulation=True)):
+        addend, expected = _addend(dist.get_rank(), 4, dtype)[:length], 0.25 * _sum(4, dtype, dtype)[:length]
+        for of_four in (Sum(scale=0.25), Sum(op=dist.ReduceOp.AVG)):
             actual = addend.clone()
             collectives.all_reduce(actual, dist.group.WORLD, of_four, what=WHAT)
             assert torch.equal(actual, expected), (dtype, length, of_four)
@@ -199,10 +196,7 @@ def test_reduction_follows_sum_order(size: int, order: tuple[tuple[int, ...], ..
     run_distributed(_sums_in_order, size, order, directly)
 
 
-TRAINED: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
-    *((kind, {"average_in_collective": True}) for kind in ("ddp", "zero2")),
-]
+TRAINED: list[tuple[str, dict[str, Any]]] = [*((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))]
 
 
 def _trains(switch: str) -> list[tuple[dict[str, torch.Tensor], int]]:

@@ -57,7 +57,7 @@ def _allocates_slots_and_gradients_by_the_backend() -> None:
         return allocate
 
     with (
-        mock.patch("core.distributed.fully_sharded_data_parallel.allocator", by_the_backend),
+        mock.patch("core.distributed.flat.flat_engine.allocator", by_the_backend),
         mock.patch("core.distributed.groups._twins", twins),
     ):
         model = build("zero3", toy(), nccl_ub=True)
@@ -103,7 +103,7 @@ def _gradients_of_one_rank(registers: bool) -> tuple[dict[str, torch.Tensor], li
         return found
 
     with (
-        mock.patch("core.distributed.fully_sharded_data_parallel.allocator", noted),
+        mock.patch("core.distributed.flat.flat_engine.allocator", noted),
         mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False),
     ):
         model = build("zero3", toy().to(current_device()), param_dtype=torch.bfloat16, nccl_ub=registers)

@@ -128,7 +128,7 @@ def test_savings_are_computed_from_the_table():
     common = {"half": 50, "activation_checkpointing": 70, "forward_prefetch": 50}
     assert _savings("fsdp2") == common | {"cpu_offload": 400}
     assert _savings("fsdp2", device_type="cpu") == common
-    assert _savings("fsdp2", cpu_offload=True, pin_memory=False) == common
+    assert _savings("fsdp2", cpu_offload=True) == common
     assert _savings("fsdp2", reshard_after_forward=False)["reshard_after_forward"] == 300
     assert _savings("fsdp2", bf16=False)["config"] == 250
     assert "config" not in _savings("fsdp2", bf16=False, param_dtype="bf16")

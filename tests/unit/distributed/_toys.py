@@ -43,7 +43,7 @@ BUFFERED = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
-        "num_buckets": 3,
+        "bucket_size": 80,
     },
     "zero2": {"data_parallel_sharding_strategy": "optim_grads"},
     "zero2_overlap": {
@@ -233,10 +233,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _gather_shards(model: _BaseDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found, plan = {}, model.plan
-    shared = [plan.groups.replicate] if plan.num_updated_parts > plan.num_shards else []
     for bucket in (b for b in model.engine.buckets if b.has_reduced):
         whole = bucket.local_grad_shard.clone()
-        for group in (*shared, plan.groups.shard):
+        for group in (plan.groups.shard,):
             parts = [torch.empty_like(whole) for _ in range(group.size())]
             dist.all_gather(parts, whole, group=group)
             whole = torch.cat(parts)

@@ -294,7 +294,7 @@ def test_a_parameter_few_ranks_reach_has_the_mean_gradient(kind: str) -> None:
 @on_ranks(2)
 def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
     model = build(kind, toy(tied=False))
-    part, planned = model.plan.updated_part, {p.name: p for unit in model.plan.units for p in unit.params}
+    part, planned = model.plan.shard_index, {p.name: p for unit in model.plan.units for p in unit.params}
     cuts = model.plan.shards_parameters
     for name, parameter in model.module.named_parameters():
         bounds = planned[name].bounds

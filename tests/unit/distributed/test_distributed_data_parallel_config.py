@@ -24,8 +24,6 @@ from tests.unit.distributed._toys import toy
         ({"data_parallel_sharding_strategy": "zero3"}, "it takes one of no_shard, optim, optim_grads, "),
         ({"num_distributed_optimizer_instances": 0}, "num_distributed_optimizer_instances is 0"),
         ({"bucket_size": 0}, "bucket_size is 0"),
-        ({"num_buckets": 0}, "num_buckets is 0"),
-        ({"num_buckets": 3, "bucket_size": 7}, "num_buckets is 3 and bucket_size is 7"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_what_is_allowed(config_class, fields, said):

@@ -107,13 +107,10 @@ def _gradients_of_a_schedule() -> dict[str, torch.Tensor]:
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("ddp", {}, {"average_in_collective": True}, "drop average_in_collective"),
-    ("fsdp2", {}, {"average_in_collective": True}, "drop average_in_collective"),
     ("fsdp2", {}, {"collectives": "torch"}, "set collectives='auto'"),
     ("ddp", {"gradient_accumulation_fusion": True}, {}, "set gradient_accumulation_fusion=False"),
     ("zero3", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
     ("fsdp2", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
-    ("zero2", {}, {"reduce_scatter_with_fp32_accumulation": True}, "set grad_reduce_in_fp32 in its place"),
     ("ddp", {}, {"param_name_patterns_for_fp32_local_accumulation": ("all",)}, "set grad_reduce_in_fp32 in its place"),
 ]
 """Wrapper, fields of the model's config and of the wrapper's, and the end of the message."""

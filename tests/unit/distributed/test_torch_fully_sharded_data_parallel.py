@@ -92,8 +92,8 @@ def test_what_fsdp2_cannot_honour_is_refused_by_name() -> None:
             TorchFullyShardedDataParallel(
                 object(), DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy), toy(), **world
             )
-    with pytest.raises(ParallelConfigError, match=r"reduce_scatter_with_fp32_accumulation .* grad_reduce_in_fp32"):
-        build("fsdp2", toy(), reduce_scatter_with_fp32_accumulation=True)
+    with pytest.raises(ParallelConfigError, match=r"param_name_patterns_for_fp32_local_.* set grad_reduce"):
+        build("fsdp2", toy(), param_name_patterns_for_fp32_local_accumulation=("all",))
     model = build("fsdp2", toy())
     with pytest.raises(WrapError, match=r"its module 'blocks\.0' \(Block\) is sharded already"):
         build("fsdp2", nn.ModuleDict({"blocks": model.module.blocks}))

@@ -128,6 +128,6 @@ def test_a_strategy_has_its_wrappers_config():
     config = config_of("fsdp2", forward_prefetch=2, cpu_offload=True)
     assert isinstance(config, TorchFullyShardedDataParallelConfig)
     assert (config.forward_prefetch, config.cpu_offload) == (2, True)
-    config = config_of("optim", average_in_collective=True)
+    config = config_of("optim", bucket_size=7)
     assert type(config) is DistributedDataParallelConfig
-    assert (config.sharding_strategy, config.average_in_collective) == ("optim", True)
+    assert (config.sharding_strategy, config.bucket_size) == ("optim", 7)

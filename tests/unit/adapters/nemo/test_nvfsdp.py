@@ -92,7 +92,7 @@ def test_every_option_acts_or_warns_once() -> None:
     buffered = {"data_parallel_sharding_strategy": "optim"}
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         assert getattr(_wrapped(**buffered, **{name: False}).ddp_config, name) is False
-    assert _wrapped(**buffered, average_in_collective=True).ddp_config.average_in_collective
+    assert _warns("average_in_collective", **buffered, average_in_collective=True).ddp_config.shards_updates
     with torch.device("meta"):
         on_meta = torch.nn.Sequential(torch.nn.Linear(3, 3))
     assert not any(p.is_meta for p in _wrapped(on_meta, init_nvfsdp_with_meta_device=True).parameters())

@@ -27,7 +27,6 @@ from tests.unit.distributed._toys import synced_last
 
 SETTINGS = {
     "ddp": DistributedDataParallelConfig(),
-    "ddp, averaged in collectives": DistributedDataParallelConfig(average_in_collective=True),
     "zero1": DistributedDataParallelConfig(use_distributed_optimizer=True),
     "zero2, every micro-batch": DistributedDataParallelConfig(
         data_parallel_sharding_strategy="optim_grads", reduce_every_micro_batch=True
@@ -125,7 +124,7 @@ def test_an_expert_on_one_rank_has_the_mean_over_all(setting, per_token):
     run_distributed(_trains, 2, setting, {"expert_model_parallel_size": 2}, per_token)
 
 
-@pytest.mark.parametrize("setting", ["ddp, averaged in collectives", "zero2, every micro-batch", "zero3", "fsdp2"])
+@pytest.mark.parametrize("setting", ["ddp", "zero2, every micro-batch", "zero3", "fsdp2"])
 def test_an_expert_on_two_ranks_of_four_has_the_mean_over_all(setting):
     run_distributed(_trains, 4, setting, {"expert_model_parallel_size": 2}, False, setting != "fsdp2")
 
@@ -146,10 +145,10 @@ def _adds_up(setting: str, experts: int) -> None:
 @on_ranks(2)
 def test_experts_gradients_add_up_over_steps_or_raise() -> None:
     """An expert's reduced gradient was divided by more ranks than are summed over: to reduce it again is no mean."""
-    for setting, experts in (("ddp", 1), ("ddp, averaged in collectives", 1), ("fsdp2", 1), ("fsdp2", 2)):
+    for setting, experts in (("ddp", 1), ("fsdp2", 1), ("fsdp2", 2)):
         _adds_up(setting, experts)
         parallel_state.destroy_model_parallel()
-    for setting in ("ddp", "ddp, averaged in collectives", "zero1", "zero3"):
+    for setting in ("ddp", "zero1", "zero3"):
         with pytest.raises(
             ShardstackError, match="a backward added gradients after those of the step had been reduced"
         ):

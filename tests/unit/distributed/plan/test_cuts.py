@@ -90,10 +90,10 @@ def test_the_page_has_the_padding_of_a_layer():
 def test_other_cuts_are_refused(value):
     with pytest.raises(ParallelConfigError, match=r"a cut is auto, flat, rows, tensor, or block:N"):
         FullyShardedDataParallelConfig(shard_cut=value)
-    with pytest.raises(ParallelConfigError, match=re.escape(f"shard_cut_overrides holds 'blocks.*={value}'")):
-        FullyShardedDataParallelConfig(shard_cut_overrides=(f"blocks.*={value}",))
-    with pytest.raises(ParallelConfigError, match=r"shard_cut_overrides holds 'blocks'"):
-        FullyShardedDataParallelConfig(shard_cut_overrides=("blocks",))
+    with pytest.raises(ParallelConfigError, match=re.escape(f"shard_cut holds 'blocks.*={value}'")):
+        FullyShardedDataParallelConfig(shard_cut=f"rows,blocks.*={value}")
+    with pytest.raises(ParallelConfigError, match=r"shard_cut holds 'blocks'"):
+        FullyShardedDataParallelConfig(shard_cut="auto,blocks")
 
 
 def _bounds_by_unit(**settings: object) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
@@ -103,7 +103,7 @@ def _bounds_by_unit(**settings: object) -> dict[str, list[tuple[tuple[int, ...],
 
 @on_ranks(2)
 def test_units_may_be_cut_differently() -> None:
-    found = _bounds_by_unit(shard_cut="block:4", shard_cut_overrides=("blocks.*=rows", "blocks.1=tensor"))
+    found = _bounds_by_unit(shard_cut="block:4,blocks.*=rows,blocks.1=tensor")
     cuts = {"embedding": "block:4", "blocks.0": "rows", "blocks.1": "tensor", "head": "block:4", "": "block:4"}
     assert found == {name: _bounds_by_unit(shard_cut=cut)[name] for name, cut in cuts.items()}
     assert all(len(set(bounds)) == 2 for _, bounds in found["blocks.1"])
@@ -113,7 +113,7 @@ def test_units_may_be_cut_differently() -> None:
 
 @on_ranks(1)
 def test_fsdp2_cuts_by_rows() -> None:
-    for settings in ({"shard_cut": "tensor"}, {"shard_cut_overrides": ("blocks.*=flat",)}):
+    for settings in ({"shard_cut": "tensor"}, {"shard_cut": "rows,blocks.*=flat"}):
         TorchFullyShardedDataParallelConfig(**settings)
         with pytest.raises(ParallelConfigError, match="FSDP2 always cuts by rows"):
             build("fsdp2", toy(), **settings)

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from core.distributed.plan.layout import HIGH_BUSBW_ALIGNMENT, PARAM_ALIGNMENT, default_bucket_size, lay_out
+from core.distributed.plan.layout import PARAM_ALIGNMENT, default_bucket_size, lay_out
 
 SIZES = [1, 70, 64, 200, 7, 129]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("cut", [{}, {"bucket_size": 100}, {"num_buckets": 3}], ids=["whole", "size", "number"])
+@pytest.mark.parametrize("cut", [{}, {"bucket_size": 100}], ids=["whole", "size"])
 def test_buckets_tile_the_buffer_and_divide_by_the_ranks(dp_size, cut):
     layouts = lay_out(SIZES, dp_size=dp_size, **cut)
     assert [index for layout in layouts for index in layout.members] == list(range(len(SIZES)))
@@ -38,16 +38,6 @@ def test_what_is_not_cut_has_no_gaps():
     assert [layout.members for layout in layouts] == [(0, 1, 2), (3,), (4, 5)]
     assert [(layout.start, layout.end) for layout in layouts] == [(0, 135), (135, 335), (335, 471)]
     assert [layout.ranges for layout in layouts] == [((0, 1), (1, 71), (71, 135)), ((0, 200),), ((0, 7), (7, 136))]
-
-
-def test_buckets_of_a_given_number_are_of_about_equal_size():
-    assert [len(layout.members) for layout in lay_out([10] * 8, dp_size=2, num_buckets=4)] == [2, 2, 2, 2]
-    assert [layout.members for layout in lay_out([10, 100, 10], dp_size=2, num_buckets=3)] == [(0, 1), (2,)]
-
-
-def test_high_bus_bandwidth_needs_a_large_power_of_two():
-    (layout,) = lay_out(SIZES, dp_size=3, for_high_busbw=True)
-    assert layout.end == 3 * HIGH_BUSBW_ALIGNMENT
 
 
 def test_the_default_bucket_grows_with_the_ranks_that_share_it():

@@ -169,7 +169,7 @@ def test_one_function_says_which_engine_a_strategy_means():
     assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
     assert not _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)")
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/prepared.py", "adapters/nemo/__init__.py"}
-    plans = {f"distributed/plan/{file}.py" for file in ("values", "settings", "pieces", "contradictions", "make_plan")}
+    plans = {f"distributed/plan/{file}.py" for file in ("values", "pieces", "contradictions")}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 
 

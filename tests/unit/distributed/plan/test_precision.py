@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.base.errors import ParallelConfigError
 from core.distributed import TorchFullyShardedDataParallelConfig
-from core.distributed.model.initial_values import apply_to_buffers, cast_buffers
+from core.distributed.model.initial_values import apply_to_buffers
 from core.distributed.plan.precision import mixed_precision_policy
 from core.transformer.moe.router import TopKRouter
 from core.transformer.transformer_config import TransformerConfig
@@ -24,12 +23,10 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
         ([FP32], FP32, {}, (None, None, None, False)),
         ([FP32], BF16, {}, (BF16, BF16, FP32, True)),
         ([FP32], BF16, {"grad_reduce_in_fp32": True}, (BF16, FP32, FP32, True)),
-        ([FP32], FP32, {"param_dtype": "bf16", "cast_forward_inputs": False}, (BF16, BF16, FP32, False)),
+        ([FP32], FP32, {"param_dtype": "bf16"}, (BF16, BF16, FP32, True)),
         ([FP32], FP16, {"param_dtype": FP16, "reduce_dtype": "bf16"}, (FP16, BF16, FP32, True)),
         ([BF16], FP32, {"param_dtype": "bf16"}, (BF16, BF16, FP32, True)),
         ([BF16, FP32], FP32, {"param_dtype": "bf16", "reduce_dtype": FP32}, (BF16, FP32, FP32, True)),
-        ([FP32], BF16, {"output_dtype": "bf16"}, (BF16, BF16, BF16, True)),
-        ([FP32], FP32, {"output_dtype": "bf16"}, (None, None, BF16, False)),
         ([BF16], BF16, {}, (None, None, None, False)),
         ([BF16], BF16, {"grad_reduce_in_fp32": True}, (None, FP32, None, False)),
         ([BF16, FP32], BF16, {}, (None, None, None, False)),  # fp32 norms stay fp32
@@ -49,13 +46,6 @@ def test_fp16_needs_a_loss_scale(field):
         mixed_precision_policy([torch.zeros(1)], BF16, config)
 
 
-def test_buffers_are_cast_and_integers_stay():
-    module = nn.BatchNorm1d(3)
-    cast_buffers(module, BF16)
-    assert module.running_mean.dtype == BF16 and module.num_batches_tracked.dtype == torch.int64
-    assert module.weight.dtype == FP32
-
-
 def test_buffers_of_a_module_that_keeps_them_stay():
     """A router's bias moves by steps that bf16 would round away."""
     config = TransformerConfig(
@@ -68,7 +58,7 @@ def test_buffers_of_a_module_that_keeps_them_stay():
     )
     router = TopKRouter(config)
     before = {name: buffer.clone() for name, buffer in router.named_buffers()}
-    for cast in (lambda: cast_buffers(router, BF16), router.bfloat16, router.double):
+    for cast in (router.bfloat16, router.double):
         cast()
         for name, buffer in router.named_buffers():
             assert buffer.dtype == before[name].dtype and torch.equal(buffer, before[name]), name

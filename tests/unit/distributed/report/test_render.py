@@ -131,7 +131,8 @@ class _TableOfPage(HTMLParser):
 def _describes_gpt_on_pages() -> dict[str, tuple[str, str]]:
     layer = type(build_gpt(True).decoder.layers[0])
     models = {kind: build(kind, build_gpt(True), unit_classes=(layer,)) for kind in ("ddp", "zero1", "zero2", "fsdp2")}
-    models["two buckets"] = build("ddp", build_gpt(True), num_buckets=2)
+    half = sum(parameter.numel() for parameter in build_gpt(True).parameters()) // 2
+    models["two buckets"] = build("ddp", build_gpt(True), bucket_size=half)
     return {kind: (model.describe(), model.describe("html")) for kind, model in models.items()}
 
 

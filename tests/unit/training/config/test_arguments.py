@@ -61,8 +61,8 @@ def test_fsdp2_and_adapter_settings_are_flags_and_survive_json():
         [
             *(*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--forward-prefetch", "0"),
             *("--reshard-overrides", "decoder.layers.0=False", "--reshard-overrides", "=True"),
-            *("--param-dtype", "bf16", "--collectives", "torch", "--cpu-offload", "--no-pin-memory"),
-            *("--backward-prefetch", "2", "--reduce-every-micro-batch", "--no-cast-forward-inputs"),
+            *("--param-dtype", "bf16", "--collectives", "torch", "--cpu-offload"),
+            *("--backward-prefetch", "2", "--reduce-every-micro-batch"),
             *("--lora-rank", "2", "--lora-targets", "linear_qkv", "linear_fc2", "--lora-alpha", "4"),
         ]
     )
@@ -74,9 +74,7 @@ def test_fsdp2_and_adapter_settings_are_flags_and_survive_json():
         param_dtype="bf16",
         collectives="torch",
         cpu_offload=True,
-        pin_memory=False,
         reduce_every_micro_batch=True,
-        cast_forward_inputs=False,
     )
     assert (config.gpt.lora_rank, config.gpt.lora_targets) == (2, ("linear_qkv", "linear_fc2"))
     stored = json.loads(json.dumps(config.to_json()))

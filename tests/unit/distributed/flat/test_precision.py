@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from core.distributed import finalize_model_grads
+from core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
 from tests.unit._spawn import on_ranks, run_distributed
-from tests.unit.distributed._toys import batches, build, loss_of, synced_last, toy
+from tests.unit.distributed._toys import UNITS, batches, build, loss_of, synced_last, toy
+from tests.unit.distributed._toys import settings as settings_of
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bf16": True}, {}),
@@ -24,8 +27,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bf16": True, "calculate_per_token_loss": True}, {}),
     ({"bf16": True, "calculate_per_token_loss": True}, {"reduce_every_micro_batch": True}),
     ({"fp16": True}, {}),
-    ({"fp16": True}, {"reduce_dtype": "bf16", "output_dtype": "bf16"}),
-    ({}, {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16"}),
+    ({"fp16": True}, {"reduce_dtype": "bf16"}),
+    ({}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}),
     ({}, {"reduce_dtype": "bf16"}),
 ]
 """Fields of the model's config, and of the wrapper's."""
@@ -74,12 +77,13 @@ def test_cast_parameters_give_the_bits_of_fsdp2(num_ranks):
 def test_a_module_that_keeps_its_buffers_keeps_their_dtype() -> None:
     for kind in ("zero3", "fsdp2"):
         module = toy(tied=False).bfloat16()
+        module.offset = module.offset.float()
         module.blocks[0].register_buffer("total", torch.full((2,), 1.0 + 2**-20))
         module.blocks[0].buffers_keep_dtype = True
-        model = build(kind, module, buffer_dtype="bf16")
-        if kind == "zero3":
+        model = build(kind, module)
+        if kind == "zero3":  # torch casts all buffers of what it shards, as of a plain module
             model.bfloat16()  # parameters are in it already
-        assert module.offset.dtype == torch.bfloat16
+            assert module.offset.dtype == torch.bfloat16
         assert torch.equal(module.blocks[0].total, torch.full((2,), 1.0 + 2**-20))
 
 
@@ -87,12 +91,14 @@ def test_a_module_that_keeps_its_buffers_keeps_their_dtype() -> None:
 @on_ranks(2)
 def test_the_model_computes_in_its_dtype_and_shards_stay_fp32(kind: str) -> None:
     module, seen = toy(tied=False), {}
-    settings = {"param_dtype": "fp16", "output_dtype": torch.bfloat16, "buffer_dtype": "fp16"}
-    model = build(kind, module, config=SimpleNamespace(fp16=True), **settings)
+    policy = MixedPrecisionPolicy(torch.float16, output_dtype=torch.bfloat16)
+    wrapper = FullyShardedDataParallel if kind == "zero3" else TorchFullyShardedDataParallel
+    ddp_config, config = settings_of(kind), SimpleNamespace(fp16=True)
+    model = wrapper(config, ddp_config, module, UNITS, process_group=dist.group.WORLD, mp_policy=policy)
     module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.update(weight=m.weight.dtype, out=out.dtype))
     output = model(batches(0)[0])
     assert seen == {"weight": torch.float16, "out": torch.float16}
-    assert output.dtype == torch.bfloat16 and module.offset.dtype == torch.float16
+    assert output.dtype == torch.bfloat16
     assert {held.dtype for held in model.state_dict().values() if held.dtype != torch.float16} == {torch.float32}
     with model.whole_parameters():
         assert {param.dtype for param in model.parameters()} == {torch.float32}

@@ -1,0 +1,50 @@
+"""The interface of an engine means the same under both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.distributed import finalize_model_grads
+from core.distributed.engine.engine import Engine
+from core.distributed.flat.flat_engine import FlatEngine
+from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine
+from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import accumulate, build, full, toy
+
+ENGINES = {"ddp": FlatEngine, "zero1": FlatEngine, "zero2": FlatEngine, "zero3": FlatEngine, "fsdp2": Fsdp2Engine}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@on_ranks(2)
+def test_units_are_the_plans_and_the_root_is_last(kind: str) -> None:
+    model = build(kind, toy())
+    units = [getattr(unit, "plan", unit) for unit in model.engine.units]  # FSDP2's are the plan's own
+    assert type(model.engine) is ENGINES[kind] and tuple(units) == model.plan.units
+    assert units[-1].modules == (model.module,)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@on_ranks(2)
+def test_gradients_of_all_ranks_are_the_whole_gradient(kind: str) -> None:
+    model, reference = build(kind, toy(tied=False)), build("ddp", toy(tied=False))
+    for wrapped in (model, reference):
+        accumulate(wrapped)
+        finalize_model_grads([wrapped])
+    trained = [p for p in model.module.parameters() if p.requires_grad]
+    total = torch.stack([model.engine.gradient(p).double().sum() for p in trained])
+    dist.all_reduce(total)
+    copies = 2.0 if kind == "ddp" else 1.0  # every rank has the whole gradient
+    whole = [full(p.main_grad).double() for p in reference.module.parameters() if p.requires_grad]
+    for found, gradient in zip(total / copies, whole, strict=True):
+        # Sums in double, in another order: as many roundings as elements.
+        bound = gradient.abs().sum() * gradient.numel() * torch.finfo(torch.float64).eps
+        assert abs(found - gradient.sum()) <= bound
+
+
+def test_both_engines_have_all_that_callers_use():
+    abstract = {name for name in dir(Engine) if getattr(getattr(Engine, name), "__isabstractmethod__", False)}
+    implemented = ("settle", "updated", "reopen", "finish_reduction", "zero_gradients", "check_direct_step", "held")
+    assert abstract == set(implemented)
+    assert not FlatEngine.__abstractmethods__ and not Fsdp2Engine.__abstractmethods__
