@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.module_protocol import clear_step_sums, rank_dependence, unwrap_model
 from ..base.parameters import is_packed
 from ..diagnostics import raise_explained
 from ..diagnostics.misplaced_parameters import reject_resizing
 from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..process_groups_config import ProcessGroupCollection
-from ..transformer.module import Float16Module
-from ..transformer.moe.moe_layer import depends_on_ranks, restart_step
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gradient_tree import GradientTree
 from .gradient_state import GradientChecks, GradientState
@@ -27,7 +26,7 @@ from .model.initial_values import broadcast_buffers, broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import GradientReduction, Plan, plan_model
-from .plan.unit_choice import UnitChoice, default_units
+from .plan.unit_choice import UnitChoice
 from .report import describe, model_facts
 from .verbs import EngineVerbs, own_parameters
 
@@ -63,6 +62,8 @@ class _BaseDataParallel(EngineVerbs):
         gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
             report events to it, and check the phase before they act.
     """
+
+    is_model_wrapper = True
 
     def __init__(self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: Plan) -> None:
         super().__init__()
@@ -125,17 +126,13 @@ class _BaseDataParallel(EngineVerbs):
             shards = cls.engine is not Engine.FLAT_BUFFERS or ddp_config.shards_updates
             groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         unfit_models.reject_expert_parameters(module, config, groups)
-        if ddp_config.reproducible_across_ranks and depends_on_ranks(module):
-            raise ParallelConfigError(
-                "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type "
-                "counts depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
-            )
+        if ddp_config.reproducible_across_ranks and (dependence := rank_dependence(module)):
+            raise ParallelConfigError(f"reproducible_across_ranks is set, and {dependence}")
         unfit_models.reject_unfit(module)
         if cls.engine is Engine.FSDP2:
             unfit_models.reject_unfit_for_fsdp2(module)
-        classes = default_units(model) if unit_classes is None else unit_classes
         return plan_model(
-            model, config, ddp_config, groups, classes, engine=cls.engine, caller=cls.__name__, **options
+            model, config, ddp_config, groups, unit_classes, engine=cls.engine, caller=cls.__name__, **options
         )
 
     @property
@@ -282,7 +279,7 @@ class _BaseDataParallel(EngineVerbs):
         self._zero_gradients()
         if self._tree is not None:
             self._tree.restart()
-        restart_step([self.module])
+        clear_step_sums([self.module])
         self.gradient_state.note_zeroed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -410,10 +407,3 @@ def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -
             f"{'' if strangers[0] is model else 'a list with '}a {type(strangers[0]).__name__}"
         )
     return chunks
-
-
-def unwrap_model(module: nn.Module) -> nn.Module:
-    """Returns the model inside data-parallel wrappers and `Float16Module`, whose parameter names checkpoints use."""
-    while isinstance(module, (_BaseDataParallel, Float16Module)):
-        module = module.module
-    return module

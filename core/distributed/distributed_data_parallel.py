@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..base.errors import ParallelConfigError, ShardstackError
+from ..base.module_protocol import unwrap_model
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.bucket import Bucket
 from .engine.buffer import FlatBuffer

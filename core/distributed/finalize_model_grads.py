@@ -11,12 +11,12 @@ import torch.distributed as dist
 from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
+from ..base.module_protocol import CountsInStep, counting_modules, unwrap_model
 from ..base.parameters import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
-from ..transformer.moe.moe_layer import finish_step
-from .data_parallel_base import _BaseDataParallel, check_chunks, unwrap_model
+from .data_parallel_base import _BaseDataParallel, check_chunks
 from .groups import managed_parameters
 
 
@@ -34,7 +34,7 @@ def finalize_model_grads(
     tensor-parallel ranks but used on different tokens (norms under sequence parallelism) are summed over those ranks;
     the gradients of a weight that the first and the last pipeline stage share are summed over both; with a token
     count, all gradients are divided by the number of tokens of all ranks; whole gradients are gathered from what is
-    then final, if they are asked for. Biases of experts then move.
+    then final, if they are asked for. What modules have counted in the step is then summed, as by `end_step`.
 
     Args:
         model: the wrapped model, in the list that Megatron's interfaces take; several are a rank's virtual pipeline
@@ -73,9 +73,31 @@ def finalize_model_grads(
             chunk.scale_gradients(scaling_factor)
     for chunk in model if force_all_reduce else ():  # last, of what nothing sums or scales any more
         chunk.gather_gradients()
-    finish_step(model, model[0].process_group)
+    end_step(model, model[0].process_group)
     for chunk in model:
         chunk.gradient_state.note_finalized()
+
+
+@torch.no_grad()
+def end_step(models: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Adds up over ranks what modules have counted in the step (`CountsInStep`), and ends the step for them.
+
+    `finalize_model_grads` calls it, before the optimizer's step and whether or not that is skipped. All ranks of a
+    model call it.
+
+    Args:
+        group: the data-parallel and context-parallel ranks; None if this rank is alone.
+    """
+    by_ranks: dict[dist.ProcessGroup | None, list[CountsInStep]] = defaultdict(list)
+    for module in counting_modules(models):
+        by_ranks[module.step_sums_group].append(module)
+    for more_ranks, modules in by_ranks.items():
+        totals = torch.cat([module.step_sums for module in modules])
+        for ranks in (group, more_ranks):
+            if ranks is not None and ranks.size() > 1:
+                all_reduce_by_backend(totals, ranks, what="what modules count in a step")
+        for module, sums in zip(modules, totals.split([len(m.step_sums) for m in modules]), strict=True):
+            module.use_step_sums(sums)
 
 
 def _one_over_global_tokens(num_tokens: torch.Tensor | float, model: Sequence[_BaseDataParallel]) -> torch.Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ..base.device import current_device
 from ..base.errors import OptimizerError, ShardstackError, WrapError
 from ..base.host_memory import transient_memory
+from ..base.module_protocol import unwrap_model
 from ..base.parameters import kept_range, without_waiting
 from ..comm.collectives import Allocate
 from ..comm.lane import comm_lane
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine.bucket import Bucket
 from .engine.buffer import BucketReduction, FlatBuffer

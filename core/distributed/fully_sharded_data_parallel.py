@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ..base.device import current_device
 from ..base.errors import WrapError
+from ..base.module_protocol import unwrap_model
 from ..base.parameters import keep_range, set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
 from ..diagnostics.step_marks import replaced_parameters_marked
 from ..dist_checkpointing.global_view import whole_view
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.gathering import ParameterGathering, install_call_hooks
 from .engine.unit import Unit, UnitPhase

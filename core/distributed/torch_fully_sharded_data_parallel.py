@@ -14,12 +14,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
 from ..base.errors import ShardstackError
+from ..base.module_protocol import set_gradient_rows, unwrap_model
 from ..base.parameters import local_part
 from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..process_groups_config import ProcessGroupCollection
-from ..tensor_parallel import VocabParallelEmbedding
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig, Engine
 from .engine.buffer import BucketReduction
 from .engine.gathered_units import WriteCounts, lost_write
@@ -109,9 +109,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
         # Learns the order of units from forwards, for what FSDP2 gathers ahead; `settle_parameters` ends an order.
         self._order = prefetch_units(plan)
-        for submodule in module.modules():
-            if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.lends_gradients
+        set_gradient_rows(module, plan.lends_gradients)
         for member, names in plan.find_forward_methods().items():
             for name in names:
                 setattr(member, name, enclose(getattr(member, name), self.prepare_forward, self._after_method))

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
+from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
-from ..distributed.data_parallel_base import check_chunks, unwrap_model
+from ..distributed.data_parallel_base import check_chunks
 from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout

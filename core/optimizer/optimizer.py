@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..base.errors import OptimizerError
+from ..base.module_protocol import unwrap_model
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
-from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
 from ..distributed.verbs import owner_of
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients

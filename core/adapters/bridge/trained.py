@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
+from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
-from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.verbs import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer

@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ... import parallel_state
 from ...base import device
 from ...base.errors import WrapError
-from ...base.parameters import local_part
+from ...base.initialization import allocate_meta_tensors, initialize_parameters, performs_initialization, root_seed
+from ...base.parameters import copy_shard, local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ...comm.messages import overlaps_itself, write_back
-from ...tensor_parallel.groups import copy_shard
-from ...tensor_parallel.initialization import initialize_parameters
-from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
 from ..groups import DataParallelGroups, managed_parameters
 
 
@@ -155,7 +154,8 @@ class InitialValues:
         draws = performs_initialization(self._module)
         only = [tensors[name] for name in self._drawn_names if draws or name in buffers]
         if only:
-            initialize_parameters(self._module, seed, only=only)
+            tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+            initialize_parameters(self._module, seed, only=only, tp_group=tp_group)
 
     @torch.no_grad()
     def _receive(self) -> None:

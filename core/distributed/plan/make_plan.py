@@ -19,7 +19,7 @@ from . import settings as rules
 from .layout import BucketLayout, default_bucket_size, lay_out_unit
 from .parts import PiecePlan, UnitPlan, UnitTransform
 from .pieces import Pieces, lay_out_params
-from .unit_choice import UnitChoice, warn_of_large_root
+from .unit_choice import UnitChoice, default_units, warn_of_large_root
 from .units import find_units, params_of_units, plan_transforms, unit_of
 from .values import Plan
 
@@ -29,7 +29,7 @@ def plan_model(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice] = (),
+    unit_classes: Iterable[UnitChoice] | None = None,
     *,
     engine: Engine | None = None,
     caller: str = "plan_model",
@@ -44,7 +44,7 @@ def plan_model(
         config: the model's config; ``bf16``, ``fp16``, ``calculate_per_token_loss`` and the like are read where
             present.
         unit_classes: classes whose outermost instances become units, or single modules. Where parameters stay whole
-            these are only recomputed or compiled.
+            these are only recomputed or compiled. None means `default_units` of the model.
         engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
         disable_bucketing: reduce each buffer of whole gradients in one piece; the bucket size is ignored.
@@ -55,7 +55,8 @@ def plan_model(
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    engine, unit_classes = ddp_config.engine if engine is None else engine, tuple(unit_classes)
+    engine = ddp_config.engine if engine is None else engine
+    unit_classes = None if unit_classes is None else tuple(unit_classes)
     settings: DistributedDataParallelConfig
     options: dict[str, Any] = {}
     if engine is Engine.FLAT_BUFFERS:
@@ -77,7 +78,7 @@ def _plan_whole(
     config: Any,
     settings: DistributedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice],
+    unit_classes: tuple[UnitChoice, ...] | None,
     disable_bucketing: bool,
 ) -> dict[str, Any]:
     """Plans a model whose parameters are whole on every rank. Each bucket of gradients is a unit."""
@@ -112,7 +113,8 @@ def _plan_whole(
     rules.check_contradictions(config, settings, groups)
     transforms: tuple[UnitTransform, ...] = ()
     if settings.transforms_units:  # else no module is looked for: gradients travel by bucket
-        transforms = plan_transforms(find_units(module, unit_classes, splits_dtypes=False), settings)
+        classes = default_units(module) if unit_classes is None else unit_classes
+        transforms = plan_transforms(find_units(module, classes, splits_dtypes=False), settings)
     root = UnitPlan(modules=(module,), names=("",), pieces=frozen)
     return {
         "transforms": transforms,
@@ -129,7 +131,7 @@ def _plan_gathered(
     config: Any,
     settings: FullyShardedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice],
+    unit_classes: tuple[UnitChoice, ...] | None,
     engine: Engine,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> dict[str, Any]:
@@ -153,12 +155,13 @@ def _plan_gathered(
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
-    bare_units = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
+    classes = default_units(module) if unit_classes is None else unit_classes
+    bare_units = find_units(module, classes, splits_dtypes=is_fsdp2, kinds=kinds)
     bare_units.append(unit_of((module,), {module: ""}))
     reshards = [*_reshards(bare_units, settings, num_shards, is_fsdp2)]
     params_of = list(params_of_units(bare_units))
-    if num_shards > 1 and unit_classes:
-        warn_of_large_root(bare_units, params_of, unit_classes)
+    if num_shards > 1 and unit_classes != ():  # which asks for no unit
+        warn_of_large_root(bare_units, params_of, classes)
     units = [
         replace(
             unit,

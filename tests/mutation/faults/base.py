@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
 
+_RECOMPUTATION = "tests/unit/base/test_recomputation.py"
+
 MUTATIONS = (
     Mutation(
         "sums of a global batch wait for its end, and are added there",
@@ -25,5 +27,47 @@ MUTATIONS = (
         r"part\[2\]\(\) is not None",
         "part[2] is None",
         ("tests/unit/base/test_host_memory.py::test_memory_is_lent_again_once_nothing_refers_to_it",),
+    ),
+    Mutation(
+        "adapters of PEFT start as layers where the model was on meta",
+        "core.base.foreign_initialization.ModuleToFill.resets",
+        r"adapters, name, True\) for name in self\.module\.r\]",
+        "adapters, name, True) for name in ()]",
+        ("tests/unit/distributed/test_hugging_face_experts.py::test_adapters_train_next_to_experts_over_ranks",),
+    ),
+    Mutation(
+        "a recomputation writes the buffers again",
+        "core.base.recomputation.RecordedForward.replaying",
+        r"held\.update\(buffers\)",
+        "pass",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "a recomputation reads the buffers of now",
+        "core.base.recomputation.RecordedForward.replaying",
+        r"held\.update\(_copied\(values, copies\)\)",
+        "pass",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "a recomputation does not know of statistics that a kernel writes",
+        "core.base.recomputation.RecordedForward.recording",
+        r"_is_code\(value\)",
+        "True",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "a recomputation notes anew",
+        "core.base.recomputation.noted",
+        r"make\(\) if _replayed is None else next\(_replayed, None\)",
+        "make()",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "an attribute of the module inside counts for the one around it",
+        "core.base.module_protocol._of_class",
+        r"getattr\(type\(module\), ",
+        "getattr(module, ",
+        ("tests/unit/base/test_module_protocol.py",),
     ),
 )

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import ConfigError, WrapError
+from core.base.module_protocol import unwrap_model
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, _BaseDataParallel
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer.distrib_optimizer import DistributedOptimizer
 from core.verify import WRAPPERS, FirstDifference, Options, Verdict, load_model_under_test, names_of_wrappers, verify
 from tests.unit._spawn import RankFailure, run_distributed
