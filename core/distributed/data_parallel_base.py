@@ -292,8 +292,9 @@ class _BaseDataParallel(EngineVerbs):
         alone.
         """
         groups = self.plan.groups.of(parameter)
+        stages = self.plan.groups.model.embd
         is_mean = self.engine is Engine.FSDP2 or groups.divisor == groups.whole.size()
-        return is_mean and not (self.sums_gradients or self._tree is not None or is_summed_later(parameter))
+        return is_mean and not (self.sums_gradients or self._tree is not None or is_summed_later(parameter, stages))
 
     def check_may_step(self, optimizer: str) -> None:
         """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
 from ..base.module_protocol import CountsInStep, counting_modules, unwrap_model
@@ -44,8 +43,7 @@ def finalize_model_grads(
             of the last one counts.
         pg_collection: process groups; its `tp` is used as `tp_group`, and replicas are those of the wrapper.
         force_all_reduce: leave whole gradients on every rank, if the wrapper keeps whole ones.
-        tp_group: the tensor-parallel ranks; by default those of `core.parallel_state`, or the one group of the model's
-            layers.
+        tp_group: the tensor-parallel ranks; by default the one group of the model's layers, or those of the wrapper.
 
     Raises:
         ParallelConfigError: gradients are partial sums over tensor-parallel ranks, and the group is unknown.
@@ -65,8 +63,7 @@ def finalize_model_grads(
         chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
     _sum_over_sequence_parallel_ranks(model, tensor_ranks)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        _sum_shared_embedding(model)
+    _sum_shared_embedding(model)
     if num_tokens is not None:
         scaling_factor = _one_over_global_tokens(num_tokens, model)
         for chunk in model:
@@ -117,18 +114,18 @@ def is_last_stage(chunk: torch.nn.Module) -> bool:
     return bool(getattr(unwrap_model(chunk), "post_process", True))
 
 
-def sum_of_last_stage(values: torch.Tensor, model: Sequence[torch.nn.Module]) -> None:
+def sum_of_last_stage(values: torch.Tensor, model: Sequence[_BaseDataParallel]) -> None:
     """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
 
     Args:
         model: this rank's stages.
     """
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    stages = model[0].plan.groups.model.pp
+    if stages is None or stages.size() == 1:
         return
     if not any(is_last_stage(chunk) for chunk in model):
         values.zero_()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    all_reduce_by_backend(values, group, what="values of the last pipeline stage")
+    all_reduce_by_backend(values, stages, what="values of the last pipeline stage")
 
 
 def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
@@ -137,7 +134,7 @@ def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
     Both stages have equal shards of it, except in units of flat buffers: there its place depends on the rest of the
     unit, and whole gradients are summed.
     """
-    group = parallel_state.get_embedding_group(check_initialized=False)
+    group = model[0].plan.groups.model.embd
     if group is None or group.size() == 1:
         return
     for chunk in model:
@@ -194,11 +191,11 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], tp_gro
 def _tensor_parallel_group(
     model: Sequence[_BaseDataParallel], tp_group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Returns the group of the caller, else that of the layers, else that of `core.parallel_state`, else None."""
+    """Returns the group of the caller, else the one group of the layers, else the wrapper's, else None."""
     if tp_group is not None:
         return tp_group
     groups = {group for chunk in model for module in chunk.modules() if (group := getattr(module, "tp_group", None))}
     of_layers = [group for group in groups if isinstance(group, dist.ProcessGroup) and group.size() > 1]
     if len(of_layers) == 1:
         return of_layers[0]
-    return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return model[0].plan.groups.model.tp

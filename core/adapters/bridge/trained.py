@@ -221,7 +221,9 @@ class GradientNorm:
             self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
         else:
             self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
-        self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.is_reproducible)
+        self._statistics = GradientStatistics(
+            self._params, wrapper.plan.groups.model, is_exact=wrapper.plan.is_reproducible
+        )
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

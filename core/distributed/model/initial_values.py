@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ... import parallel_state
 from ...base import device
 from ...base.errors import WrapError
 from ...base.initialization import allocate_meta_tensors, initialize_parameters, performs_initialization, root_seed
@@ -91,7 +90,7 @@ class InitialValues:
 
     def __init__(self, module: nn.Module, groups: DataParallelGroups, *, from_first_rank: bool = True) -> None:
         # All fixed.
-        self._module, self._group = module, groups.whole
+        self._module, self._group, self._tp_group = module, groups.whole, groups.model.tp
         self._follows_first = from_first_rank and groups.whole.size() > 1
         tensors = _named_tensors(module)
         # The ranks that have each tensor, by name; fixed.
@@ -154,8 +153,7 @@ class InitialValues:
         draws = performs_initialization(self._module)
         only = [tensors[name] for name in self._drawn_names if draws or name in buffers]
         if only:
-            tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-            initialize_parameters(self._module, seed, only=only, tp_group=tp_group)
+            initialize_parameters(self._module, seed, only=only, tp_group=self._tp_group)
 
     @torch.no_grad()
     def _receive(self) -> None:
