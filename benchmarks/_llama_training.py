@@ -40,10 +40,10 @@ class Training:
         self, preset: Preset, model_fields: dict[str, Any], wrapper_fields: dict[str, Any], wrapper: str = "ddp"
     ) -> None:
         from core import parallel_state
-        from core.base import device
+        from core.base import default_group, device
         from core.transformer import TransformerConfig
 
-        device.init_process_group()
+        default_group.init_process_group()
         if not parallel_state.is_initialized():
             parallel_state.initialize_model_parallel()
         self.device, self.preset = device.current_device(), preset

@@ -140,9 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # also where it is a pipe, whose reader may outlive a killed run
         sys.stdout.reconfigure(line_buffering=True)
     asked = parse(arguments)
-    from core.base import device
+    from core.base import default_group, device
 
-    device.init_process_group()
+    default_group.init_process_group()
     here = device.current_device()
     name = asked.preset or ("1b" if here.type == "cuda" else "small")
     preset = replace(PRESETS[name], micro_batches=asked.micro_batches)

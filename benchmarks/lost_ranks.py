@@ -53,6 +53,7 @@ LOSS_FLAGS = ("--micro-batch-size", "2", "--global-batch-size", "8", "--seq-leng
 def _training(name: str, machines: int, root: Path | None) -> tuple[Callable[[], None], Any, int]:
     """Returns steps of a model, its copies if there is a root for them, and its parameters."""
     from core import parallel_state
+    from core.base.module_protocol import unwrap_model
     from core.dist_checkpointing import model_state_dict
     from core.dist_checkpointing.host_copies import HostCopies
     from core.dist_checkpointing.model_state import named_for_checkpoint
@@ -63,7 +64,6 @@ def _training(name: str, machines: int, root: Path | None) -> tuple[Callable[[],
         finalize_model_grads,
         wrap_model,
     )
-    from core.distributed.data_parallel_base import unwrap_model
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     if not parallel_state.is_initialized():

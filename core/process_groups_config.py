@@ -82,6 +82,12 @@ class ProcessGroupCollection:
     intra_dist_opt: Annotated[Group, "optimizer_instance"] = None
     """Every rank of an optimizer instance."""
 
+    @property
+    def experts_are_apart(self) -> bool:
+        """Whether experts are cut over other ranks than dense layers, so that they have replicas of their own."""
+        ranks = [1 if group is None else group.size() for group in (self.ep, self.tp, self.expt_tp or self.tp)]
+        return ranks[0] > 1 or ranks[1] != ranks[2]
+
     def __init__(self, **kwargs: Group | list[ProcessGroup]) -> None:
         _check_names(kwargs)
         vars(self).update(kwargs)
@@ -89,6 +95,11 @@ class ProcessGroupCollection:
     def __repr__(self) -> str:
         sizes = {name: group.size() for name, group in vars(self).items() if hasattr(group, "size")}
         return f"ProcessGroupCollection({', '.join(f'{name}: {size} ranks' for name, size in sizes.items())})"
+
+    def filled_from(self, others: ProcessGroupCollection) -> ProcessGroupCollection:
+        """Returns these groups, and `others` where these are None."""
+        own = {name: group for name, group in vars(self).items() if group is not None}
+        return ProcessGroupCollection(**vars(others) | own)
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
@@ -102,6 +113,22 @@ class ProcessGroupCollection:
         _check_names(dict.fromkeys(names))
         current.groups("a collection of groups")
         return cls(**{name: _group(name) for name in names})
+
+
+def groups_in_effect(
+    given: ProcessGroupCollection | None = None, names: Sequence[str] | None = None
+) -> ProcessGroupCollection:
+    """Returns the given groups, and for the others those of `core.parallel_state` if it is initialised.
+
+    Wrappers, optimizers and functions of checkpoints call it where their caller gives no groups. What is below them
+    gets groups as values.
+
+    Args:
+        names: names of the groups to look up; by default all.
+    """
+    is_initialized = current.groups_or_none() is not None
+    groups = ProcessGroupCollection.use_mpu_process_groups(names) if is_initialized else ProcessGroupCollection()
+    return groups if given is None else given.filled_from(groups)
 
 
 # By name; the annotation of a field has the kind of its groups in `core.process_groups`, where there are such groups.

@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from . import parallel_state
+from .base import module_protocol
 from .base.errors import ConfigError, ParallelConfigError
 from .base.megatron_names import absent_names, checks_arguments, refuse
-from .distributed.data_parallel_base import _BaseDataParallel
 from .process_groups_config import ProcessGroupCollection, check_same_groups
-from .transformer.module import Float16Module
 from .transformer.sequences import own_chunks
 
 Modules = nn.Module | Sequence[nn.Module]
@@ -25,10 +24,11 @@ def unwrap_model(model: Any, module_instances: tuple[type[nn.Module], ...] | Non
     Args:
         module_instances: the classes of wrappers to open; by default this package's and `Float16Module`.
     """
-    kinds = (_BaseDataParallel, Float16Module) if module_instances is None else module_instances
     if isinstance(model, (list, tuple)):
-        return [unwrap_model(each, kinds) for each in model]
-    while isinstance(model, kinds):
+        return [unwrap_model(each, module_instances) for each in model]
+    if module_instances is None:
+        return module_protocol.unwrap_model(model)
+    while isinstance(model, module_instances):
         model = model.module
     return model
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ..base import device
+from ..base import default_group, device
 from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
 from ..base.environment import environment_int
@@ -154,7 +154,7 @@ class MeshCollective(Collective):
         tp_size: int = 1,
         sharding_world_size: int | None = None,
     ) -> None:
-        device.init_process_group()
+        default_group.init_process_group()
         super().__init__(dist.get_rank(), dist.get_world_size())
         for name, value, actual in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
             if value not in (None, actual):

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.dtypes import as_dtype
 from ..base.errors import ConfigError
+from ..base.module_protocol import unwrap_model
 from ..base.text import choices
 from ..dist_checkpointing import model_state_dict as global_state_dict
 from ..distributed import _BaseDataParallel
-from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.unit_choice import UnitChoice
 from .bridge.checkpoints import whole_state_dict
 from .bridge.sharding import data_parallel_mesh, fully_replicated, units_by_class, units_by_size

@@ -14,12 +14,15 @@ runs the function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Group = ProcessGroup | None
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,6 +73,42 @@ def fill_range(param: Tensor, whole: Tensor) -> None:
         values, start = elements
         values.copy_(whole.detach().reshape(-1)[start : start + len(values)])
         torch.autograd.graph.increment_version(param)
+
+
+def whole_shape(parameter: Tensor, tp_group: Group, ep_group: Group = None) -> list[int]:
+    """Returns the whole model's shape of a parameter, before it was cut over ranks, by its marks, and sharded."""
+    shape = list(parameter.shape)  # a DTensor's shape is that before sharding
+    for dim, ranks in _cuts(parameter, tp_group, ep_group):
+        shape[dim] *= 1 if ranks is None else ranks.size()
+    return shape
+
+
+def copy_partition(whole: Tensor, parameter: Tensor, tp_group: Group, ep_group: Group = None) -> None:
+    """Fills this rank's part from the whole model's tensor, in place and without communication."""
+    for dim, ranks in _cuts(parameter, tp_group, ep_group):
+        if ranks is not None:
+            whole = whole.chunk(ranks.size(), dim)[ranks.rank()]
+    copy_shard(whole, parameter)
+
+
+def _cuts(parameter: Tensor, tp_group: Group, ep_group: Group) -> Iterator[tuple[int, Group]]:
+    """Yields the dims by which ranks share a parameter, by its marks, and the ranks of each."""
+    if getattr(parameter, "expert_model_parallel", False):
+        yield 0, ep_group
+    if getattr(parameter, "tensor_model_parallel", False):
+        yield parameter.partition_dim, tp_group  # type: ignore[attr-defined]
+
+
+def copy_shard(whole: Tensor, parameter: Tensor) -> None:
+    """Fills a parameter, or this rank's part of a sharded one, from one tensor-parallel rank's tensor `whole`."""
+    if kept_range(parameter) is not None:
+        fill_range(parameter, whole)
+    elif isinstance(parameter, DTensor):
+        # Without a source rank every rank shards its own copy.
+        shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shards.to_local())
+    else:
+        parameter.copy_(whole)
 
 
 _WAIT = "_wait_until_gathered"

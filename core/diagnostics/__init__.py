@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..base.errors import ShardstackError
-from ..transformer.module import Float16Module
+from ..base.module_protocol import unwrap_model
 from .misplaced_parameters import raise_misplaced
 from .out_of_memory import raise_out_of_memory
 from .out_of_step import raise_out_of_step
@@ -59,9 +59,7 @@ def raise_explained(error: Exception, wrapper: nn.Module) -> None:
     if isinstance(error, ShardstackError):
         return
     raise_out_of_memory(error, wrapper)
-    model = getattr(wrapper, "module", wrapper)
-    # Users know its parameters' names: without the wrapper and `Float16Module`.
-    raise_misplaced(error, model.module if isinstance(model, Float16Module) else model)
+    raise_misplaced(error, unwrap_model(wrapper))  # users know its parameters by their names in the model
     raise_out_of_step(error)
 
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import parallel_state
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import CheckpointError, ShardstackError
 from ..base.text import join_parts, texts_by_rank
+from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 from .format.index import Box, Piece, TensorEntry, json_problem
 from .global_view import held_boxes, is_copy, is_piece
 
@@ -122,12 +122,18 @@ class Ranks:
         return result
 
 
-def pipeline_ranks(error: type[ShardstackError] = CheckpointError) -> Ranks:
+def pipeline_ranks(
+    groups: ProcessGroupCollection | None = None, error: type[ShardstackError] = CheckpointError
+) -> Ranks:
     """Returns the ranks that hold the stages of one model: this process alone if there is one, or if others are
-    simulated."""
-    has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    group = parallel_state.get_pipeline_model_parallel_group() if has_stages else None
-    return Ranks(group, alone=group is None or dist.get_backend(group) == "fake", error=error)
+    simulated.
+
+    Args:
+        groups: those of the model; by default those of `core.parallel_state`.
+    """
+    group = (groups_in_effect(names=("pp",)) if groups is None else groups).pp
+    is_alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"
+    return Ranks(None if is_alone else group, alone=is_alone, error=error)
 
 
 def joined_by_rank(messages: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ makes each box a view of the flat storage, which checkpoints are written from an
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,9 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .. import parallel_state
+from ..base import device
 from ..base.errors import CheckpointError, ParallelConfigError
 from ..base.parameters import is_packed, kept_range, local_part
+from ..process_groups_config import groups_in_effect
 
 _OUTER_AXES = ("tp", "ep", "expert_tp")
 _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
@@ -111,7 +113,7 @@ def _layout(param: Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[P
         if isinstance(cut.placement, Shard):
             shape[cut.placement.dim] *= cut.group.size()
     if device_type == "meta":
-        device_type = inner.device_type if inner is not None else parallel_state.get_device_mesh().device_type
+        device_type = inner.device_type if inner is not None else device.device_type()
     placements = (*(cut.placement for cut in outer), *inner_placements)
     return _mesh(outer, inner, device_type), placements, torch.Size(shape)
 
@@ -126,12 +128,10 @@ class _OuterCut(NamedTuple):
 
 def _outer_cuts(param: Tensor) -> list[_OuterCut]:
     """Returns the cuts of a parameter by its layer, the outer one first. There is none over a single rank."""
-    groups: dict[str, ProcessGroup | None] = {}
-    if getattr(param, "expert_model_parallel", False) and parallel_state.experts_are_apart():
-        groups["ep"] = parallel_state.get_expert_model_parallel_group()
-        groups["expert_tp"] = parallel_state.get_expert_tensor_parallel_group()
-    elif parallel_state.model_parallel_is_initialized():
-        groups["tp"] = parallel_state.get_tensor_model_parallel_group()
+    found = groups_in_effect(names=("tp", "ep", "expt_tp"))
+    groups = {"tp": found.tp}
+    if getattr(param, "expert_model_parallel", False) and found.experts_are_apart:
+        groups = {"ep": found.ep, "expert_tp": found.expt_tp}
     several = {axis: group for axis, group in groups.items() if group is not None and group.size() > 1}
     return [_OuterCut(axis, group, _outer_placement(param, axis)) for axis, group in several.items()]
 
@@ -182,11 +182,9 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
 
 
-_JOINT_MESHES = "_joint_meshes"
-"""An attribute of the mesh of the parallel state: the joint meshes with its groups. `_mesh` adds to it. A later state
-with equal ranks has a mesh of its own, and does not get those of destroyed groups."""
-_STATELESS: dict[str, Any] = {}
-"""The same without a parallel state. Never cleared."""
+_joint_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+"""The meshes that `_mesh` has made, by their first group. Later groups of equal ranks and names do not get those of
+destroyed ones."""
 
 
 def _mesh(outer: Sequence[_OuterCut], inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
@@ -194,9 +192,7 @@ def _mesh(outer: Sequence[_OuterCut], inner: DeviceMesh | None, device_type: str
     inner_groups = [] if inner is None else [inner.get_group(axis) for axis in range(inner.ndim)]
     groups = [*(cut.group for cut in outer), *inner_groups]
     key = (tuple(group.group_name for group in groups), device_type)
-    is_initialized = parallel_state.model_parallel_is_initialized()
-    owner = vars(parallel_state.get_device_mesh()) if is_initialized else _STATELESS
-    meshes: dict[Any, DeviceMesh] = owner.setdefault(_JOINT_MESHES, {})
+    meshes = _joint_meshes.setdefault(groups[0], {})
     if key not in meshes:
         meshes[key] = _build_mesh(outer, inner, groups, device_type)
     return meshes[key]

@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
+from ..base.module_protocol import clear_step_sums, rank_dependence, unwrap_model
 from ..base.parameters import is_packed
 from ..diagnostics import raise_explained
 from ..diagnostics.misplaced_parameters import reject_resizing
 from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..process_groups_config import ProcessGroupCollection
-from ..transformer.module import Float16Module
-from ..transformer.moe.moe_layer import depends_on_ranks, restart_step
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from .engine.engine import Engine
 from .engine.owners import WrappedModel, own_parameters
@@ -29,7 +28,7 @@ from .model.initial_values import broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import Plan, plan_model
-from .plan.unit_choice import UnitChoice, default_units
+from .plan.unit_choice import UnitChoice
 from .report import describe, model_facts
 
 
@@ -65,6 +64,8 @@ class _BaseDataParallel(WrappedModel):
         gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
             report events to it, and check the phase before they act.
     """
+
+    is_model_wrapper = True
 
     engine_kind: ClassVar[EngineKind]
     """The kind of `engine`. Fixed by each class, and read when a model is planned."""
@@ -138,11 +139,8 @@ class _BaseDataParallel(WrappedModel):
             shards = cls.engine_kind is not EngineKind.FLAT_BUFFERS or ddp_config.shards_updates
             groups = leave_out(unwrap_model(module), ddp_config, groups, shards=shards)
         unfit_models.reject_expert_parameters(module, config, groups)
-        if ddp_config.reproducible_across_ranks and depends_on_ranks(module):
-            raise ParallelConfigError(
-                "reproducible_across_ranks is set, and what 'global_aux_loss' of moe_router_load_balancing_type "
-                "counts depends on the number of ranks; take 'aux_loss' or 'seq_aux_loss'"
-            )
+        if ddp_config.reproducible_across_ranks and (dependence := rank_dependence(module)):
+            raise ParallelConfigError(f"reproducible_across_ranks is set, and {dependence}")
         unfit_models.reject_unfit(module)
         if cls.engine_kind is EngineKind.FSDP2:
             unfit_models.reject_unfit_for_fsdp2(module)
@@ -151,7 +149,7 @@ class _BaseDataParallel(WrappedModel):
             config,
             ddp_config,
             groups,
-            default_units(model) if unit_classes is None else unit_classes,
+            unit_classes,
             engine=cls.engine_kind,
             caller=cls.__name__,
             disable_bucketing=disable_bucketing,
@@ -285,7 +283,7 @@ class _BaseDataParallel(WrappedModel):
         self.engine.zero_gradients()
         if self.engine.tree is not None:
             self.engine.tree.restart()
-        restart_step([self.module])
+        clear_step_sums([self.module])
         self.gradient_state.note_zeroed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -392,10 +390,3 @@ def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -
             f"{'' if strangers[0] is model else 'a list with '}a {type(strangers[0]).__name__}"
         )
     return chunks
-
-
-def unwrap_model(module: nn.Module) -> nn.Module:
-    """Returns the model inside data-parallel wrappers and `Float16Module`, whose parameter names checkpoints use."""
-    while isinstance(module, (_BaseDataParallel, Float16Module)):
-        module = module.module
-    return module

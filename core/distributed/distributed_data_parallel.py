@@ -8,8 +8,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..base.errors import ParallelConfigError
+from ..base.module_protocol import unwrap_model
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from .flat.bucket import Bucket
 from .flat.buffer import FlatBuffer

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
+from ..base.module_protocol import CountsInStep, counting_modules, unwrap_model
 from ..base.parameters import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
-from ..transformer.moe.moe_layer import finish_step
-from .data_parallel_base import _BaseDataParallel, check_chunks, unwrap_model
+from .data_parallel_base import _BaseDataParallel, check_chunks
 from .groups import managed_parameters
 
 
@@ -34,7 +33,7 @@ def finalize_model_grads(
     tensor-parallel ranks but used on different tokens (norms under sequence parallelism) are summed over those ranks;
     the gradients of a weight that the first and the last pipeline stage share are summed over both; with a token
     count, all gradients are divided by the number of tokens of all ranks; whole gradients are gathered from what is
-    then final, if they are asked for. Biases of experts then move.
+    then final, if they are asked for. What modules have counted in the step is then summed, as by `end_step`.
 
     Args:
         model: the wrapped model, in the list that Megatron's interfaces take; several are a rank's virtual pipeline
@@ -44,8 +43,7 @@ def finalize_model_grads(
             of the last one counts.
         pg_collection: process groups; its `tp` is used as `tp_group`, and replicas are those of the wrapper.
         force_all_reduce: leave whole gradients on every rank, if the wrapper keeps whole ones.
-        tp_group: the tensor-parallel ranks; by default those of `core.parallel_state`, or the one group of the model's
-            layers.
+        tp_group: the tensor-parallel ranks; by default the one group of the model's layers, or those of the wrapper.
 
     Raises:
         ParallelConfigError: gradients are partial sums over tensor-parallel ranks, and the group is unknown.
@@ -65,17 +63,38 @@ def finalize_model_grads(
         chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
     _sum_over_sequence_parallel_ranks(model, tensor_ranks)
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        _sum_shared_embedding(model)
+    _sum_shared_embedding(model)
     if num_tokens is not None:
         scaling_factor = _one_over_global_tokens(num_tokens, model)
         for chunk in model:
             chunk.scale_gradients(scaling_factor)
     for chunk in model if force_all_reduce else ():  # last, of what nothing sums or scales any more
         chunk.engine.gather_gradients()
-    finish_step(model, model[0].process_group)
+    end_step(model, model[0].process_group)
     for chunk in model:
         chunk.gradient_state.note_finalized()
+
+
+@torch.no_grad()
+def end_step(models: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Adds up over ranks what modules have counted in the step (`CountsInStep`), and ends the step for them.
+
+    `finalize_model_grads` calls it, before the optimizer's step and whether or not that is skipped. All ranks of a
+    model call it.
+
+    Args:
+        group: the data-parallel and context-parallel ranks; None if this rank is alone.
+    """
+    by_ranks: dict[dist.ProcessGroup | None, list[CountsInStep]] = defaultdict(list)
+    for module in counting_modules(models):
+        by_ranks[module.step_sums_group].append(module)
+    for more_ranks, modules in by_ranks.items():
+        totals = torch.cat([module.step_sums for module in modules])
+        for ranks in (group, more_ranks):
+            if ranks is not None and ranks.size() > 1:
+                all_reduce_by_backend(totals, ranks, what="what modules count in a step")
+        for module, sums in zip(modules, totals.split([len(m.step_sums) for m in modules]), strict=True):
+            module.use_step_sums(sums)
 
 
 def _one_over_global_tokens(num_tokens: torch.Tensor | float, model: Sequence[_BaseDataParallel]) -> torch.Tensor:
@@ -95,18 +114,18 @@ def is_last_stage(chunk: torch.nn.Module) -> bool:
     return bool(getattr(unwrap_model(chunk), "post_process", True))
 
 
-def sum_of_last_stage(values: torch.Tensor, model: Sequence[torch.nn.Module]) -> None:
+def sum_of_last_stage(values: torch.Tensor, model: Sequence[_BaseDataParallel]) -> None:
     """Replaces values, in place, by those of the ranks with the last pipeline stage. Every stage calls it.
 
     Args:
         model: this rank's stages.
     """
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    stages = model[0].plan.groups.model.pp
+    if stages is None or stages.size() == 1:
         return
     if not any(is_last_stage(chunk) for chunk in model):
         values.zero_()
-    group = parallel_state.get_pipeline_model_parallel_group()
-    all_reduce_by_backend(values, group, what="values of the last pipeline stage")
+    all_reduce_by_backend(values, stages, what="values of the last pipeline stage")
 
 
 def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
@@ -115,7 +134,7 @@ def _sum_shared_embedding(model: Sequence[_BaseDataParallel]) -> None:
     Both stages have equal shards of it, except in units of flat buffers: there its place depends on the rest of the
     unit, and whole gradients are summed.
     """
-    group = parallel_state.get_embedding_group(check_initialized=False)
+    group = model[0].plan.groups.model.embd
     if group is None or group.size() == 1:
         return
     for chunk in model:
@@ -172,11 +191,11 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], tp_gro
 def _tensor_parallel_group(
     model: Sequence[_BaseDataParallel], tp_group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Returns the group of the caller, else that of the layers, else that of `core.parallel_state`, else None."""
+    """Returns the group of the caller, else the one group of the layers, else the wrapper's, else None."""
     if tp_group is not None:
         return tp_group
     groups = {group for chunk in model for module in chunk.modules() if (group := getattr(module, "tp_group", None))}
     of_layers = [group for group in groups if isinstance(group, dist.ProcessGroup) and group.size() > 1]
     if len(of_layers) == 1:
         return of_layers[0]
-    return parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return model[0].plan.groups.model.tp

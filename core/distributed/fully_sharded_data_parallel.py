@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import WrapError
+from ..base.module_protocol import unwrap_model
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from .flat.flat_engine import FlatEngine
 from .groups import Ranks

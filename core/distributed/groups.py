@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import parallel_state
 from ..base import device
 from ..base._torch_compat import num_groups_of_this_rank
 from ..base.errors import ParallelConfigError
 from ..comm.collectives import all_reduce_by_backend
-from ..process_groups_config import ProcessGroupCollection
+from ..process_groups import current
+from ..process_groups.make_groups import ParallelGroups
+from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 
 Ranks = dist.ProcessGroup | DeviceMesh
 """The ranks of a wrapper: a group, or a mesh of one axis or, for hybrid sharding, of ``(replicate, shard)``."""
@@ -48,6 +49,9 @@ class DataParallelGroups:
 
     num_dense_replicas: int | None = None
     """Of experts: the number of ranks in `whole` of other parameters."""
+
+    model: ProcessGroupCollection = field(default_factory=ProcessGroupCollection, compare=False, repr=False)
+    """The ranks that hold other parts of the model, such as `tp`, `pp` and `embd`. None where this rank is alone."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -102,10 +106,13 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
     return kind_of(parameter) == "expert"
 
 
-def is_summed_later(parameter: torch.Tensor) -> bool:
+def is_summed_later(parameter: torch.Tensor, stages: dist.ProcessGroup | None) -> bool:
     """Returns whether `finalize_model_grads` sums a reduced gradient over ranks of another axis: those of sequence
-    parallelism, or the pipeline stages that share the weight."""
-    stages = parallel_state.get_embedding_group(check_initialized=False)
+    parallelism, or the pipeline stages that share the weight.
+
+    Args:
+        stages: the first and the last pipeline stage.
+    """
     is_shared = getattr(parameter, "shared_embedding", False) and stages is not None and stages.size() > 1
     return is_shared or getattr(parameter, "sequence_parallel", False)
 
@@ -130,12 +137,20 @@ def find_groups(
     Args:
         caller: name of the function that the user called, for messages.
         num_instances: optimizer instances, ``num_distributed_optimizer_instances``.
-        pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`, and its `expt_dp` for experts.
+        pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`, its `expt_dp` for experts, and the
+            rest as `model`.
 
     Raises:
         ParallelConfigError: `process_group` and `pg_collection` are both given or of the wrong type; or the number of
             instances does not match the groups, or does not divide the ranks.
     """
+    replicas = _find_replicas(caller, num_instances, process_group, pg_collection)
+    return replace(replicas, model=groups_in_effect(pg_collection))
+
+
+def _find_replicas(
+    caller: str, num_instances: int, process_group: Ranks | None, pg_collection: ProcessGroupCollection | None
+) -> DataParallelGroups:
     experts = None
     if pg_collection is not None:
         process_group = _group_of_collection(caller, num_instances, process_group, pg_collection)
@@ -261,9 +276,9 @@ def _group_of_collection(
 
 
 def _initialized_groups(num_instances: int) -> DataParallelGroups:
-    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    mesh = parallel_state.get_data_parallel_mesh()
-    experts = _initialized_experts(num_instances, whole.size()) if parallel_state.experts_are_apart() else None
+    state = current.groups("the 'dp_cp' group")
+    whole, mesh = state.by_kind["dp_cp"].process_group, state.data_parallel_mesh
+    experts = _initialized_experts(state, num_instances, whole.size()) if state.experts_are_apart else None
     if num_instances == 1:
         return DataParallelGroups(whole, whole, given_mesh=mesh if mesh.ndim == 1 else None, experts=experts)
     num_replicas = mesh.size(0) if mesh.ndim == 2 else 1
@@ -275,12 +290,12 @@ def _initialized_groups(num_instances: int) -> DataParallelGroups:
     return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh, experts)
 
 
-def _initialized_experts(num_instances: int, num_dense_replicas: int) -> DataParallelGroups:
-    mesh, whole = parallel_state.get_expert_data_parallel_mesh(), parallel_state.get_expert_data_parallel_group()
+def _initialized_experts(state: ParallelGroups, num_instances: int, num_dense_replicas: int) -> DataParallelGroups:
+    mesh, whole = state.expert_data_parallel_mesh, state.by_kind["expert_dp"].process_group
     of_instances = num_instances > 1 and mesh.ndim == 2
     return DataParallelGroups(
-        whole,  # type: ignore[arg-type]
-        mesh.get_group(1) if of_instances else whole,  # type: ignore[arg-type]
+        whole,
+        mesh.get_group(1) if of_instances else whole,
         mesh.get_group(0) if of_instances else None,
         mesh if of_instances == (mesh.ndim == 2) else None,
         num_dense_replicas=num_dense_replicas,

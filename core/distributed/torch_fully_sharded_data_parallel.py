@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..base.errors import ShardstackError
+from ..base.module_protocol import unwrap_model
 from ..base.parameters import local_part
 from ..process_groups_config import ProcessGroupCollection
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from .fsdp2.fsdp2_engine import Fsdp2Engine
 from .groups import Ranks

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import parallel_state
 from ..base.device import current_device
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.lane import known_on_host
 from ..distributed.groups import is_expert_parameter
+from ..process_groups_config import ProcessGroupCollection
 from .exact_sums import CHUNK_ELEMENTS, exponent_of_unit, largest_magnitude, root_of_digits, sum_fits, sum_of_squares
 from .main_params import MainParam
 
@@ -37,33 +37,28 @@ class GradientStatistics:
 
     Args:
         params: the parameters that the optimizer updates.
-        tp_group: tensor-parallel ranks; by default the model-parallel group of `core.parallel_state`, if any.
+        groups: those of the model, of which it reads the ranks of a whole model, `mp`, the tensor-parallel ones, `tp`,
+            and where experts are cut over other ranks theirs, `tp_ep_pp` and `expt_tp`.
         is_exact: compute the same bits on any number of ranks. Ranks then agree on the largest magnitude first.
     """
 
-    def __init__(
-        self, params: Sequence[MainParam], tp_group: dist.ProcessGroup | None = None, *, is_exact: bool = False
-    ) -> None:
+    def __init__(self, params: Sequence[MainParam], groups: ProcessGroupCollection, *, is_exact: bool = False) -> None:
         self._is_exact = is_exact
-        model_group, tp_rank = tp_group, dist.get_rank(tp_group) if tp_group is not None else 0
-        if tp_group is None and parallel_state.model_parallel_is_initialized():
-            model_group = parallel_state.get_model_parallel_group()
-            tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        model_group, tp_rank = groups.mp or groups.tp, 0 if groups.tp is None else groups.tp.rank()
         expert_group, expert_tp_rank = model_group, tp_rank
-        if parallel_state.experts_are_apart():
-            expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-            expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        if groups.experts_are_apart:
+            expert_group, expert_tp_rank = groups.tp_ep_pp, 0 if groups.expt_tp is None else groups.expt_tp.rank()
         # The parts of the norm, by the names of their groups; the indices of parameters grow here, then all is fixed.
         parts: dict[tuple[str, ...], _Part] = {}
         for over in dict.fromkeys((model_group, expert_group)):  # joined by a rank without such parameters too
             parts[() if over is None else (over.group_name,)] = _Part((), over, counts=True, members=[])
         for index, p in enumerate(params):
-            groups, is_expert = p.shard_groups(), is_expert_parameter(p.param)
+            sharers, is_expert = p.shard_groups(), is_expert_parameter(p.param)
             over, rank = (expert_group, expert_tp_rank) if is_expert else (model_group, tp_rank)
-            is_summed = _share_ranks(groups, over)  # a DTensor of tensor parallelism too
-            key = tuple(group.group_name for group in (*groups, *(() if over is None else (over,))))
+            is_summed = _share_ranks(sharers, over)  # a DTensor of tensor parallelism too
+            key = tuple(group.group_name for group in (*sharers, *(() if over is None else (over,))))
             # Every rank joins every reduction, counted here or not.
-            part = parts.setdefault(key, _Part(groups, over, counts=rank == 0 or not is_summed, members=[]))
+            part = parts.setdefault(key, _Part(sharers, over, counts=rank == 0 or not is_summed, members=[]))
             is_cut = getattr(p.param, "tensor_model_parallel", False) or is_summed
             if (is_cut or rank == 0) and not getattr(p.param, "shared", False):
                 part.members.append(index)

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
+from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
-from ..distributed.data_parallel_base import check_chunks, unwrap_model
+from ..distributed.data_parallel_base import check_chunks
 from ..distributed.engine.owners import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
 from ..distributed.plan.pieces import full_param_layout
-from ..process_groups_config import ProcessGroupCollection
+from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 from .clip_grads import GradientStatistics
 from .grad_scaler import build_grad_scaler
 from .main_params import MainParam
@@ -152,22 +153,21 @@ def get_megatron_optimizer(
             and exclude `no_weight_decay_cond` and `scale_lr_cond`.
         use_gloo_process_groups, dump_param_to_param_group_map: Megatron-LM's arguments; the first is not read, because
             optimizers use the wrappers' groups, and the second must be None.
-        pg_collection: process groups, whose `tp` is the default of `tp_group`.
+        pg_collection: process groups of the model; by default those of the wrapper, or without one of
+            `core.parallel_state`.
         no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
             and parameters of at most one dimension.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
         lr_mult: factor of the learning rates that `scale_lr_cond` selects.
-        tp_group: ranks that share parameters marked ``tensor_model_parallel``; by default the group of
-            :mod:`core.parallel_state`, if it is initialised.
+        tp_group: ranks that share parameters marked ``tensor_model_parallel``, in place of `pg_collection`.
 
     Raises:
         ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
         OptimizerError: parameters that cannot be updated.
     """
     model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
-    if tp_group is None and pg_collection is not None:
-        tp_group = pg_collection.tp
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    model_groups = _groups_of_model(wrappers, pg_collection, tp_group)
     for wrapper in wrappers:
         wrapper.engine.settle()
     is_muon, settings = config.optimizer == "muon", (no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
@@ -188,16 +188,26 @@ def get_megatron_optimizer(
             groups += [group | {"optimizer": name} for group in build_param_groups(own, config, *settings)]
         return sharding, params, reasons, groups
 
-    stages = pipeline_ranks(ConfigError)
+    stages = pipeline_ranks(model_groups, ConfigError)
     sharding, params, reasons, groups = stages.on_all(choose)  # for what one stage alone raised, the others would wait
     of_stages = stages.all_gather({p.name: reason for p, reason in reasons.items()})
     check_choice({name: reason for of_stage in of_stages for name, reason in of_stage.items()}, config)
     device_type = params[0].main.device.type if params else current_device().type  # a stage may be frozen
-    rule = Muon(groups, config, reasons, tp_group) if is_muon else build_update_rule(config, groups, device_type)
+    rule = Muon(groups, config, reasons, model_groups) if is_muon else build_update_rule(config, groups, device_type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.settings.reproducible_across_ranks for wrapper in wrappers)
-    statistics = GradientStatistics(params, tp_group, is_exact=is_exact)
-    return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers)
+    statistics = GradientStatistics(params, model_groups, is_exact=is_exact)
+    return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers, groups=model_groups)
+
+
+def _groups_of_model(
+    wrappers: Sequence[_BaseDataParallel], given: ProcessGroupCollection | None, tp_group: dist.ProcessGroup | None
+) -> ProcessGroupCollection:
+    """Returns the groups given, else the wrappers', or without a wrapper those of `core.parallel_state`."""
+    groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
+    if given is not None:
+        groups = given.filled_from(groups)
+    return groups if tp_group is None else ProcessGroupCollection(tp=tp_group, mp=tp_group).filled_from(groups)
 
 
 def _planned_ranges(wrapper: _BaseDataParallel) -> Iterator[tuple[nn.Parameter, tuple[FlatEngine, int, int]]]:

@@ -2,7 +2,7 @@
 
 A parameter's whole tensor, before any sharding, is viewed as `[rows, columns]`, with all dimensions but the last as
 rows. A matrix is some of these rows. Layers declare rows that they have fused by an attribute of the parameter,
-`fused_rows` (:class:`~core.tensor_parallel.initialization.FusedRows`).
+`fused_rows` (:class:`~core.base.module_protocol.FusedRows`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ConfigError
-from ..tensor_parallel.initialization import FusedRows
+from ..base.module_protocol import fused_rows
 from .main_params import MainParam
 from .optimizer_config import CoefficientType, MuonRecipe, OptimizerConfig
 from .param_groups import ConfigOverrides, override_of
@@ -129,7 +129,7 @@ def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonR
     """
     shape = p.whole(p.main).shape
     num_rows, columns = math.prod(shape[:-1]), shape[-1]
-    fused: FusedRows | None = getattr(p.param, "fused_rows", None)
+    fused = fused_rows(p.param)
     per_batch = torch.arange(num_rows).view(-1, shape[-2])
     blocks_by_name = [("", per_batch)]
     is_split = fused is not None and (config.muon_split_qkv if fused.head_rows else recipe.split_gate_up)

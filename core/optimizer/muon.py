@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import parallel_state
 from ..base.device import current_device
 from ..base.errors import ParallelConfigError, warn_once
 from ..comm.lane import known_on_host
 from ..distributed.engine.owners import owner_of
 from ..distributed.groups import whole_group
+from ..process_groups_config import ProcessGroupCollection
 from . import update_rules as rules
 from .main_params import MainParam
 from .matrices import describe_matrices, matrices_of, orthogonalize
@@ -52,7 +52,7 @@ class Muon(rules.SkippableRule):
         groups: groups of main tensors, with weight decay and learning rate.
         reasons: of all parameters of the groups, as of `choose_optimizers`. All ranks that share them make an instance
             together.
-        tp_group: ranks that share tensor-parallel parameters, next to those of `core.parallel_state`.
+        model_groups: those of the model, of which it reads `tp` and `tp_dp_cp`.
 
     Attributes:
         recipe: what decides the numbers of an update.
@@ -64,14 +64,14 @@ class Muon(rules.SkippableRule):
         groups: Sequence[dict[str, Any]],
         config: OptimizerConfig,
         reasons: Mapping[MainParam, str],
-        tp_group: dist.ProcessGroup | None,
+        model_groups: ProcessGroupCollection,
     ) -> None:
         is_lion = config.muon_scalar_optimizer == "lion"
         betas = (config.lion_beta1, config.lion_beta2) if is_lion else (config.adam_beta1, config.adam_beta2)
         super().__init__(
             groups, {"lr": config.lr, "weight_decay": config.weight_decay, "betas": betas, "eps": config.adam_eps}
         )
-        ours, group = [p for p in reasons if not reasons[p]], _sharing_ranks(reasons, tp_group)
+        ours, group = [p for p in reasons if not reasons[p]], _sharing_ranks(reasons, model_groups)
         self.recipe = recipe = recipe_of(config)
         # All fixed: the parameters that Muon updates, their matrices, and the dtypes of momentum and of what
         # `orthogonalize` returns.
@@ -239,22 +239,18 @@ def _descend(keep: float, step: float, columns: rules.Columns) -> None:
     torch._foreach_add_(params, updates, alpha=-step)
 
 
-def _sharing_ranks(params: Iterable[MainParam], tp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _sharing_ranks(params: Iterable[MainParam], model_groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
     """Returns the smallest group with all ranks that hold parts of the model or replicas of them. None for one rank.
 
     Raises:
         ParallelConfigError: no group has the ranks of both tensor and data parallelism.
     """
-    groups: list[dist.ProcessGroup | None] = [tp_group]
+    groups, both = [model_groups.tp], model_groups.tp_dp_cp
     for p in params:
         if (wrapper := owner_of(p.param)) is not None:
             groups.append(wrapper.plan.groups.whole)
         elif isinstance(p.param, DTensor):
             groups.append(whole_group(p.param.device_mesh))
-    both = None
-    if parallel_state.model_parallel_is_initialized():
-        groups.append(parallel_state.get_tensor_model_parallel_group())
-        both = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     ranks = {group: set(dist.get_process_group_ranks(group)) for group in (*groups, both) if group is not None}
     sharing = set().union(*(ranks[group] for group in groups if group is not None))
     if len(sharing) <= 1:

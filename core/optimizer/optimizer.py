@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..base.errors import OptimizerError
+from ..base.module_protocol import unwrap_model
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
-from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.engine.owners import owner_of
 from ..distributed.gradient_state import Phase
+from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
@@ -55,8 +56,10 @@ class MegatronOptimizer(OptimizerState):
         statistics: GradientStatistics,
         grad_scaler: GradScaler | None,
         wrappers: Sequence[_BaseDataParallel] = (),
+        *,
+        groups: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, params, rule, grad_scaler)
+        super().__init__(config, params, rule, grad_scaler, groups)
         note_own_optimizer(rule)
         self._statistics = statistics
         self._wrappers = wrappers

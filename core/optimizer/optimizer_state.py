@@ -16,6 +16,7 @@ from ..base.megatron_names import absent_method
 from ..dist_checkpointing.agreement import Ranks, pipeline_ranks
 from ..dist_checkpointing.global_view import held_boxes
 from ..dist_checkpointing.loading import when_loaded
+from ..process_groups_config import ProcessGroupCollection
 from .grad_scaler import GradScaler
 from .main_params import MainParam, WrittenParams, refresh_masters
 from .optimizer_config import OptimizerConfig
@@ -67,11 +68,12 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         params: Sequence[MainParam],
         rule: torch.optim.Optimizer,
         grad_scaler: GradScaler | None,
+        groups: ProcessGroupCollection,
     ) -> None:
         self.config = config
         self.optimizer = rule
         self.grad_scaler = grad_scaler
-        self._params = params
+        self._params, self._model_groups = params, groups
         # Detects writes to parameters in low precision by other code. Updates, loads and `reload_model_params` report
         # to it that masters and parameters agree.
         self._written_params = WrittenParams(params)
@@ -203,7 +205,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
         groups = groups_to_json(self.param_groups, self._names_of_mains())
-        of_stages = pipeline_ranks().all_gather((counts, groups))
+        of_stages = pipeline_ranks(self._model_groups).all_gather((counts, groups))
         counts = {name: count for of_stage, _ in of_stages for name, count in of_stage.items()}
         groups = [group for _, of_stage in of_stages for group in of_stage]
         scalars = scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {}, groups)
@@ -219,7 +221,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             CheckpointError: step counts for parameters that this model does not have, or groups with other parameters.
         """
         foreign_names = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
-        if foreign_names and pipeline_ranks().size == 1:  # other stages have other parameters
+        if foreign_names and pipeline_ranks(self._model_groups).size == 1:  # other stages have other parameters
             raise CheckpointError(
                 f"the optimizer state names parameters that this model does not have: {', '.join(foreign_names[:5])}; "
                 "load the checkpoint of this model"

@@ -13,8 +13,8 @@ from typing import Any, TypedDict, TypeGuard, TypeVar
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, ConfigError
+from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.format.json_values import decode, encode
-from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.groups import kind_of
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
+from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing import AsyncSaver, load, load_metadata, model_state_dict, save
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folders import Retention
 from ..dist_checkpointing.format.json_values import decode, encode
 from ..dist_checkpointing.model_state import named_for_checkpoint
 from ..distributed import _BaseDataParallel
-from ..distributed.data_parallel_base import unwrap_model
 from .optimizer import MegatronOptimizer
 
 

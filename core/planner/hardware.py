@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base import device
+from ..base import default_group, device
 from ..base.checked_json import checked
 from ..base.device import barrier
 from ..base.environment import environment_int
@@ -173,7 +173,7 @@ def calibrate(links: Hardware) -> tuple[Hardware, str]:
     Args:
         links: the hardware whose attention is taken, in proportion to products, and links that are not measured.
     """
-    device.init_process_group()
+    default_group.init_process_group()
     place = device.current_device()
     is_gpu = place.type == "cuda"
     size, elements = (8192, 2**28) if is_gpu else (768, 2**24)

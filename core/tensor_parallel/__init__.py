@@ -1,17 +1,12 @@
 """Splits matrices over tensor-parallel ranks: layers, mappings between regions, loss, random streams, initial
 values."""
 
+from ..base.initialization import draw_init_seed, initialize_parameters
 from ..base.megatron_names import absent_names
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
 from .groups import pad_vocab_size
-from .initialization import (
-    ParameterOwner,
-    deferred_initialization,
-    draw_init_seed,
-    initialize_parameters,
-    initialize_unless_deferred,
-)
+from .initialization import ParameterOwner, deferred_initialization, initialize_unless_deferred
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .mappings import (
     copy_to_tensor_model_parallel_region,

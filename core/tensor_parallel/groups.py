@@ -6,16 +6,13 @@ first dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .. import parallel_state
 from ..base.errors import ConfigError, DataError, ParallelConfigError
-from ..base.parameters import fill_range, kept_range
 from ..comm.collectives import all_gather_by_backend, all_to_all_by_backend, reduce_scatter_by_backend
 from ..comm.gloo import exchanges_directly
 from ..model_parallel_config import ModelParallelConfig
@@ -128,42 +125,6 @@ def check_ids(ids: torch.Tensor, vocab_size: int, what: str, *, exception: int |
             f"{what} id {int(ids[outside][0])} is outside the vocabulary of {vocab_size} tokens "
             f"(0 to {vocab_size - 1}); use the tokenizer that the model was made for, or raise the vocabulary size"
         )
-
-
-def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
-    """Returns the whole model's shape of a parameter, before tensor parallelism (by its attributes) and sharding."""
-    shape = list(parameter.shape)  # a DTensor's shape is that before sharding
-    for dim, ranks in _cuts(parameter, group):
-        shape[dim] *= group_size(ranks)
-    return shape
-
-
-def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
-    """Fills this rank's part from the whole model's tensor, in place and without communication."""
-    for dim, ranks in _cuts(parameter, group):
-        whole = whole.chunk(group_size(ranks), dim)[group_rank(ranks)]
-    copy_shard(whole, parameter)
-
-
-def _cuts(parameter: torch.Tensor, group: Group) -> Iterator[tuple[int, Group]]:
-    """Yields the dims by which ranks share a parameter, by its attributes, and the ranks of each. `group` shares its
-    matrices."""
-    if getattr(parameter, "expert_model_parallel", False):
-        yield 0, parallel_state.get_expert_model_parallel_group()
-    if getattr(parameter, "tensor_model_parallel", False):
-        yield parameter.partition_dim, group  # type: ignore[attr-defined]
-
-
-def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Fills a parameter, or this rank's part of a sharded one, from one tensor-parallel rank's tensor `whole`."""
-    if kept_range(parameter) is not None:
-        fill_range(parameter, whole)
-    elif isinstance(parameter, DTensor):
-        # Without a source rank every rank shards its own copy.
-        shards = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(shards.to_local())
-    else:
-        parameter.copy_(whole)
 
 
 def rank_slice(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, ParallelConfigError
+from ..base.initialization import Initializer
 from ..base.megatron_names import checks_arguments
 from ..model_parallel_config import ModelParallelConfig
 from . import mappings
 from .groups import Group, check_degree, check_ids, group_rank, group_size, per_rank
-from .initialization import Initializer, ParameterOwner, initialize_unless_deferred, mark_parameter
+from .initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from .weight_gradients import embedding, linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
@@ -46,6 +47,7 @@ class ColumnParallelLinear(ParameterOwner):
         ParallelConfigError: tp does not divide `output_size`, or is not the group's size; or an argument is refused.
     """
 
+    is_unit = True
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -71,6 +73,7 @@ class ColumnParallelLinear(ParameterOwner):
         self.output_size_per_partition = per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         rows = self.output_size_per_partition
+        self.borrows_shared_weight = skip_weight_param_allocation
         shape = None if skip_weight_param_allocation else (rows, input_size)
         self.add_parameter("weight", shape, init_method, config=config, partition_dim=0)
         self.add_parameter("bias", (rows,) if bias else None, nn.init.zeros_, config=config, partition_dim=0)

@@ -24,24 +24,21 @@ it.
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import parallel_state
 from ..base.device import device_type
 from ..base.errors import ConfigError, ParallelStateError
 from ..base.megatron_names import checks_arguments, ignore
+from ..base.recomputation import recompute, tracked_streams
 from ..dist_checkpointing.format.content_hash import splitmix64
-from .replay import RecordedForward
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"
@@ -50,16 +47,20 @@ _CONTEXT_PARALLEL_OFFSET = 1 << 20  # more than there are tensor-parallel ranks
 
 
 class RNGStatesTracker:
-    """Named random streams next to torch's default one, on the device of this process."""
+    """Named random streams next to torch's default one, on the device of this process.
 
-    def __init__(self) -> None:
+    Args:
+        states: filled with the state of each stream; default is a new dict.
+    """
+
+    def __init__(self, states: dict[str, torch.Tensor] | None = None) -> None:
         # State of each stream by name, byte tensors on the CPU. `add` and `set_states` set them, `fork` replaces a
         # state on exit, `reset` clears all. While a stream is forked, its current state is torch's default stream.
-        self._states: dict[str, torch.Tensor] = {}
+        self._states = {} if states is None else states
 
     def reset(self) -> None:
         """Forgets every stream."""
-        self._states = {}
+        self._states.clear()
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Returns a snapshot of the state of every stream by name, as byte tensors on the CPU."""
@@ -67,7 +68,8 @@ class RNGStatesTracker:
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """Replaces every stream, for example by those of a checkpoint."""
-        self._states = dict(states)
+        self._states.clear()
+        self._states.update(states)
 
     def add(self, name: str, seed: int) -> None:
         """Starts the stream `name` at `seed`, without touching torch's default stream.
@@ -109,7 +111,7 @@ class RNGStatesTracker:
             _set_rng_state(outer)
 
 
-_tracker = RNGStatesTracker()
+_tracker = RNGStatesTracker(tracked_streams)
 """The tracker of this process, never replaced. `model_parallel_manual_seed` fills it, and recomputations and
 `stage_streams` swap its streams for their time."""
 
@@ -171,10 +173,6 @@ def model_parallel_cuda_manual_seed(
     model_parallel_manual_seed(seed, tp_rank=tp_rank)
 
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Context managers for the forward and for its recomputation."""
-
-
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Calls `function(*args)` without saving its activations, which backward computes again (Chen et al., 2016).
 
@@ -201,62 +199,6 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
         distribute_saved_activations=(distribute_saved_activations, False),
     )
     return recompute(function, *args)
-
-
-def recompute(
-    function: Callable[..., Any],
-    *args: Any,
-    modules: Iterable[nn.Module] | None = None,
-    context_fn: Callable[[], Contexts] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Calls `function(*args, **kwargs)` as :func:`checkpoint` does.
-
-    Args:
-        modules: those whose buffers the function may write; by default the module that `function` is, or is a method
-            of. A recomputation reads what the buffers were, and leaves what they are.
-        context_fn: torch's argument, to save some activations (`create_selective_checkpoint_contexts`).
-    """
-    # torch.compile does not support our contexts; a model without tracked streams does not need them: compiled code
-    # writes buffers in its forward alone.
-    if _tracker.get_states() or not torch.compiler.is_compiling():
-        context_fn = functools.partial(_contexts, _modules_of(function) if modules is None else modules, context_fn)
-    contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **contexts)
-
-
-def _modules_of(function: Any) -> list[nn.Module]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    return [owner] if isinstance(owner, nn.Module) else []
-
-
-def _contexts(modules: Iterable[nn.Module], inner: Callable[[], Contexts] | None) -> Contexts:
-    forward, recomputation = (nullcontext(), nullcontext()) if inner is None else inner()
-    record = RecordedForward(modules)
-    return record.recording(forward), _Recomputation(record, _tracker.get_states(), recomputation)
-
-
-class _Recomputation:
-    """Begins a recomputation as its forward began. Each backward through the graph enters."""
-
-    def __init__(
-        self, record: RecordedForward, streams: dict[str, torch.Tensor], inner: AbstractContextManager[Any]
-    ) -> None:
-        self._record, self._streams, self._inner = record, streams, inner  # fixed
-        self._entered: list[ExitStack] = []  # `__enter__` pushes, `__exit__` pops
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        stack.callback(_tracker.set_states, _tracker.get_states())
-        _tracker.set_states(self._streams)
-        stack.enter_context(self._record.replaying())
-        stack.enter_context(self._inner)
-        self._entered.append(stack)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
 
 
 def _get_rng_state() -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..base import device
+from ..base import default_group, device
 from ..base.errors import CheckpointError, check_range
 from ..base.rendezvous import set_launcher_variables
 from ..distributed import _BaseDataParallel
@@ -58,7 +58,7 @@ def initialize(config: PretrainConfig) -> None:
     torch.set_float32_matmul_precision(config.run.fp32_matmul_precision)
     if config.run.deterministic or config.ddp.reproducible_across_ranks:
         device.compute_deterministically()
-    device.init_process_group(config.run.distributed_timeout_minutes, carries_host_tensors=offloads)
+    default_group.init_process_group(config.run.distributed_timeout_minutes, carries_host_tensors=offloads)
     make_groups(config)
     replica = parallel_state.get_data_parallel_rank() if config.run.data_parallel_random_init else 0
     seed_everything(config.run.seed + _SEEDS_OF_A_REPLICA * replica)

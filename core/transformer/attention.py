@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from ..base.megatron_names import checks_arguments
+from ..base.module_protocol import FusedRows
+from ..base.recomputation import recompute
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_rank, group_size, resolve_group
-from ..tensor_parallel.initialization import FusedRows, mark_parameter
+from ..tensor_parallel.initialization import mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
-from ..tensor_parallel.random import recompute
 from .dot_product_attention import DotProductAttention, check_mask_type
 from .enums import AttnMaskType
 from .module import MegatronModule

@@ -15,6 +15,7 @@ from ..base.megatron_names import checks_arguments, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
+from . import document_attention, piecewise_attention
 from .attention_backend import (
     KERNELS,
     expand_groups,
@@ -50,6 +51,8 @@ class DotProductAttention(MegatronModule):
     Raises:
         ParallelConfigError: another mask, kind of attention, scale, or other groups are given.
     """
+
+    saved_operations = (piecewise_attention.OPERATION, document_attention.OPERATION)
 
     @checks_arguments
     def __init__(

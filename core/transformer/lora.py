@@ -23,19 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ConfigError
+from ..base.initialization import Initializer, initialize_parameters, performs_initialization, root_seed
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..model_parallel_config import ModelParallelConfig
 from ..tensor_parallel.groups import Group
-from ..tensor_parallel.initialization import (
-    Initializer,
-    ParameterOwner,
-    deferred_initialization,
-    initialize_parameters,
-    mark_parameter,
-)
+from ..tensor_parallel.initialization import ParameterOwner, deferred_initialization, mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLinear
 from ..tensor_parallel.weight_gradients import linear
-from .module import performs_initialization, root_seed
 from .moe.experts import GroupedLinear
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]

@@ -9,8 +9,9 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments
+from ..base.module_protocol import FusedRows
 from ..tensor_parallel.groups import Group
-from ..tensor_parallel.initialization import FusedRows, mark_parameter
+from ..tensor_parallel.initialization import mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from .module import MegatronModule
 from .spec_utils import Builder, ModuleSpec, build_module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -13,9 +12,10 @@ from torch.utils._pytree import tree_map
 from ..base.device import current_device
 from ..base.dtypes import LOW_PRECISION
 from ..base.errors import ConfigError
+from ..base.initialization import allocate_meta_tensors, initialize_parameters, performs_initialization, root_seed
 from ..base.parameters import is_packed
 from ..dist_checkpointing.model_state import sharded_state_dict
-from ..tensor_parallel.initialization import draw_init_seed, initialize_parameters
+from ..tensor_parallel.groups import resolve_group
 from .transformer_config import TransformerConfig
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -53,6 +53,8 @@ class Float16Module(MegatronModule):
     Raises:
         ConfigError: neither fp16 nor bf16 is set.
     """
+
+    is_model_wrapper = True
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         if not (config.fp16 or config.bf16):
@@ -93,56 +95,6 @@ class Float16Module(MegatronModule):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-@torch.no_grad()
-def allocate_meta_tensors(
-    model: nn.Module,
-    device: torch.device | str,
-    parameter_device: torch.device | str | None = None,
-    *,
-    parameters_have_memory: bool = True,
-) -> list[torch.Tensor]:
-    """Replaces parameters and buffers on the meta device by empty ones, and returns these.
-
-    A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would also discard existing values,
-    untie shared plain parameters, and drop attributes of parameters. `parameter_device`, if given, is the device of
-    parameters, for example the host of offloaded shards. Without `parameters_have_memory` they have a shape, a dtype
-    and a device, and one element of memory, until a wrapper makes them views of its own.
-    """
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                places[parameter].append((module, name))
-    attributes = [dict(vars(parameter)) for parameter in places]
-    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-    on_meta = [(module, name) for module, name, buffer in buffers if buffer is not None and buffer.is_meta]
-    memory: dict[torch.Tensor, torch.Tensor] = {}
-
-    def storage_for(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta and tensor not in memory:
-            is_parameter = tensor in places
-            where = parameter_device if parameter_device and is_parameter else device
-            if is_parameter and not parameters_have_memory:
-                memory[tensor] = tensor.new_empty((1,) * tensor.ndim, device=where).expand(tensor.shape)
-            else:
-                memory[tensor] = torch.empty_like(tensor, device=where)
-        return memory.get(tensor, tensor)
-
-    if places or on_meta:
-        model._apply(storage_for)
-    for holders, values in zip(places.values(), attributes, strict=True):
-        first, name = holders[0]
-        parameter = first._parameters[name]
-        for module, other in holders[1:]:
-            module._parameters[other] = parameter
-        for key, value in values.items():
-            if key not in vars(parameter):
-                setattr(parameter, key, value)
-    tensors: list[torch.Tensor | None] = [holders[0][0]._parameters[holders[0][1]] for holders in places.values()]
-    tensors += dict.fromkeys(module._buffers[name] for module, name in on_meta)
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 def materialize(model: Model, device: torch.device | str | None = None, *, seed: int | None = None) -> Model:
     """Allocates and initialises a model's tensors on the meta device, and returns the model.
 
@@ -168,20 +120,9 @@ def materialize(model: Model, device: torch.device | str | None = None, *, seed:
         buffers = {id(buffer) for buffer in model.buffers()}
         tensors = [tensor for tensor in tensors if id(tensor) in buffers]
     if tensors:
-        initialize_parameters(model, root_seed(model) if seed is None else seed, only=tensors)
+        seed = root_seed(model) if seed is None else seed
+        initialize_parameters(model, seed, only=tensors, tp_group=resolve_group(None))
     return model
-
-
-def root_seed(model: nn.Module) -> int:
-    """Returns the seed of modules without an `init_seed`: the model's, or a new one."""
-    owner = model.module if isinstance(model, Float16Module) else model
-    seed = getattr(owner, "init_seed", None)
-    return draw_init_seed() if seed is None else seed
-
-
-def performs_initialization(model: nn.Module) -> bool:
-    """Returns whether the model is to be initialised: False only if its config says so."""
-    return bool(getattr(getattr(model, "config", None), "perform_initialization", True))
 
 
 def _cast(value: Any, from_dtypes: tuple[torch.dtype, ...], to_dtype: torch.dtype) -> Any:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import apex_module
-from ..tensor_parallel.initialization import Initializer, ParameterOwner, initialize_unless_deferred
+from ..base.initialization import Initializer
+from ..tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from .transformer_config import TransformerConfig
 
 

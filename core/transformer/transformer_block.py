@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ..base.errors import ConfigError
+from ..base.recomputation import recompute
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
-from ..tensor_parallel.random import recompute
 from .attention import Rotation, packing
 from .module import MegatronModule
 from .norms import build_norm

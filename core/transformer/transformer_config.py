@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ..base.errors import ConfigError, ParallelConfigError, out_of_choices, out_of_range, raise_together
+from ..base.initialization import Initializer
 from ..base.megatron_names import takes_megatron_fields
 from ..base.text import nearest_multiples
-from ..tensor_parallel.initialization import Initializer
 from .attention_backend import AttentionBackend
 from .moe_config import MoEConfig
 from .pipeline_stages import stages_of

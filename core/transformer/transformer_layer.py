@@ -62,6 +62,8 @@ class TransformerLayer(MegatronModule):
         ParallelConfigError: other groups are given, or an argument or a submodule is refused.
     """
 
+    is_unit = True
+
     @checks_arguments
     def __init__(
         self,

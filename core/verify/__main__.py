@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..base import device
+from ..base import default_group, device
 from ..base.rendezvous import set_launcher_variables
 from ..training.launch.__main__ import run_ranks
 from ..training.launch.entry import environment_threads, run_command
@@ -40,7 +40,7 @@ def _verify(options: argparse.Namespace) -> int:
         steps=options.steps, micro_batches=options.micro_batches, optimizer=options.optimizer, lr=options.lr
     )
     torch.set_num_threads(environment_threads())
-    device.init_process_group(timeout_minutes=5.0)
+    default_group.init_process_group(timeout_minutes=5.0)
     under_test = load_model_under_test(options.build)
     _say(
         f"{under_test.name} on {dist.get_world_size()} ranks ({device.device_type()}): {settings.steps} steps of "

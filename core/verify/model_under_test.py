@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..base.device import current_device
 from ..base.errors import ConfigError
+from ..base.module_protocol import unwrap_model
 from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ..dist_checkpointing.gathering import TensorStream
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads, wrap_model
-from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.unit_choice import CONTAINERS
 from ..optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -15,11 +15,11 @@ from torch.distributed import ProcessGroup
 
 from ..base.errors import ConfigError
 from ..base.files import write_durably
+from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.foreign_layout import load_foreign
 from ..dist_checkpointing.model_state import model_state_dict
 from ..dist_checkpointing.safetensors_io import SINGLE_FILE, read_safetensors_index, save_folder
-from ..distributed.data_parallel_base import unwrap_model
 from ..transformer.lora import Adapter
 from .names import recipes_of
 from .stream import WeightStream

@@ -20,12 +20,12 @@ from torch.distributed import ProcessGroup
 
 from ..base.dtypes import DTYPES, dtype_name
 from ..base.errors import ConfigError, ShardstackError, WeightsError, check_choices
+from ..base.module_protocol import unwrap_model
 from ..base.text import join_parts
 from ..dist_checkpointing.agreement import Ranks, held_parts
 from ..dist_checkpointing.gathering import BUCKET_BYTES, Outgoing, TensorStream, move, owners_of, plan_transfers
 from ..dist_checkpointing.model_state import model_state_dict, stages_state_dict
 from ..distributed import _BaseDataParallel
-from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
 from .names import Adapters, Names, outgoing
 

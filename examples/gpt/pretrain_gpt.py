@@ -27,9 +27,9 @@ from core import parallel_state
 from core.base import device
 from core.base.device import barrier, current_device
 from core.base.errors import ConfigError
+from core.base.module_protocol import unwrap_model
 from core.datasets.indexed_dataset import IndexedDataset
 from core.distributed import wrap_model
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import get_megatron_optimizer
 from core.tokenizers import Tokenizer
 from core.training.checkpointing import load_checkpoint

@@ -13,13 +13,13 @@ import torch
 
 from core.base.errors import CheckpointError, ConfigError
 from core.base.files import brief
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import load, load_metadata
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from core.dist_checkpointing.format.folders import existing_folder
 from core.dist_checkpointing.format.reader import read_index
 from core.dist_checkpointing.loading import another_offered
-from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import (
     EXPERT_FIELDS,

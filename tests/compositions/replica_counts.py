@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.tensor_parallel.replay import noted
+from core.base.recomputation import noted
 from core.transformer.moe.router import TopKRouter
 
 

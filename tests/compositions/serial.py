@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from core.base.module_protocol import clear_step_sums
 from core.dist_checkpointing.format.content_hash import splitmix64
+from core.distributed.finalize_model_grads import end_step
 from core.transformer import Float16Module
-from core.transformer.moe import finish_step, restart_step
 from core.transformer.norms import LayerNorm, RMSNorm
 from tests.compositions.composition import Composition, Layout
 from tests.compositions.data import MicroBatch
@@ -113,7 +114,7 @@ class Serial(Training):
         self.sums = {}
         if self._counts is not None:
             self._counts.begin_step()
-        restart_step([self.module])
+        clear_step_sums([self.module])
         for parameter in self.module.parameters():
             parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
 
@@ -146,7 +147,7 @@ class Serial(Training):
         if self._counts is not None:
             self._counts.begin_step()
         give_unused_zero_gradients(self.module.parameters(), "main_grad")
-        finish_step([self.module], None)
+        end_step([self.module], None)
         named = self.module.named_parameters()
         self.curve.gradients = {n: p.main_grad.clone() for n, p in named if p.requires_grad}  # type: ignore
 

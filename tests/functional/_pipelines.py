@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base.module_protocol import clear_step_sums, unwrap_model
 from core.comm.call import CollectiveRecord
 from core.comm.collectives import all_reduce_by_backend
 from core.comm.lane import Handle, _ThreadLane
@@ -25,13 +26,11 @@ from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.global_view import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
-from core.distributed.data_parallel_base import unwrap_model
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import load_hugging_face, save_hugging_face
 from core.optimizer import AveragedWeights, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func, stages
 from core.transformer.lora import add_lora, freeze_parameters
-from core.transformer.moe import restart_step
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
@@ -381,7 +380,7 @@ def train_in_one_process(case: Case) -> Curve:
     curve = Curve([], [], {})
     for step in range(STEPS):
         optimizer.zero_grad()
-        restart_step([model])
+        clear_step_sums([model])
         reports = []
         for replica in range(case.dp):
             data = micro_batches(step, replica, case.micro_batches)

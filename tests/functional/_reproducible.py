@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing.agreement import Ranks
 from core.dist_checkpointing.format.content_hash import joint_hash
 from core.dist_checkpointing.loading import held_hashes
@@ -20,7 +21,6 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.tensor_parallel.random import MicroBatchSeeds
 from core.training.train_step import Batch, evaluate, train_step

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from core import parallel_state
 from core.distributed import finalize_model_grads, wrap_model
-from core.transformer.moe import finish_step
+from core.distributed.finalize_model_grads import end_step
 from core.transformer.moe.experts import GroupedLinear
 from core.transformer.sequences import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
@@ -102,7 +102,7 @@ def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **
         training,
         lambda step: [micro_batches(step, rank, per_token, length) for rank in range(ranks)],
         lambda batch: loss_and_report(module(batch[0], labels=batch[1]), batch[1], training),
-        lambda: finish_step([module], None),
+        lambda: end_step([module], None),
     )
     _finish(curve, module, optimizer)
     return _with_biases(curve, module)

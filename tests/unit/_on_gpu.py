@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
-from core.base import device
+from core.base import default_group
 from tests.unit._spawn import run_distributed
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,7 +26,7 @@ def one_rank_on_a_gpu() -> Iterator[None]:
     with mock.patch.dict("os.environ", SHARDSTACK_DEVICE="cuda"):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name, None)
-        device.init_process_group()
+        default_group.init_process_group()
         try:
             yield
         finally:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.gathering import TensorStream
-from core.distributed.data_parallel_base import unwrap_model
 
 
 def whole(tensor: Tensor) -> Tensor:

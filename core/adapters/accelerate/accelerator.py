@@ -14,8 +14,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
+from ...base.module_protocol import unwrap_model
 from ...distributed import _BaseDataParallel
-from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.engine.owners import owner_of
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
 from ..bridge.trained import Trained, wrapper_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from ...base import device
+from ...base import default_group
 from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
@@ -75,7 +75,7 @@ class ShardstackPlugin:
             WrapError: a model that is wrapped already, or a class that it has none of.
         """
         reject_wrapped(model, (_BaseDataParallel,))
-        device.init_process_group()
+        default_group.init_process_group()
         config = self.ddp_config
         if isinstance(config, FullyShardedDataParallelConfig):
             methods = (*config.forward_methods, *(("generate",) if hasattr(model, "generate") else ()))

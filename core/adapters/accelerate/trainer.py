@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from ...base.errors import CheckpointError
+from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
-from ...distributed.data_parallel_base import unwrap_model
 from ..bridge.checkpoints import load_trained, load_whole_state_dict, save_trained
 from ..bridge.trained import Trained
 from .accelerator import ShardstackAccelerator, checkpoint_folder, saved_tensors

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...base.errors import CheckpointError
+from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
@@ -21,7 +22,6 @@ from ...dist_checkpointing.format.reader import read_index
 from ...dist_checkpointing.gathering import TensorStream
 from ...dist_checkpointing.model_state import MODEL, OPTIMIZER, named_for_checkpoint
 from ...distributed import _BaseDataParallel
-from ...distributed.data_parallel_base import unwrap_model
 from .trained import TorchOptimizer, Trained
 
 

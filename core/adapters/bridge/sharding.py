@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import parallel_state
-from ...base import device
+from ...base import default_group, device
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.text import choices
 from ...distributed.plan.unit_choice import CONTAINERS
@@ -114,7 +114,7 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
     Raises:
         ParallelConfigError: ranks that ``LOCAL_WORLD_SIZE`` does not divide, or a mesh without axes for it.
     """
-    device.init_process_group()
+    default_group.init_process_group()
     if device_mesh is not None:
         data = mesh_axes(device_mesh).data
     elif parallel_state.model_parallel_is_initialized():

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...base.errors import CheckpointError, ConfigError, OptimizerError
+from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
-from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.engine.owners import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
@@ -220,7 +220,9 @@ class GradientNorm:
             self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
         else:
             self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
-        self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.settings.reproducible_across_ranks)
+        self._statistics = GradientStatistics(
+            self._params, wrapper.plan.groups.model, is_exact=wrapper.plan.settings.reproducible_across_ranks
+        )
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -21,7 +21,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import nn
 from torch.optim import Optimizer
 
-from ...base import device
+from ...base import default_group, device
 from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
@@ -86,7 +86,7 @@ class Processes:
         set_ranks = own.set_world_ranks if hasattr(self, "set_world_ranks") else own._set_world_ranks  # Fabric's
         set_ranks()
         if "RANK" in os.environ and own.process_group_backend is None and device.device_type() == kind:
-            device.init_process_group(own._timeout.total_seconds() / 60)  # also after a restart
+            default_group.init_process_group(own._timeout.total_seconds() / 60)  # also after a restart
         _init_dist_connection(  # which does nothing where there is a group
             self.cluster_environment,
             own._get_process_group_backend(),

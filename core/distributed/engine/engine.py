@@ -126,9 +126,9 @@ class Engine(ABC):
         The next reduction reduces the sum: a mean over as many ranks as are divided by leaves it unchanged, a sum not.
         FSDP2 reduces what is added alone.
         """
-        groups = self.plan.groups.of(parameter)
+        groups, stages = self.plan.groups.of(parameter), self.plan.groups.model.embd
         is_mean = self.plan.engine is EngineKind.FSDP2 or groups.divisor == groups.whole.size()
-        return is_mean and not (self.sums_gradients or self.tree is not None or is_summed_later(parameter))
+        return is_mean and not (self.sums_gradients or self.tree is not None or is_summed_later(parameter, stages))
 
     def expect_micro_batches(self, count: int, divides_by_ranks: bool) -> None:
         """Sets the number of backwards in each step that follows. There is a tree."""

@@ -9,10 +9,10 @@ from torch import nn
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
+from ...base.module_protocol import set_gradient_rows
 from ...base.parameters import local_part
 from ...comm.lane import comm_lane
 from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
-from ...tensor_parallel import VocabParallelEmbedding
 from ..engine.bucket_reduction import BucketReduction
 from ..engine.engine import Engine
 from ..engine.gathered_units import WriteCounts, lost_write
@@ -70,9 +70,7 @@ class Fsdp2Engine(Engine):
         self._sums = None if self.tree is None else GradientSums(plan, self.tree, self.fsdp_modules, self.torch_state)
         # Learns the order of units from forwards, for what FSDP2 gathers ahead; `settle` ends an order.
         self._order = UnitPrefetch(plan).order
-        for submodule in module.modules():
-            if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = plan.settings.lend_gradients
+        set_gradient_rows(module, plan.settings.lend_gradients)
         for member, names in plan.find_forward_methods().items():
             for name in names:
                 setattr(member, name, enclose(getattr(member, name), self.prepare_forward, self._after_method))

@@ -24,12 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from ...base import device
 from ...base.errors import WrapError
-from ...base.parameters import local_part
+from ...base.initialization import allocate_meta_tensors, initialize_parameters, performs_initialization, root_seed
+from ...base.parameters import copy_shard, local_part
 from ...comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ...comm.messages import overlaps_itself, write_back
-from ...tensor_parallel.groups import copy_shard
-from ...tensor_parallel.initialization import initialize_parameters
-from ...transformer.module import allocate_meta_tensors, performs_initialization, root_seed
 from ..groups import DataParallelGroups, managed_parameters
 
 
@@ -92,7 +90,7 @@ class InitialValues:
 
     def __init__(self, module: nn.Module, groups: DataParallelGroups, *, from_first_rank: bool = True) -> None:
         # All fixed.
-        self._module, self._group = module, groups.whole
+        self._module, self._group, self._tp_group = module, groups.whole, groups.model.tp
         self._follows_first = from_first_rank and groups.whole.size() > 1
         tensors = _named_tensors(module)
         # The ranks that have each tensor, by name; fixed.
@@ -155,7 +153,7 @@ class InitialValues:
         draws = performs_initialization(self._module)
         only = [tensors[name] for name in self._drawn_names if draws or name in buffers]
         if only:
-            initialize_parameters(self._module, seed, only=only)
+            initialize_parameters(self._module, seed, only=only, tp_group=self._tp_group)
 
     @torch.no_grad()
     def _receive(self) -> None:

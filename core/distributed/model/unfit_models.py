@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from ... import parallel_state
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
@@ -126,7 +125,7 @@ def reject_expert_parameters(module: nn.Module, config: Any, groups: DataParalle
     Raises:
         ParallelConfigError: a parameter is marked, and experts are cut over other ranks than dense layers.
     """
-    are_apart = parallel_state.experts_are_apart() or (getattr(config, "expert_model_parallel_size", 1) or 1) > 1
+    are_apart = groups.model.experts_are_apart or (getattr(config, "expert_model_parallel_size", 1) or 1) > 1
     if groups.experts is not None or not are_apart:
         return
     for name, parameter in module.named_parameters():

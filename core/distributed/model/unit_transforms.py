@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ...base._torch_compat import NO_BACKWARD, current_backward, missing_compiler
 from ...base.errors import ParallelConfigError
+from ...base.module_protocol import saved_operations
 from ...base.parameters import is_packed, packing_of
-from ...tensor_parallel.random import recompute
-from ...transformer import document_attention, piecewise_attention
+from ...base.recomputation import Contexts, recompute
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import LEFT_OUT, DataParallelGroups, is_expert_parameter
 from ..plan.parts import UnitTransform
@@ -36,13 +35,12 @@ SAVED_OPERATIONS: tuple[str, ...] = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_attention_math", piecewise_attention.OPERATION, document_attention.OPERATION),
+    "_scaled_dot_product_attention_math",
 )
-"""Operations, of `torch.ops.aten` where they name no library, whose results "selective" saves: those that take long
-for the memory they would free.
+"""Operations of `torch.ops.aten` whose results "selective" saves: those that take long for the memory they would free.
 
-Of `EVERY_SECOND_ONE` it saves the first, the third and so on. Everything else, such as norms and activations, is
-recomputed.
+It also saves those that modules name in ``saved_operations``. Of `EVERY_SECOND_ONE` it saves the first, the third and
+so on. Everything else, such as norms and activations, is recomputed.
 """
 
 EVERY_SECOND_ONE: tuple[str, ...] = ("mm", "addmm")
@@ -69,7 +67,7 @@ def transform_units(transforms: Iterable[UnitTransform]) -> None:
 
 
 def _recompute_forward(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    contexts = _selective_contexts if selective else None
+    contexts = _selective_contexts(module) if selective else None
 
     def gather_and_run(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and current_backward() != NO_BACKWARD and isinstance(module, FSDPModule):
@@ -85,33 +83,36 @@ def _recompute_forward(module: nn.Module, forward: Callable[..., Any], selective
     return run
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns a pair of contexts per forward: a policy counts the operations of one forward and its recomputation."""
-    counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+def _selective_contexts(module: nn.Module) -> Callable[[], Contexts]:
+    """Returns a function that makes a pair of contexts per forward, whose policy counts the operations of one forward
+    and its recomputation."""
+    names = (*SAVED_OPERATIONS, *saved_operations(module))
+    saved = {operation: name for name in names if (operation := _operation(name)) is not None}
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = _SAVED.get(operation)
-        if name is None:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if name in EVERY_SECOND_ONE:
-            count = counts[context.is_recompute]
-            count["linear"] += 1
-            if count["linear"] % 2 == 0:
+    def make() -> Contexts:
+        counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+
+        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name = saved.get(operation)
+            if name is None:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+            if name in EVERY_SECOND_ONE:
+                count = counts[context.is_recompute]
+                count["linear"] += 1
+                if count["linear"] % 2 == 0:
+                    return CheckpointPolicy.PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
+
+    return make
 
 
 def _operation(name: str) -> Any:
-    """Returns the operation that a name of `SAVED_OPERATIONS` means. None if this torch does not have it."""
+    """Returns the operation, of `torch.ops.aten` if it names no library. None if this process does not have it."""
     library, _, own = name.rpartition("::")
     packet = getattr(getattr(torch.ops, library or "aten"), own, None)
     return None if packet is None else packet.default
-
-
-# What this torch has of `SAVED_OPERATIONS`. Fixed at import.
-_SAVED = {operation: name for name in SAVED_OPERATIONS if (operation := _operation(name)) is not None}
 
 
 COMPILER = "inductor"

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import parallel_state
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
 from ...base.micro_batch_tree import odd_part
@@ -180,7 +179,7 @@ def _unfit_ranks(config: Any, ddp_config: DistributedDataParallelConfig, groups:
             f"context_parallel_size {parts} puts parts of a sequence between the ranks of an optimizer instance and "
             "its replicas; set num_distributed_optimizer_instances=1, or reduce_every_micro_batch"
         )
-    if parts > 1 and parallel_state.model_parallel_is_initialized():
+    if parts > 1 and groups.model.cp is not None:
         index = dist.get_process_group_ranks(groups.whole).index(dist.get_rank())
-        if index % parts != parallel_state.get_context_parallel_rank():
+        if index % parts != groups.model.cp.rank():
             yield "context-parallel ranks are not neighbours in the group of replicas; leave order at its default"

@@ -19,7 +19,7 @@ from .parts import PiecePlan, UnitPlan, UnitTransform
 from .pieces import Pieces, lay_out_params
 from .precision import compute_dtype, mixed_precision_policy
 from .settings import Settings, changed_settings, resolve_settings, settings_to_compare
-from .unit_choice import UnitChoice, warn_of_large_root
+from .unit_choice import UnitChoice, default_units, warn_of_large_root
 from .units import find_units, params_of_units, plan_transforms, unit_of
 from .values import GradientReduction, Plan
 
@@ -29,7 +29,7 @@ def plan_model(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice] = (),
+    unit_classes: Iterable[UnitChoice] | None = None,
     *,
     engine: EngineKind | None = None,
     caller: str = "plan_model",
@@ -44,7 +44,7 @@ def plan_model(
         config: the model's config; ``bf16``, ``fp16``, ``calculate_per_token_loss`` and the like are read where
             present.
         unit_classes: classes whose outermost instances become units, or single modules. Where parameters stay whole
-            these are only recomputed or compiled.
+            these are only recomputed or compiled. None means `default_units` of the model.
         engine: None means the engine that the settings choose.
         caller: the function or class that messages name.
         disable_bucketing: reduce each buffer of whole gradients in one piece; the bucket size is ignored.
@@ -55,7 +55,8 @@ def plan_model(
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    engine, unit_classes = ddp_config.engine if engine is None else engine, tuple(unit_classes)
+    engine = ddp_config.engine if engine is None else engine
+    unit_classes = None if unit_classes is None else tuple(unit_classes)
     own_config: DistributedDataParallelConfig
     if engine is EngineKind.FLAT_BUFFERS:
         contradictions.check_replicated(ddp_config, config, module, caller, finish_in_backward)
@@ -65,7 +66,8 @@ def plan_model(
         contradictions.check_contradictions(config, own_config, groups)
         transforms: tuple[UnitTransform, ...] = ()
         if own_config.transforms_units:  # else no module is looked for: gradients travel by bucket
-            transforms = plan_transforms(find_units(module, unit_classes, splits_dtypes=False), own_config)
+            classes = default_units(module) if unit_classes is None else unit_classes
+            transforms = plan_transforms(find_units(module, classes, splits_dtypes=False), own_config)
         options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
     else:
         gathered: FullyShardedDataParallelConfig
@@ -135,7 +137,7 @@ def _plan_units(
     config: Any,
     ddp_config: FullyShardedDataParallelConfig,
     groups: DataParallelGroups,
-    unit_classes: Iterable[UnitChoice],
+    unit_classes: tuple[UnitChoice, ...] | None,
     engine: EngineKind,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> tuple[UnitPlan, ...]:
@@ -159,12 +161,13 @@ def _plan_units(
 
     apart: dict[ParameterKind, Any] = {"expert": groups.experts, "replicated": groups.replicated}
     kinds = [kind for kind, ranks in apart.items() if ranks is not None]
-    bare_units = find_units(module, unit_classes, splits_dtypes=is_fsdp2, kinds=kinds)
+    classes = default_units(module) if unit_classes is None else unit_classes
+    bare_units = find_units(module, classes, splits_dtypes=is_fsdp2, kinds=kinds)
     bare_units.append(unit_of((module,), {module: ""}))
     reshards = [*_reshards(bare_units, ddp_config, num_shards, is_fsdp2)]
     params_of = list(params_of_units(bare_units))
-    if num_shards > 1 and unit_classes:
-        warn_of_large_root(bare_units, params_of, unit_classes)
+    if num_shards > 1 and unit_classes != ():  # which asks for no unit
+        warn_of_large_root(bare_units, params_of, classes)
     units = [
         replace(
             unit,

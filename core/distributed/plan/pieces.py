@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ...base import device
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, WrapError
+from ...base.module_protocol import names_of_borrowers
 from ...base.parameters import can_be_pending, is_packed, local_part
-from ...tensor_parallel.layers import ColumnParallelLinear
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..groups import DataParallelGroups, ParameterKind, kind_of
 from .layout import BucketLayout, FullParamLayout, lay_out
@@ -39,11 +39,7 @@ class ParameterNames:
         for name, parameter in named_params:
             self.of[parameter] = (*self.of.get(parameter, ()), name)
         names = [name for name, _ in named_params]
-        borrowers = [
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, ColumnParallelLinear) and module.weight is None
-        ]
+        borrowers = names_of_borrowers(model)
         for parameter in self.of:
             if getattr(parameter, "shared_embedding", False):
                 self.of[parameter] = (*self.of[parameter], *borrowers)

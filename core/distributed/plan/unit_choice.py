@@ -8,23 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 from ...base.errors import warn_once
+from ...base.module_protocol import unit_classes
 from ...base.text import readable_bytes
-from ...models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from ...models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from ...tensor_parallel.layers import ColumnParallelLinear
-from ...transformer.transformer_layer import TransformerLayer
 from .parts import UnitPlan
 
 UnitChoice = type[nn.Module] | nn.Module
 """A class, whose outermost instances become units, or one module, which becomes one."""
-
-DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
-    TransformerLayer,
-    LanguageModelEmbedding,
-    RotaryEmbedding,
-    ColumnParallelLinear,
-)
-"""What Megatron-LM's FSDP2 wrapper wraps. Only outermost matches count, so that a layer's own linears stay in it."""
 
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """As classes of units they make every item of such a container a unit. `find_units` looks into nested ones."""
@@ -33,12 +22,13 @@ CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 def default_units(root: nn.Module) -> tuple[UnitChoice, ...]:
     """Returns the units of a model whose user names none.
 
-    Megatron's classes where the model has them, or marks its own in ``_fsdp_modules``, else its outermost lists of
-    repeated layers, whose items become units.
+    They are the classes that say so by ``is_unit``, or what the model has in ``_fsdp_modules``, else its outermost
+    lists of repeated layers, whose items become units.
     """
-    is_marked = any(isinstance(m, DEFAULT_UNIT_CLASSES) or hasattr(m, "_fsdp_modules") for m in root.modules())
-    lists = () if is_marked else tuple(_lists_of_layers(root))
-    return lists or DEFAULT_UNIT_CLASSES
+    classes = unit_classes(root)
+    if classes or any(hasattr(module, "_fsdp_modules") for module in root.modules()):
+        return classes
+    return tuple(_lists_of_layers(root))
 
 
 def _lists_of_layers(module: nn.Module) -> Iterator[nn.Module]:

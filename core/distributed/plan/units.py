@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ParallelConfigError, WrapError
-from ...tensor_parallel.initialization import ParameterOwner
+from ...base.module_protocol import is_one_layer
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import ParameterKind, kind_of
 from .parts import UnitPlan, UnitTransform
@@ -232,7 +232,7 @@ def plan_transforms(units: Sequence[UnitPlan], ddp_config: DistributedDataParall
         for unit in units
         if unit.is_needed_in_backward
         and not inside.issuperset(unit.modules)
-        and not all(map(_is_one_layer, unit.modules))
+        and not all(map(is_one_layer, unit.modules))
     ]
     if not layers:
         raise ParallelConfigError(
@@ -253,11 +253,6 @@ def plan_transforms(units: Sequence[UnitPlan], ddp_config: DistributedDataParall
         for unit in layers
         if recomputes or ddp_config.compile_units or ddp_config.offload_activations
     )
-
-
-def _is_one_layer(module: nn.Module) -> bool:
-    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
-    return is_torchs or isinstance(module, ParameterOwner)
 
 
 def _reject_own_recomputation(units: Iterable[UnitPlan], activation_checkpointing: str) -> None:

@@ -10,17 +10,13 @@ from torch import Tensor
 from ... import parallel_state
 from ...base import device
 from ...base.errors import ConfigError, DataError, check_choices, check_positive
+from ...base.initialization import draw_init_seed, initialize_parameters
 from ...base.megatron_names import checks_arguments
 from ...comm.collectives import broadcast_by_backend
 from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import IGNORE_INDEX
 from ...tensor_parallel.groups import check_degrees
-from ...tensor_parallel.initialization import (
-    deferred_initialization,
-    draw_init_seed,
-    initialize_parameters,
-    mark_parameter,
-)
+from ...tensor_parallel.initialization import deferred_initialization, mark_parameter
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.moe.load_balancing import ForwardNote, add_pending, begin_forward, keep, take_all_pending

@@ -11,9 +11,9 @@ experts          the matrices of all experts, in one call or one after the other
 from ...base.megatron_names import absent_names
 from .experts import cut_experts
 from .load_balancing import add_auxiliary_losses
-from .moe_layer import MoELayer, finish_step, logged_statistics, restart_step
+from .moe_layer import MoELayer, logged_statistics
 
-__all__ = ["MoELayer", "add_auxiliary_losses", "cut_experts", "finish_step", "logged_statistics", "restart_step"]
+__all__ = ["MoELayer", "add_auxiliary_losses", "cut_experts", "logged_statistics"]
 
 
 __getattr__ = absent_names(__name__)

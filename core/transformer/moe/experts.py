@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ... import parallel_state
 from ...base.dtypes import LOW_PRECISION
 from ...base.errors import ParallelConfigError, WrapError
-from ...tensor_parallel import initialization
+from ...base.initialization import Initializer, call_initializer
 from ...tensor_parallel.groups import expert_tensor_group, group_rank, group_size, per_rank, resolve_group
-from ...tensor_parallel.initialization import ParameterOwner
+from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ...tensor_parallel.weight_gradients import linear
 from ..mlp import GATE_AND_UP, MLP, activate
 from ..module import MegatronModule
@@ -38,12 +38,12 @@ class EachExpert:
     """Fills `[experts, out, in]` one expert after the other, each from a seed of its own: an expert's values do not
     depend on how many there are, and a function that reads the shape reads that of one matrix."""
 
-    initializer: initialization.Initializer
+    initializer: Initializer
 
     def __call__(self, whole: Tensor, generator: torch.Generator) -> None:
         """Fills in place. The generator gives the first seed."""
         for index, matrix in enumerate(whole):
-            initialization.call_initializer(self.initializer, matrix, (generator.initial_seed() + index) % _SEED_BOUND)
+            call_initializer(self.initializer, matrix, (generator.initial_seed() + index) % _SEED_BOUND)
 
 
 class GroupedLinear(ParameterOwner):
@@ -63,10 +63,12 @@ class GroupedLinear(ParameterOwner):
         output_size: int,
         *,
         config: TransformerConfig,
-        init_method: initialization.Initializer,
+        init_method: Initializer,
         partition_dim: int,
     ) -> None:
         super().__init__(expert_tensor_group())
+        if parallel_state.experts_are_apart():
+            self.ep_group = parallel_state.get_expert_model_parallel_group()
         experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         self.splits_output = partition_dim == 1
         split_size = output_size if self.splits_output else input_size
@@ -78,7 +80,7 @@ class GroupedLinear(ParameterOwner):
         shape, split_dim = (experts, rows) if config.add_bias_linear else None, 1 if self.splits_output else None
         self.add_parameter("bias", shape, nn.init.zeros_, partition_dim=split_dim, **options)
         self._multiply = grouped_matmul if config.moe_grouped_gemm else looped_matmul
-        initialization.initialize_unless_deferred(self, config)
+        initialize_unless_deferred(self, config)
 
     def forward(self, rows: Tensor, permutation: Permutation) -> Tensor:
         """Maps `[rows, in]` to `[rows, out]`. Dropped rows become zero, but for the bias."""
@@ -108,7 +110,7 @@ class GroupedMLP(MegatronModule):
             width, inner * (2 if self.is_gated else 1), config=config, init_method=config.init_method, partition_dim=1
         )
         if self.is_gated:
-            initialization.mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
+            mark_parameter(self.linear_fc1, fused_rows=GATE_AND_UP)
         self.linear_fc2 = GroupedLinear(
             inner, width, config=config, init_method=config.output_layer_init_method, partition_dim=2
         )
@@ -129,8 +131,8 @@ class SharedExpertMLP(MLP, ParameterOwner):
         super().__init__(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
         shape, partial = (1, config.hidden_size) if config.moe_shared_expert_gate else None, config.sequence_parallel
         self.add_parameter("gate_weight", shape, config.init_method, config=config, sequence_parallel=partial)
-        initialization.mark_parameter(self, "gate_weight", use_muon=False)
-        initialization.initialize_unless_deferred(self, config)
+        mark_parameter(self, "gate_weight", use_muon=False)
+        initialize_unless_deferred(self, config)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Maps `[s, b, h]` to `[s, b, h]`. With sequence parallelism both are this rank's `[s / tp, b, h]`."""

@@ -68,7 +68,7 @@ class MoELayer(MegatronModule):
         if not getattr(MoELayer.forward, "_torchdynamo_disable", False):
             MoELayer.forward = torch.compiler.disable(MoELayer.forward)  # type: ignore[method-assign]
         self.layer_number = layer_number
-        # Balance of the last step, on the device. `finish_step` sets it; None before the first step.
+        # Balance of the last step, on the device. `use_step_sums` sets it; None before the first step.
         self.step_statistics: torch.Tensor | None = None
         self.tp_group: Group = resolve_group(None)
         self.expert_tp_group: Group = expert_tensor_group()
@@ -100,6 +100,45 @@ class MoELayer(MegatronModule):
             output = output + self.shared_experts(hidden_states)
         return output
 
+    @property
+    def rank_dependence(self) -> str:
+        """Why a loss depends on the number of ranks: it reads the counts of all replicas' micro-batches that run at
+        one time. Empty if none does."""
+        if "global_aux_loss" not in self.config.auxiliary_losses:
+            return ""
+        return (
+            "what 'global_aux_loss' of moe_router_load_balancing_type counts depends on the number of ranks; take "
+            "'aux_loss' or 'seq_aux_loss'"
+        )
+
+    @property
+    def step_sums(self) -> torch.Tensor:
+        """The router's."""
+        return self.router.step_sums
+
+    @property
+    def step_sums_group(self) -> Group:
+        """Tensor-parallel ranks that route different tokens, else None."""
+        return self.tp_group if self.splits_tokens else None
+
+    def use_step_sums(self, totals: torch.Tensor) -> None:
+        """Moves each expert's bias by the tokens of all ranks, and keeps what the log shows as `step_statistics`.
+
+        Args:
+            totals: the sums of `TopKRouter.step_sums` over ranks.
+        """
+        counts = totals[: -len(SUMS)]
+        bias = self.router.expert_bias
+        if bias is not None and self.training:
+            rate = self.config.moe_router_bias_update_rate
+            bias += rate * (counts.mean() - counts).sign().to(bias.dtype)
+        self.step_statistics = _statistics(counts, totals[-len(SUMS) :])
+        self.clear_step_sums()
+
+    def clear_step_sums(self) -> None:
+        """Forgets the tokens of a step that did not end."""
+        self.router.clear_step()
+
     def _enter(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns the tokens that this rank routes, `[s, b, h]`."""
         group, is_split = self.tp_group, self.config.sequence_parallel
@@ -118,46 +157,6 @@ class MoELayer(MegatronModule):
         if is_split:
             return mappings.reduce_scatter_to_sequence_parallel_region(output, group)
         return mappings.reduce_from_tensor_model_parallel_region(output, group)
-
-
-@torch.no_grad()
-def finish_step(models: Sequence[nn.Module], group: Group) -> None:
-    """Adds up the tokens of experts over ranks, and moves each expert's bias by them. All ranks of a model call it.
-
-    `finalize_model_grads` calls it, before the optimizer's step and whether or not that is skipped. Each layer keeps
-    its statistics as `step_statistics`.
-
-    Args:
-        group: the data-parallel and context-parallel ranks; None if this rank is alone. Tensor-parallel ranks that
-            route different tokens are added too.
-    """
-    layers = _layers_of(models)
-    if not layers:
-        return
-    totals = torch.cat([layer.router.step_sums for layer in layers])
-    tensor_ranks = layers[0].tp_group if layers[0].splits_tokens else None
-    for ranks in (group, tensor_ranks):
-        if ranks is not None and ranks.size() > 1:
-            all_reduce_by_backend(totals, ranks, what="tokens of experts")
-    for layer, sums in zip(layers, totals.split([len(layer.router.step_sums) for layer in layers]), strict=True):
-        router = layer.router
-        counts = sums[: -len(SUMS)]
-        if router.expert_bias is not None and layer.training:
-            rate = layer.config.moe_router_bias_update_rate
-            router.expert_bias += rate * (counts.mean() - counts).sign().to(router.expert_bias.dtype)
-        layer.step_statistics = _statistics(counts, sums[-len(SUMS) :])
-        router.clear_step()
-
-
-def restart_step(models: Iterable[nn.Module]) -> None:
-    """Forgets the tokens of a step that did not end."""
-    for layer in _layers_of(models):
-        layer.router.clear_step()
-
-
-def depends_on_ranks(model: nn.Module) -> bool:
-    """Returns whether a layer's loss reads counts of all replicas: those of micro-batches that run at one time."""
-    return any("global_aux_loss" in layer.config.auxiliary_losses for layer in _layers_of([model]))
 
 
 def logged_statistics(models: Sequence[nn.Module]) -> tuple[list[str], torch.Tensor] | None:

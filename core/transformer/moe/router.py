@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ... import parallel_state
 from ...base.errors import ParallelConfigError
+from ...base.recomputation import noted
 from ...tensor_parallel.groups import Group, group_size
 from ...tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ...tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
-from ...tensor_parallel.replay import noted
 from ..moe_config import MoEConfig
 from ..transformer_config import TransformerConfig
 from . import load_balancing
@@ -36,11 +36,11 @@ class TopKRouter(ParameterOwner):
         splits_tokens: tensor-parallel ranks route different tokens.
 
     Attributes:
-        expert_bias: see `moe_router_enable_expert_bias`; `[experts]` in fp32. `finish_step` moves it, once a step.
-            None without that setting.
+        expert_bias: see `moe_router_enable_expert_bias`; `[experts]` in fp32. `MoELayer.use_step_sums` moves it once
+            a step. None without that setting.
         step_sums: sums since the last step, over this rank's tokens, `[experts + 6]` in double: the tokens of each
             expert, before any is dropped, then `SUMS`. The backward of a training forward adds, so that a forward
-            that raised leaves nothing; `finish_step` and `restart_step` clear it.
+            that raised leaves nothing; `clear_step` clears it.
         global_counts: counts, on all replicas, of the step's micro-batches whose backward has come, `[experts]` in
             double, with "global_aux_loss". Added to and cleared as `step_sums`. Those of others are in their notes.
     """

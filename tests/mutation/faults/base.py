@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
 
+_RECOMPUTATION = "tests/unit/base/test_recomputation.py"
+
 MUTATIONS = (
     Mutation(
         "sums of a global batch wait for its end, and are added there",
@@ -14,10 +16,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank that failed to join a group names its next groups as its second ones",
-        "core.base.device.init_process_group",
+        "core.base.default_group.init_process_group",
         r"    _reset_group_names\(\)",
         "    pass",
-        ("tests/unit/base/test_device.py::test_a_failed_attempt_to_join_leaves_the_names_of_groups",),
+        ("tests/unit/base/test_default_group.py::test_a_failed_attempt_to_join_leaves_the_names_of_groups",),
     ),
     Mutation(
         "host memory is lent again while a view of it lives",
@@ -25,5 +27,47 @@ MUTATIONS = (
         r"part\[2\]\(\) is not None",
         "part[2] is None",
         ("tests/unit/base/test_host_memory.py::test_memory_is_lent_again_once_nothing_refers_to_it",),
+    ),
+    Mutation(
+        "adapters of PEFT start as layers where the model was on meta",
+        "core.base.foreign_initialization.ModuleToFill.resets",
+        r"adapters, name, True\) for name in self\.module\.r\]",
+        "adapters, name, True) for name in ()]",
+        ("tests/unit/distributed/test_hugging_face_experts.py::test_adapters_train_next_to_experts_over_ranks",),
+    ),
+    Mutation(
+        "a recomputation writes the buffers again",
+        "core.base.recomputation.RecordedForward.replaying",
+        r"held\.update\(buffers\)",
+        "pass",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "a recomputation reads the buffers of now",
+        "core.base.recomputation.RecordedForward.replaying",
+        r"held\.update\(_copied\(values, copies\)\)",
+        "pass",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "a recomputation does not know of statistics that a kernel writes",
+        "core.base.recomputation.RecordedForward.recording",
+        r"_is_code\(value\)",
+        "True",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "a recomputation notes anew",
+        "core.base.recomputation.noted",
+        r"make\(\) if _replayed is None else next\(_replayed, None\)",
+        "make()",
+        (_RECOMPUTATION,),
+    ),
+    Mutation(
+        "an attribute of the module inside counts for the one around it",
+        "core.base.module_protocol._of_class",
+        r"getattr\(type\(module\), ",
+        "getattr(module, ",
+        ("tests/unit/base/test_module_protocol.py",),
     ),
 )

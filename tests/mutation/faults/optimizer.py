@@ -181,8 +181,8 @@ MUTATIONS = (
     Mutation(
         "pipelines: the norm is of one stage",
         "core.optimizer.clip_grads.GradientStatistics.__init__",
-        r"get_model_parallel_group",
-        "get_tensor_model_parallel_group",
+        r"groups\.mp or groups\.tp",
+        "groups.tp",
         ("tests/functional/test_equality_of_pipelines.py::test_pipeline_stages_equal_one_process",),
     ),
     Mutation(

@@ -7,7 +7,6 @@ from tests.mutation.suites import STREAMS_OF_LAYERS
 
 _LOSS_IN_PARTS = "tests/unit/tensor_parallel/test_linear_cross_entropy.py"
 
-_REPLAY = "tests/unit/tensor_parallel/test_replay.py"
 _STAGES = "tests/unit/transformer/test_dropout_of_stages.py"
 
 MUTATIONS = (
@@ -67,13 +66,6 @@ MUTATIONS = (
         "torch.mm(left, right, out=total)",
         (_LOSS_IN_PARTS,),
     ),
-    Mutation(
-        "adapters of PEFT start as layers where the model was on meta",
-        "core.tensor_parallel.foreign_initialization.ModuleToFill.resets",
-        r"adapters, name, True\) for name in self\.module\.r\]",
-        "adapters, name, True) for name in ()]",
-        ("tests/unit/distributed/test_hugging_face_experts.py::test_adapters_train_next_to_experts_over_ranks",),
-    ),
     # ---- streams
     Mutation(
         "streams: a layer's input is used before it is gathered",
@@ -88,34 +80,6 @@ MUTATIONS = (
         r"adding\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),
-    ),
-    Mutation(
-        "a recomputation writes the buffers again",
-        "core.tensor_parallel.replay.RecordedForward.replaying",
-        r"held\.update\(buffers\)",
-        "pass",
-        (_REPLAY,),
-    ),
-    Mutation(
-        "a recomputation reads the buffers of now",
-        "core.tensor_parallel.replay.RecordedForward.replaying",
-        r"held\.update\(_copied\(values, copies\)\)",
-        "pass",
-        (_REPLAY,),
-    ),
-    Mutation(
-        "a recomputation does not know of statistics that a kernel writes",
-        "core.tensor_parallel.replay.RecordedForward.recording",
-        r"_is_code\(value\)",
-        "True",
-        (_REPLAY,),
-    ),
-    Mutation(
-        "a recomputation notes anew",
-        "core.tensor_parallel.replay.noted",
-        r"make\(\) if _replayed is None else next\(_replayed, None\)",
-        "make()",
-        (_REPLAY,),
     ),
     Mutation(
         "all pipeline stages drop the same units",

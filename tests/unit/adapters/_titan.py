@@ -127,7 +127,7 @@ def train(
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
     """Gives a model, sharded or whole, the same weights on any number of ranks: on the CPU its DTensors would not."""
-    from core.tensor_parallel.groups import copy_shard
+    from core.base.parameters import copy_shard
 
     for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
         generator = torch.Generator().manual_seed(index)

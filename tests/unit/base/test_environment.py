@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from core.base import device, environment
+from core.base import default_group, environment
 from core.base.environment import MOST_THREADS, environment_int
 from core.base.errors import ConfigError
 from core.base.rendezvous import GENERATION
@@ -58,13 +58,13 @@ def test_a_loop_of_ones_own_is_told_what_is_wrong(changed: dict[str, str], said:
         mock.patch.object(environment, "_PAUSE_S", 0.0),
         pytest.raises(ConfigError, match=said) as caught,
     ):
-        device.init_process_group()
+        default_group.init_process_group()
     assert "\n" not in str(caught.value) and not dist.is_initialized()
 
 
 def test_threads_are_bounded_without_a_launcher() -> None:
     with _environment({"OMP_NUM_THREADS": "4097"}), pytest.raises(ConfigError, match="OMP_NUM_THREADS is '4097'"):
-        device.init_process_group()
+        default_group.init_process_group()
 
 
 @pytest.mark.parametrize(

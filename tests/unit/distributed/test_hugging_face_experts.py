@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from core import parallel_state
 from core.base.errors import ShardstackError
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import load, model_state_dict, save
 from core.dist_checkpointing.global_view import whole_view
 from core.distributed import (
@@ -26,7 +27,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.moe import cut_experts
 from core.weights import WeightStream, load_pretrained, save_pretrained

@@ -12,7 +12,7 @@ import pytest
 import run_folder
 from run_folder import STARTED_FILE, run_folder_named
 
-from core.base import device
+from core.base import default_group
 from core.base.errors import ConfigError
 from core.training.config.build import build_config
 from core.training.launch.messages import RUN_STARTED
@@ -30,7 +30,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(run_folder, "_folders", {})
     for name in ("RANK", RUN_STARTED, "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    device.init_process_group()
+    default_group.init_process_group()
     yield tmp_path
     run_folder.dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core import parallel_state
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -24,7 +25,6 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import Shapes, Toy

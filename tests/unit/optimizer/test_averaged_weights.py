@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from core.base.errors import CheckpointError, ConfigError, OptimizerError, UnitError
+from core.base.module_protocol import unwrap_model
 from core.base.parameters import local_part
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
 from tests.unit._on_gpu import ON_GPU, run_on_one_rank
 from tests.unit._quick import quick

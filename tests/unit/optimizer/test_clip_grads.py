@@ -22,6 +22,7 @@ from core.optimizer.clip_grads import (
     merge_contiguous,
 )
 from core.optimizer.param_groups import collect_main_params
+from core.process_groups_config import ProcessGroupCollection, groups_in_effect
 from tests.functional._runs import build_gpt, ddp_config, micro_batches
 from tests.unit._spawn import run_distributed
 
@@ -36,7 +37,8 @@ def _model(tensors: dict[str, Tensor]) -> nn.Module:
 def _measure(model: nn.Module, tp_group: dist.ProcessGroup | None = None) -> tuple[float, int | None]:
     """Measures norm, rounded, and zeros of gradients that equal the parameters."""
     params = collect_main_params([model])
-    norm, zeros = GradientStatistics(params, tp_group).measure([p.main for p in params], count_zeros=True).tolist()
+    groups = groups_in_effect() if tp_group is None else ProcessGroupCollection(tp=tp_group)
+    norm, zeros = GradientStatistics(params, groups).measure([p.main for p in params], count_zeros=True).tolist()
     return round_to_fp32(norm), int(zeros)
 
 
@@ -91,7 +93,7 @@ def test_squares_neither_overflow_nor_vanish():
 
 def test_missing_gradients_count_nothing():
     params = collect_main_params([_model({"a": torch.ones(4), "b": torch.ones(4)})])
-    statistics = GradientStatistics(params)
+    statistics = GradientStatistics(params, ProcessGroupCollection())
     assert statistics.measure([None, torch.full((4,), 2.0)]).tolist() == [4.0, 0.0]
     assert statistics.measure([None, None], count_zeros=True).tolist() == [0.0, 0.0]
 
@@ -217,7 +219,7 @@ def test_four_ranks_in_two_dimensions(layout):
 def _partial() -> None:
     param = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
     with pytest.raises(OptimizerError, match="parameter w is a partial sum over axis 0"):
-        GradientStatistics(collect_main_params([_model({"w": param})]))
+        GradientStatistics(collect_main_params([_model({"w": param})]), ProcessGroupCollection())
 
 
 def test_partial_sums_are_refused():

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from core.base.errors import ConfigError
+from core.base.module_protocol import FusedRows
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, matrices, optimizer_config
 from core.optimizer.muon import Muon
-from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
 from core.transformer.lora import add_lora
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.base.errors import ConfigError, warn_once
+from core.base.module_protocol import FusedRows
 from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrices, matrix_owners, muon
 from core.optimizer.param_groups import ParamKey
-from core.tensor_parallel.initialization import FusedRows
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from core.base.errors import CheckpointError, OptimizerError
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import AsyncSaver, load, load_metadata, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import AveragedWeights, OptimizerConfig, RunState, get_megatron_optimizer
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import build, full

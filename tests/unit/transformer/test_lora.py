@@ -11,9 +11,9 @@ from torch import nn
 
 from core import parallel_state
 from core.base.errors import ConfigError
+from core.base.parameters import copy_partition, whole_shape
 from core.models.gpt import GPTModel
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from core.tensor_parallel.groups import copy_partition, whole_shape
 from core.transformer import materialize
 from core.transformer.lora import Adapter, add_lora, freeze_parameters, is_adapter, merge_lora
 from tests.unit._spawn import run_distributed

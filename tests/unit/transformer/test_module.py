@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.base.errors import ConfigError
-from core.tensor_parallel.initialization import draw_init_seed, initialize_parameters
+from core.base.initialization import draw_init_seed, initialize_parameters
 from core.transformer import Float16Module, MegatronModule, TransformerConfig, materialize
 from tests.unit.models._cases import CASES, batch, build, relative_error
 

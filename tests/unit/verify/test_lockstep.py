@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import ConfigError, WrapError
+from core.base.module_protocol import unwrap_model
 from core.distributed import _BaseDataParallel
-from core.distributed.data_parallel_base import unwrap_model
 from core.distributed.flat.flat_engine import FlatEngine
 from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine
 from core.optimizer.distrib_optimizer import DistributedOptimizer

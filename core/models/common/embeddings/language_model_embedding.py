@@ -62,6 +62,7 @@ class LanguageModelEmbedding(MegatronModule):
         ParallelConfigError: another group is given, or an argument is refused.
     """
 
+    is_unit = True
     weights_used_in_backward = False
     """Read by fully sharded wrappers: the backward of a look-up needs ids only, so that the table may be resharded."""
 

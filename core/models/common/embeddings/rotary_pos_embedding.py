@@ -29,6 +29,8 @@ class RotaryEmbedding(nn.Module):
         ParallelConfigError: an argument that is refused.
     """
 
+    is_unit = True
+
     @checks_arguments
     def __init__(self, kv_channels: int, rotary_percent: float = 1.0, rotary_base: float = 10000.0) -> None:
         super().__init__()

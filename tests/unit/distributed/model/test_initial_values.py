@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.base import initialization
 from core.base.errors import ConfigError, WrapError
+from core.base.foreign_initialization import ModuleToFill, reset
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.groups import DataParallelGroups
 from core.distributed.model.initial_values import InitialValues
-from core.tensor_parallel import initialization
-from core.tensor_parallel.foreign_initialization import ModuleToFill, reset
 from core.weights import WeightStream
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed import _toys

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from core.base.errors import CheckpointError, ParallelConfigError, WrapError
+from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.distributed.data_parallel_base import unwrap_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig

@@ -114,6 +114,34 @@ def test_selective_recomputes_neither_attention_nor_every_matmul():
     assert selective.count("tanh") == full.count("tanh") == plain.count("tanh") + 1
 
 
+class _Attention(nn.Module):
+    """Calls an operation of its own library, and notes each call."""
+
+    saved_operations = ("unit_transforms::attend",)
+    calls: list[tuple[int, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.unit_transforms.attend(x).tanh()
+
+
+@torch.library.custom_op("unit_transforms::attend", mutates_args=())
+def _attend(x: torch.Tensor) -> torch.Tensor:
+    _Attention.calls.append(tuple(x.shape))
+    return 2 * x
+
+
+_attend.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+def test_selective_saves_the_operations_that_a_module_names() -> None:
+    for kind, num_calls in (("full", 2), ("selective", 1)):
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), _Attention()))
+        _transform(model, (nn.Sequential,), activation_checkpointing=kind)
+        _Attention.calls.clear()
+        model(torch.ones(3, 4)).sum().backward()
+        assert len(_Attention.calls) == num_calls, kind
+
+
 def test_nothing_is_recomputed_without_gradients():
     model = Stack()
     _transform(model, (Layer,), activation_checkpointing="full")

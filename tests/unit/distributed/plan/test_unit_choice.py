@@ -16,7 +16,7 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from core.distributed.plan.unit_choice import DEFAULT_UNIT_CLASSES, default_units
+from core.distributed.plan.unit_choice import default_units
 from tests.unit._spawn import on_ranks
 
 SHARDED = {"zero3": FullyShardedDataParallelConfig, "fsdp2": TorchFullyShardedDataParallelConfig}
@@ -69,7 +69,7 @@ def test_items_of_outermost_lists_are_units_where_none_are_named(kind: str) -> N
     assert _wrap(Gpt(), SHARDED[kind]()) == (BLOCKS, [])
     inner = nn.ModuleDict({"first": nn.ModuleList([Gpt()]), "second": Gpt()})
     assert default_units(inner) == (inner["first"], inner["second"].blocks)
-    assert default_units(nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})) == DEFAULT_UNIT_CLASSES
+    assert default_units(nn.ModuleDict({"table": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})) == ()
 
 
 class _Heads(nn.Module):
@@ -146,6 +146,6 @@ def test_replicas_have_no_units_to_warn_of() -> None:
 def test_a_model_that_marks_its_units_keeps_megatrons() -> None:
     marked = Gpt()
     marked._fsdp_modules = [Block]
-    assert default_units(marked) == DEFAULT_UNIT_CLASSES
+    assert default_units(marked) == ()
     plain = Gpt()
     assert default_units(plain) == (plain.blocks,)

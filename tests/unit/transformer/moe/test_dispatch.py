@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.base.errors import DataError, ParallelConfigError
-from core.tensor_parallel.groups import copy_partition
-from core.tensor_parallel.initialization import initialize_parameters
+from core.base.initialization import initialize_parameters
+from core.base.parameters import copy_partition
 from core.transformer.moe import MoELayer
 from core.transformer.moe.load_balancing import take_pending
 from tests.unit._quick import quick
@@ -33,11 +33,11 @@ def _filled(layer: MoELayer) -> MoELayer:
     initialize_parameters(layer, 11)
     for owner in (layer.experts.linear_fc1, layer.experts.linear_fc2, layer.router):
         whole = torch.linspace(-1, 1, 4 * 24, dtype=torch.float64).view(4, 24)
-        bias, group = owner.bias, owner.tp_group
+        bias, group, ep_group = owner.bias, owner.tp_group, owner.ep_group
         if bias is not None:
             width = bias.shape[-1] * (group.size() if group is not None and bias.tensor_model_parallel else 1)
             with torch.no_grad():
-                copy_partition(whole[:, 0] if bias.ndim == 1 else whole[:, :width], bias, group)
+                copy_partition(whole[:, 0] if bias.ndim == 1 else whole[:, :width], bias, group, ep_group)
     return layer
 
 
@@ -81,7 +81,7 @@ def _equals_one_process(sizes: dict[str, int], fields: dict[str, Any], is_split:
         for whole, part in ((value, whole_value), (gradient, whole_gradient)):
             part.expert_model_parallel = getattr(parameter, "expert_model_parallel", False)
             part.tensor_model_parallel, part.partition_dim = parameter.tensor_model_parallel, parameter.partition_dim
-            copy_partition(whole, part, ranks)
+            copy_partition(whole, part, ranks, parallel_state.get_expert_model_parallel_group(False))
         assert torch.equal(parameter, whole_value), name
         dist.all_reduce(parameter.grad, group=group)
         if parameter.sequence_parallel:

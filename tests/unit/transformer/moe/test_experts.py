@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core.base.errors import ConfigError
-from core.tensor_parallel.initialization import initialize_parameters
+from core.base.initialization import initialize_parameters
 from core.transformer.lora import add_lora
 from core.transformer.moe import experts as module
 from core.transformer.moe.dispatch import drop_over_capacity, sort_by_expert

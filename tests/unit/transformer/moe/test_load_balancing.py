@@ -8,8 +8,9 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core.base.errors import ConfigError, ParallelConfigError, warn_once
+from core.base.module_protocol import clear_step_sums
 from core.models.gpt import GPTModel
-from core.transformer.moe import add_auxiliary_losses, load_balancing, restart_step
+from core.transformer.moe import add_auxiliary_losses, load_balancing
 from tests.unit.transformer.moe._layers import config_of, layer_of
 
 
@@ -279,7 +280,7 @@ def test_counts_that_belong_to_no_graph_are_not_counted():
                     model(TOKENS % 3, labels=TOKENS)
             except ZeroDivisionError as error:
                 errors.append(error)  # which keeps the graph
-            restart_step([model])
+            clear_step_sums([model])
             model(TOKENS % 3, labels=TOKENS)
             with torch.no_grad():
                 model(TOKENS % 3, labels=TOKENS)
@@ -330,7 +331,7 @@ def test_forwards_in_between_take_no_losses():
 
     def after_gradients_were_cleared(model):
         logits = model(TOKENS)
-        restart_step([model])
+        clear_step_sums([model])
         add_auxiliary_losses(_token_losses(logits), model).mean().backward()
 
     def after_a_forward_that_nothing_keeps(model):

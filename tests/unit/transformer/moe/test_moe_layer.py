@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from core.base.errors import ConfigError, ParallelConfigError
+from core.base.module_protocol import clear_step_sums
+from core.base.recomputation import recompute
+from core.distributed.finalize_model_grads import end_step
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from core.tensor_parallel.random import recompute
 from core.transformer import TransformerBlock, TransformerLayer, build_module
 from core.transformer.mlp import MLP
-from core.transformer.moe import MoELayer, finish_step, logged_statistics, restart_step
+from core.transformer.moe import MoELayer, logged_statistics
 from core.transformer.moe.load_balancing import take_pending
 from tests.unit._spawn import run_distributed
 from tests.unit.transformer.moe._layers import config_of, expert_output, gradients, layer_of, written_out
@@ -223,10 +225,10 @@ def test_biases_move_against_the_load_once_a_step():
     layer = layer_of(**_BIASED, moe_router_bias_update_rate=0.01)
     _loads(layer, 9, 1, 0, 2)
     _loads(layer, 0, 4, 8, 0)  # a second micro-batch: 9, 5, 8, 2 with a mean of 6
-    finish_step([layer], None)
+    end_step([layer], None)
     torch.testing.assert_close(layer.router.expert_bias, torch.tensor([-0.01, 0.01, -0.01, 0.01]))
     _loads(layer, 3, 3, 3, 3)
-    finish_step([layer], None)
+    end_step([layer], None)
     torch.testing.assert_close(layer.router.expert_bias, torch.tensor([-0.01, 0.01, -0.01, 0.01]))
 
 
@@ -240,14 +242,14 @@ def test_a_bias_balances_the_load():
         layer(x).sum().backward()
         counts = layer.router.step_sums[:4]
         spread.append((counts.max() / counts.mean()).item())
-        finish_step([layer], None)
+        end_step([layer], None)
     assert spread[0] > 1.5 and spread[-1] < 1.2, spread
 
 
 def test_evaluation_moves_no_bias():
     layer = layer_of(**_BIASED).eval()
     _loads(layer, 9, 1, 0, 2)
-    finish_step([layer], None)
+    end_step([layer], None)
     assert not layer.router.expert_bias.any()
 
 
@@ -255,7 +257,7 @@ def test_a_step_that_did_not_end_is_forgotten():
     layer = layer_of(**_BIASED, moe_aux_loss_coeff=1.0)
     layer(torch.randn(5, 2, 8)).sum().backward()
     layer(torch.randn(5, 2, 8))
-    restart_step([layer])
+    clear_step_sums([layer])
     assert not layer.router.step_sums.any() and take_pending(layer.router) is None
 
 
@@ -274,7 +276,7 @@ def test_the_log_has_means_over_layers_and_each_layer():
         layer.set_layer_number(number)
         layer(torch.randn(8, 2, 8)).sum().backward()
     counts = [layer.router.step_sums[:4].clone() for layer in layers]
-    finish_step(list(layers), None)
+    end_step(list(layers), None)
     names, values = logged_statistics(layers)
     found = dict(zip(names, values.tolist(), strict=True))
     loads = [c / 8 for c in counts]
@@ -291,7 +293,7 @@ def _moves_by_all_ranks(rank_loads):
 
     layer = layer_of(**_BIASED, moe_router_bias_update_rate=1.0)
     _loads(layer, *rank_loads[dist.get_rank()])
-    finish_step([layer], dist.group.WORLD)
+    end_step([layer], dist.group.WORLD)
     return layer.router.expert_bias.tolist(), logged_statistics([layer])[1].tolist()
 
 

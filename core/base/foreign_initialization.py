@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..base.errors import ConfigError
-from ..base.parameters import keep_range, kept_range
-from .groups import copy_partition, copy_shard, resolve_group, whole_shape
+from .errors import ConfigError
+from .parameters import Group, copy_partition, copy_shard, keep_range, kept_range, whole_shape
 
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 """torch's names. `nn.MultiheadAttention` and `nn.Transformer` have the second."""
@@ -45,6 +44,10 @@ class ModuleToFill:
     """The module's own parameters and buffers to fill, by local name. A shared one belongs to its first module."""
     fills_all_below: bool
     """Whether all parameters of the module and its submodules are to be filled, and there are some."""
+    tp_group: Group
+    """The ranks that share its tensor-parallel parameters."""
+    ep_group: Group
+    """The ranks that share its expert-parallel parameters."""
 
     def resets(self) -> list[Callable[[], Any]]:
         """Returns the functions that fill the module's tensors, in the order of construction."""
@@ -83,7 +86,7 @@ def reset(foreign: ModuleToFill, seed: int) -> None:
             values = _filled_by(foreign, attempt, seed)
     for name, value in values.items():
         target = foreign.targets[name]
-        copy_partition(value.detach(), target, resolve_group(None))
+        copy_partition(value.detach(), target, foreign.tp_group, foreign.ep_group)
 
 
 def _filled_by(foreign: ModuleToFill, resets: list[Callable[[], Any]], seed: int) -> dict[str, torch.Tensor]:
@@ -113,7 +116,9 @@ def _whole_tensors(foreign: ModuleToFill) -> Iterator[Mapping[str, torch.Tensor]
             dtype = parameter.dtype
             if parameter.is_floating_point():  # draw the same values in every precision, and round
                 dtype = torch.promote_types(dtype, torch.float32)
-            whole = nn.Parameter(_blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False)
+            whole = nn.Parameter(
+                _blank(whole_shape(parameter, foreign.tp_group, foreign.ep_group), dtype), requires_grad=False
+            )
             vars(whole).update(vars(parameter))
             keep_range(whole, None)
             module._parameters[name] = whole

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from core.base import recomputation
+from core.base.recomputation import noted, recompute
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.model.unit_transforms import transform_units
 from core.distributed.plan.units import find_units, plan_transforms
 from core.models.gpt import GPTModel
-from core.tensor_parallel import replay
-from core.tensor_parallel.random import recompute
-from core.tensor_parallel.replay import noted
 from core.transformer import TransformerConfig
 
 WIDTH = 6
@@ -225,7 +224,7 @@ def test_a_forward_that_raised_records_no_more() -> None:
 
     with pytest.raises(ZeroDivisionError):
         recompute(fail, torch.ones(2, requires_grad=True))
-    assert not replay._recording
+    assert not recomputation._recording
 
 
 class _Tempered(nn.Module):

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from core.base.errors import ConfigError
-from core.tensor_parallel.initialization import initialize_parameters
-from core.transformer.module import allocate_meta_tensors
+from core.base.initialization import allocate_meta_tensors, initialize_parameters
 from tests.unit._spawn import run_distributed
 
 SEED = 5

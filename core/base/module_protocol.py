@@ -1,0 +1,148 @@
+"""What the library has to know of a model, which the model says by attributes of its modules and parameters.
+
+Wrappers, optimizers and checkpoints know no class of a model. They read the attributes below by name, each with a
+default, so that a model of plain torch modules needs none of them. Layers and models set them and import nothing.
+
+Of a module's class:
+
+* ``is_unit``: its outermost instances become units where the user names none. Where no module of a model has it, the
+  items of the outermost lists of repeated layers do.
+* ``is_one_layer``: it is one layer of weights, which recomputation would not make smaller.
+* ``is_model_wrapper``: it only calls the model in its attribute ``module``, whose names checkpoints use.
+* ``saved_operations``: names of operations, such as ``flash_attn::_flash_attn_forward``, whose results selective
+  recomputation saves next to those of torch's products and attention.
+* ``adds_gradient_rows``: a flag that a wrapper sets on each instance: whether backward may add only the rows in use
+  to ``weight.grad``.
+* ``buffers_keep_dtype``: casts of a model leave its buffers as they are.
+* ``step_sums`` and what belongs to it: see `CountsInStep`.
+
+Of a module:
+
+* ``_fsdp_modules`` (Megatron-LM's): classes whose instances become units, nested ones too.
+* ``weights_used_in_backward``: False if backward reads none of its weights.
+* ``borrows_shared_weight``: it computes with a weight of another module, marked ``shared_embedding``.
+* ``rank_dependence``: what it computes differently on other numbers of ranks, and what to set instead, for a message.
+* ``tp_group``, ``ep_group``: the ranks that share its tensor-parallel and expert-parallel parameters. Without them
+  those of the wrapper.
+* ``initializers``, ``initial_dtypes``, ``init_seed``, ``restore_parameter_marks``: how its parameters are drawn, see
+  `core.base.initialization`. Without them its ``reset_parameters`` does, or a ``_init_weights`` around it.
+* ``post_process`` (Megatron-LM's): False for a pipeline stage without the loss.
+* ``config``: an object with fields of Megatron-LM's configs. Absent fields have their defaults.
+
+Of a parameter, by Megatron-LM's names:
+
+* ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``: cut over tensor-parallel ranks, and how.
+* ``sequence_parallel``: its gradient is a partial sum over tensor-parallel ranks.
+* ``allreduce``: False for experts, whose replicas are other ranks; ``expert_model_parallel``: dim 0 counts experts.
+* ``shared_embedding``: code outside its module, or another pipeline stage, reads it too.
+* ``shared``: another rank counts it in norms and saves it.
+* ``is_embedding_or_output_parameter``, ``use_muon``: whether Muon updates it.
+
+And by ours:
+
+* ``fused_rows``: which of its rows are matrices of their own, see `FusedRows`.
+* ``lend_gradient_memory``: a function that a wrapper sets and a layer's backward calls, see
+  `core.tensor_parallel.weight_gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """The rows of a weight that several matrices share: blocks of rows that repeat."""
+
+    blocks: tuple[tuple[str, int], ...]
+    """Name and number of consecutive rows of each block."""
+    head_rows: int = 0
+    """Rows of an attention head, of which each block has some, or 0 where blocks have no heads."""
+
+
+class CountsInStep(Protocol):
+    """A module that counts during a step, as a router counts the tokens of its experts."""
+
+    step_sums: Tensor
+    """`[n]`: the counts of this rank. `finalize_model_grads` adds those of all replicas, once a step."""
+
+    @property
+    def step_sums_group(self) -> ProcessGroup | None:
+        """Further ranks whose counts are added, such as tensor-parallel ones with other tokens."""
+
+    def use_step_sums(self, totals: Tensor) -> None:
+        """Ends the step: `totals` `[n]` are the counts of all ranks. Called before the optimizer's step, whether or
+        not that is skipped."""
+
+    def clear_step_sums(self) -> None:
+        """Forgets the counts of a step that did not end."""
+
+
+def unwrap_model(module: nn.Module) -> nn.Module:
+    """Returns the model inside wrappers, such as data-parallel ones and ``Float16Module``."""
+    while _of_class(module, "is_model_wrapper", False):
+        module = cast(nn.Module, module.module)
+    return module
+
+
+def unit_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Returns the classes of a model's modules that are units where the user names none."""
+    return tuple(dict.fromkeys(type(module) for module in model.modules() if _of_class(module, "is_unit", False)))
+
+
+def is_one_layer(module: nn.Module) -> bool:
+    """Returns whether a module is one layer of weights: it says so, or is torch's and has no children."""
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    return is_torchs or _of_class(module, "is_one_layer", False)
+
+
+def saved_operations(module: nn.Module) -> set[str]:
+    """Returns the names of operations that selective recomputation of a module saves, by what is in it."""
+    return {name for inner in module.modules() for name in _of_class(inner, "saved_operations", ())}
+
+
+def names_of_borrowers(model: nn.Module) -> list[str]:
+    """Returns the names of weights that modules of a model would have, and borrow from its embedding."""
+    modules = model.named_modules()
+    return [f"{name}.weight" for name, module in modules if getattr(module, "borrows_shared_weight", False)]
+
+
+def rank_dependence(model: nn.Module) -> str:
+    """Returns what the first module of a model that says so computes differently on other numbers of ranks, or ''."""
+    return next((text for module in model.modules() if (text := getattr(module, "rank_dependence", ""))), "")
+
+
+def counting_modules(models: Iterable[nn.Module]) -> list[CountsInStep]:
+    """Returns the modules that count during a step."""
+    modules = (module for model in models for module in model.modules())
+    return [cast(CountsInStep, module) for module in modules if _of_class(module, "use_step_sums", None)]
+
+
+def clear_step_sums(models: Iterable[nn.Module]) -> None:
+    """Makes modules forget the counts of a step that did not end."""
+    for module in counting_modules(models):
+        module.clear_step_sums()
+
+
+def set_gradient_rows(model: nn.Module, adds_rows: bool) -> None:
+    """Says to each module with ``adds_gradient_rows`` whether its backward may add rows to ``weight.grad``."""
+    for module in model.modules():
+        if hasattr(type(module), "adds_gradient_rows"):
+            module.adds_gradient_rows = adds_rows  # type: ignore[assignment]
+
+
+def fused_rows(parameter: Tensor) -> FusedRows | None:
+    """Returns which rows of a parameter are matrices of their own. None if it is one matrix."""
+    rows: FusedRows | None = getattr(parameter, "fused_rows", None)
+    return rows
+
+
+def _of_class(module: nn.Module, name: str, default: Any) -> Any:
+    """Returns an attribute of a module's class. Of an instance it may be that of another: wrappers such as
+    ``torch.compile``'s pass unknown names on to the module inside."""
+    return getattr(type(module), name, default)

@@ -1,0 +1,86 @@
+"""Groups are found once, when a model is wrapped. What follows takes them from the plan, with or without a state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
+from core.distributed.groups import find_groups
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.process_groups import current
+from core.process_groups_config import ProcessGroupCollection
+from tests.unit._spawn import on_ranks
+
+
+def _alone() -> dist.ProcessGroup:
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+@on_ranks(2)
+def test_given_groups_come_first_and_the_state_has_the_rest() -> None:
+    world, alone = dist.group.WORLD, _alone()
+    given = ProcessGroupCollection(dp_cp=alone, tp=world)
+    model = find_groups("test", 1, pg_collection=given).model
+    assert (model.tp, model.pp, model.experts_are_apart) == (world, None, False)
+    given.tp = alone  # later changes of the caller's object
+    assert model.tp is world
+    assert find_groups("test", 1, world).model.tp is None
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tp, pp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    for groups in (find_groups("test", 1), find_groups("test", 1, alone)):
+        assert (groups.model.tp, groups.model.pp) == (tp, pp)
+    model = find_groups("test", 1, pg_collection=ProcessGroupCollection(dp_cp=alone, tp=world)).model
+    assert (model.tp, model.pp) == (world, pp)
+
+
+class _Stage(nn.Module):
+    """A pipeline stage, which counts tokens only where it is the last."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        self.weight, self.post_process = nn.Parameter(torch.full((3,), 2.0)), is_last
+        self.weight.shared_embedding = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@on_ranks(2)
+def test_stages_of_given_groups_are_one_model(strategy: str) -> None:
+    rank, world, alone = dist.get_rank(), dist.group.WORLD, _alone()
+    groups = ProcessGroupCollection(dp_cp=alone, pp=world, embd=world, mp=world)
+    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
+    config = SimpleNamespace(calculate_per_token_loss=True)
+    model = wrap_model(_Stage(rank == 1), config, settings, pg_collection=groups)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0, clip_grad=0.0), [model])
+    model.zero_grad_buffer()
+    model(torch.full((3,), rank + 1.0)).sum().backward()  # gradients of 1 and 2, whose sum is 3
+    finalize_model_grads([model], num_tokens=4 if rank == 1 else 100)  # of the last stage
+    _, norm, _ = optimizer.step()
+    assert norm == pytest.approx((2 * 3 * 0.75**2) ** 0.5)  # of both stages, none of which is marked as a copy
+    assert torch.equal(model.module.weight, torch.full((3,), 2.0 - 0.75))
+
+
+@on_ranks(2)
+def test_a_step_does_not_ask_for_the_state_again() -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    module = nn.Linear(2, 2, bias=False)
+    module.weight.sequence_parallel = True
+    model = wrap_model(module, None, DistributedDataParallelConfig())
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=1.0), [model])
+    groups = current.groups_or_none()
+    current.set_groups(None)  # as if it were another model's
+    try:
+        model(torch.ones(1, 2) * (dist.get_rank() + 1)).sum().backward()
+        finalize_model_grads([model])
+        assert torch.equal(model.module.weight.main_grad, torch.full((2, 2), 3.0))
+        assert optimizer.step()[1] == 6.0  # which both ranks hold, and one counts
+    finally:
+        current.set_groups(groups)

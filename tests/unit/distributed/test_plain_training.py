@@ -1,0 +1,46 @@
+"""Wrappers and the optimizer train a model of plain torch modules, and load no layer, model or application."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.distributed import _plain_training
+
+LIBRARY = {
+    "base",
+    "comm",
+    "diagnostics",
+    "dist_checkpointing",
+    "distributed",
+    "model_parallel_config",
+    "optimizer",
+    "optimizer_param_scheduler",
+    "parallel_state",
+    "process_groups",
+    "process_groups_config",
+}
+"""Rooms of `core` below the wall, as in ``[tool.importlinter]`` of `pyproject.toml`."""
+
+
+def test_a_plain_model_trains_without_any_layer_of_ours(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", _plain_training.__name__]
+    root = Path(__file__).parents[3]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd=root, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        output, *_ = [process.communicate(timeout=300)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0]
+    loaded, results = json.loads(output)
+    assert set(loaded) == LIBRARY
+    blocks = [f"blocks.{index}" for index in range(3)]
+    assert [results[name][0] for name in ("zero3", "fsdp2")] == [blocks, blocks]
+    expected = results["replicas"][1]
+    assert {name: logits == expected for name, (_, logits) in results.items()} == dict.fromkeys(results, True)
