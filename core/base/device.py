@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from .environment import check_environment, environment_int
@@ -20,6 +21,7 @@ from .errors import ConfigError
 from .host_memory import host_memory_bytes
 from .job_secret import job_secret
 from .rendezvous import set_launcher_variables, store_of_round
+from .seam import Seam
 from .signed_store import SignedStore
 from .text import choices
 
@@ -47,6 +49,15 @@ def device_type() -> str:
 def current_device() -> torch.device:
     """Returns the device of this process, with its index if it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+CPU_STANDS_FOR_GPU: Seam[bool] = Seam(False)
+"""Whether `is_on_gpu` takes the CPU for a GPU, as the planner does for a step that it simulates."""
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Returns whether code should choose what suits a GPU: large pieces, and shapes that depend on no values."""
+    return tensor.is_cuda or CPU_STANDS_FOR_GPU.value
 
 
 def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: bool = False) -> None:

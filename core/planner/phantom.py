@@ -12,7 +12,6 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -294,6 +293,23 @@ _FLOPS: dict[str, Callable[..., int]] = {
 
 
 @contextmanager
+def replaced_in_torch(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Puts a function in the place of a method of torch's that no mode of torch sees: `TorchDispatchMode` sees no
+    resized storage and no move that does nothing, and `TorchFunctionMode` nothing that hooks of a backward call.
+
+    FSDP2 calls both in such hooks. If it frees units by another call than ``UntypedStorage.resize_``, a plan counts
+    them as held to the end, and if it moves offloaded shards by another than ``Tensor.to``, as never moved: tests
+    compare plans with real steps.
+    """
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def phantoms(recorder: Recorder, *, casts_in_memory: bool = False) -> Iterator[None]:
     """Makes every tensor of this thread a phantom, and records it. Takes what `PhantomMode` takes."""
     resize = torch.UntypedStorage.resize_
@@ -305,6 +321,6 @@ def phantoms(recorder: Recorder, *, casts_in_memory: bool = False) -> Iterator[N
 
     with (
         PhantomMode(recorder, casts_in_memory=casts_in_memory),
-        mock.patch.object(torch.UntypedStorage, "resize_", resize_and_record),
+        replaced_in_torch(torch.UntypedStorage, "resize_", resize_and_record),
     ):
         yield

@@ -156,6 +156,11 @@ class Recorder:
             if block.category != ON_HOST or not category:
                 block.category = category
 
+    def as_host_memory(self, tensor: Tensor) -> Tensor:
+        """Sorts the memory of a tensor into the host's. Returns it."""
+        self.sort_into(ON_HOST, [tensor])
+        return tensor
+
     def is_on_host(self, tensor: Tensor) -> bool:
         block = None if not self.uses_host or tensor.is_sparse else self.live.get(tensor.untyped_storage()._cdata)
         return block is not None and block.category == ON_HOST

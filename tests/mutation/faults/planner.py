@@ -49,8 +49,8 @@ MUTATIONS = (
     ),
     Mutation(
         "offloaded activations are planned as memory of the accelerator",
-        "core.planner.world.activations_on_host",
-        r"\[saved_tensor\._host\]",
+        "core.planner.recorder.Recorder.as_host_memory",
+        r"\[tensor\]",
         "[]",
         ("tests/unit/planner/test_simulation.py",),
     ),

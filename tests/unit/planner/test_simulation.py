@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.device import CPU_STANDS_FOR_GPU
 from core.base.errors import ConfigError
+from core.base.host_memory import AS_HOST_MEMORY
+from core.comm.lane import LANES
+from core.pipeline_parallel.stages import STAGE
 from core.planner import simulation
 from core.planner.estimates import model_flops
 from core.planner.phantom import phantoms
-from core.planner.recorder import HOST, Collective, Recorder
+from core.planner.recorder import HOST, Collective, Recorder, Work
 from core.training.config.arguments import parse_arguments
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -68,6 +72,14 @@ def test_gradients_of_embeddings_are_dense_on_a_gpu_alone():
     assert on_gpu > on_cpu
 
 
+def test_a_fused_loss_has_larger_parts_on_a_gpu():
+    flags = f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear --vocab-size {64 * 2**10}"
+    on_gpu, on_cpu = (simulated(flags, on_gpu=on_gpu) for on_gpu in (True, False))
+    products = [[e.flops for _, e in s.events if isinstance(e, Work) and e.name == "mm"] for s in (on_gpu, on_cpu)]
+    assert max(products[0]) == 8 * max(products[1])  # all of 2^16 columns of 2^7 tokens, and 2^13
+    assert on_gpu.hardware_flops == on_cpu.hardware_flops
+
+
 def test_a_frozen_layer_is_of_its_stage_alone():
     def peaks(flags: str) -> list[int]:
         stages = f"--pipeline-model-parallel-size 2 --global-batch-size 8 {flags}"
@@ -117,9 +129,13 @@ def test_sharded_parameters_are_never_built_whole():
 
 
 def test_a_plan_leaves_nothing_behind():
-    hook, state = sys.excepthook, torch.random.get_rng_state()
-    simulated("--use-torch-fsdp2")
-    assert sys.excepthook is hook
+    def places() -> list[Any]:
+        seams = (LANES, CPU_STANDS_FOR_GPU, AS_HOST_MEMORY, STAGE)
+        return [sys.excepthook, torch.UntypedStorage.resize_, torch.Tensor.to, *(seam.value for seam in seams)]
+
+    before, state = places(), torch.random.get_rng_state()
+    simulated("--use-torch-fsdp2 --cpu-offload --offload-activations", on_gpu=True)
+    assert places() == before
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not dist.is_initialized()
 
