@@ -18,7 +18,7 @@ from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
 from .hardware import Hardware
-from .recorder import HOST, Collective
+from .recorder import HOST, Transfer
 from .simulation import CATEGORIES, Pass, Simulation, pipeline_ranks, simulate
 from .step_time import StepTime, step_time
 
@@ -145,9 +145,9 @@ def estimate(wrapper: str, config: PretrainConfig, world_size: int, hardware: Ha
 
 
 def _wire(simulation: Simulation, hardware: Hardware) -> tuple[Wire, ...]:
-    collectives: dict[tuple[str, int], list[Collective]] = {}
+    collectives: dict[tuple[str, int], list[Transfer]] = {}
     for _, event in simulation.events:
-        if isinstance(event, Collective) and (event.sent_bytes or event.ranks == HOST):
+        if isinstance(event, Transfer) and (event.sent_bytes or event.ranks == HOST):
             collectives.setdefault((event.kind, len(event.ranks)), []).append(event)
     return tuple(
         Wire(

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from .recorder import HOST, ON_HOST, Collective, Kind, Ranks, Recorder, Work
+from .recorder import HOST, ON_HOST, Kind, Ranks, Recorder, Transfer, Work
 
 MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
@@ -147,7 +147,7 @@ class PhantomMode(TorchDispatchMode):
         flops = int(count(*args, **kwargs, out_val=output)) if count else 0
         outputs, on_host = _tensors(output), [*map(self._recorder.is_on_host, inputs)]
         if name == "aten::copy_" and on_host[0] != on_host[1]:
-            copy = Collective("to the host" if on_host[0] else "from the host", inputs[0].nbytes, HOST)
+            copy = Transfer("to the host" if on_host[0] else "from the host", inputs[0].nbytes, HOST)
             self._recorder.send(copy, [], outputs)
             return
         nbytes, awaits = sum(t.nbytes for t in (*inputs, *outputs)), self._recorder.read(inputs)
@@ -169,19 +169,19 @@ class PhantomMode(TorchDispatchMode):
         ranks = self._ranks[group]
         if kind == "send":
             ranks = Ranks((ranks[group.rank()], ranks[args[2]]))
-        collective = Collective(kind, sum(tensor.nbytes for tensor in whole), ranks)
+        collective = Transfer(kind, sum(tensor.nbytes for tensor in whole), ranks)
         if kind == "send":  # nothing here waits for it, and its tensors stay what they are
             self._recorder.events.append((self._recorder.where, collective))
             return work
         outputs, inputs = ([*filter(self._recorder.is_on_host, _tensors(arg))] for arg in args[:2])
         if inputs:
-            self._recorder.send(Collective("from the host", sum(t.nbytes for t in inputs), HOST), [], [])
+            self._recorder.send(Transfer("from the host", sum(t.nbytes for t in inputs), HOST), [], [])
         on_device = [torch.empty_like(tensor) for tensor in outputs]  # until they are copied to the host
         for tensor in on_device:
             self._recorder.follow(tensor)
         self._recorder.send(collective, [*_tensors(args), *on_device], _tensors(args[0]))
         if outputs:
-            self._recorder.send(Collective("to the host", sum(t.nbytes for t in outputs), HOST), [], outputs)
+            self._recorder.send(Transfer("to the host", sum(t.nbytes for t in outputs), HOST), [], outputs)
         if kind == "all-gather" and all(map(_has_values, whole)):
             (own,) = _tensors(args[1])
             for tensor in whole:

@@ -29,7 +29,7 @@ from ..training.train_step import train_step
 from ..transformer.transformer_layer import TransformerLayer
 from . import world
 from .phantom import phantoms
-from .recorder import ON_HOST, Block, Collective, Event, Mark, Ranks, Recorder, Work
+from .recorder import ON_HOST, Block, Event, Mark, Ranks, Recorder, Transfer, Work
 
 CATEGORIES = (
     *("parameters", "gathered units", "gradients", "optimizer state"),
@@ -107,7 +107,7 @@ class Simulation:
         """Returns the bytes that this rank sends in a step, by kind and group."""
         counter: Counter[tuple[str, Ranks]] = Counter()
         for _, event in self.events:
-            if isinstance(event, Collective) and event.sent_bytes:
+            if isinstance(event, Transfer) and event.sent_bytes:
                 counter[event.kind, event.ranks] += event.sent_bytes
         return counter
 
@@ -227,7 +227,7 @@ class _Run:
         infos = [info for s in of_stages for of in (s.args_recv_info, s.grad_recv_info) for info in of[0]]
         kept_bytes = sum(info.buffer.nbytes for info in infos if getattr(info, "buffer", None) is not None)
         if len(self._stages) > 1:
-            sent_bytes = [e.nbytes for _, e in self._recorder.events if isinstance(e, Collective) and e.kind == "send"]
+            sent_bytes = [e.nbytes for _, e in self._recorder.events if isinstance(e, Transfer) and e.kind == "send"]
             kept_bytes += sum(sent_bytes) // (2 * count)
         return self._schedule(num_microbatches), kept_bytes
 

@@ -467,4 +467,11 @@ MUTATIONS = (
         "False and 0 != ",
         ("tests/unit/distributed/test_foreign_arguments.py::test_a_weight_that_is_resized_after_wrapping_is_named",),
     ),
+    Mutation(
+        "planned all-reduces send as much as gathers",
+        "core.distributed.plan.parts.sent_bytes",
+        r"2 if",
+        "1 if",
+        ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_traffic.py"),
+    ),
 )

@@ -13,13 +13,6 @@ MUTATIONS = (
         ("tests/unit/planner/test_simulation.py",),
     ),
     Mutation(
-        "planned all-reduces send as much as gathers",
-        "core.planner.recorder.Collective.sent_bytes",
-        r"2 if",
-        "1 if",
-        ("tests/unit/planner/test_simulation.py",),
-    ),
-    Mutation(
         "micro-batches that are not simulated cost nothing",
         "core.planner.simulation._repeated",
         r"second \* times",

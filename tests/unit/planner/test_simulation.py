@@ -19,7 +19,7 @@ from core.pipeline_parallel.stages import STAGE
 from core.planner import simulation
 from core.planner.estimates import model_flops
 from core.planner.phantom import phantoms
-from core.planner.recorder import HOST, Collective, Recorder, Work
+from core.planner.recorder import HOST, Recorder, Transfer, Work
 from core.training.config.arguments import parse_arguments
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -170,7 +170,7 @@ def test_experts_have_equally_many_tokens():
     attention = model.num_layers * 2 * (64 * 65 // 2) * model.hidden_size  # as in the test above
     assert 2 * planned.hardware_flops == model_flops(config, 2) + 4 * attention
     tokens = 2 * 64 * model.moe_router_topk
-    rows = [event for _, event in planned.events if isinstance(event, Collective) and event.kind == "all-to-all"]
+    rows = [event for _, event in planned.events if isinstance(event, Transfer) and event.kind == "all-to-all"]
     # Both ways, forward and backward, of each layer.
     sizes = [event.nbytes for event in rows if event.nbytes > 1000]
     assert sizes == [tokens * model.hidden_size * 4] * 4 * model.num_layers
@@ -191,7 +191,7 @@ def test_offloaded_activations_are_no_memory_of_an_accelerator():
     kept, offloaded = (simulated(f"{flags}{more}", on_gpu=True) for more in ("", " --offload-activations"))
     held = [planned.peak.held[simulation.CATEGORIES.index("activations")] for planned in (kept, offloaded)]
     assert held[1] < 0.5 * held[0]
-    copies = [e.nbytes for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
+    copies = [e.nbytes for _, e in offloaded.events if isinstance(e, Transfer) and e.ranks == HOST]
     assert held[0] - held[1] <= sum(copies) // 2 <= held[0]
     assert offloaded.wire() == kept.wire()
 
@@ -204,7 +204,7 @@ def test_offloaded_shards_are_no_memory_of_an_accelerator(wrapper: str):
     on_host = held["parameters"] + held["optimizer state"]
     assert kept.peak.nbytes - offloaded.peak.nbytes == pytest.approx(on_host, rel=0.002)  # a vector is gone
     assert offloaded.wire() == kept.wire()
-    copies = [e for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
+    copies = [e for _, e in offloaded.events if isinstance(e, Transfer) and e.ranks == HOST]
     to_host, from_host = (sum(e.nbytes for e in copies if e.kind == f"{way} the host") for way in ("to", "from"))
     # Gradients once, in fp32. Units that backward gathers again are read twice, the root once.
     assert held["parameters"] <= to_host <= 1.01 * held["parameters"]
