@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..base.device import current_device
 from ..base.errors import OptimizerError, ShardstackError, WrapError
 from ..base.host_memory import transient_memory
+from ..base.memory_categories import Held
 from ..base.parameters import kept_range, without_waiting
 from ..comm.collectives import Allocate
 from ..comm.lane import comm_lane
@@ -252,7 +253,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 if parameter in self._bucket_of:
                     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def held_tensors(self) -> dict[str, list[Tensor]]:
+    def held_tensors(self) -> dict[Held, list[Tensor]]:
         memory = [tensor for bucket in self._buckets for tensor in bucket.held()]
         memory += [t for buffer in self._flat_buffers for t in buffer.grad_memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]

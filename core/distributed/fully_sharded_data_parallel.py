@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..base.device import current_device
 from ..base.errors import WrapError
+from ..base.memory_categories import Held
 from ..base.parameters import keep_range, set_pending_view
 from ..comm.collectives import all_gather, allocator
 from ..comm.lane import comm_lane
@@ -205,7 +206,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         apply_to_buffers(self.module, fn)
         return self
 
-    def held_tensors(self) -> dict[str, list[Tensor]]:
+    def held_tensors(self) -> dict[Held, list[Tensor]]:
         tensors = super().held_tensors()
         slots = {unit.slot for unit in self.units if unit.slot is not None}
         gathered = [*(part for slot in slots for part in slot.parts), *(part for u in self.units for part in u.part)]

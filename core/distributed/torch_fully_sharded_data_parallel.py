@@ -14,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..base._torch_compat import NO_BACKWARD, current_backward
 from ..base.device import current_device
 from ..base.errors import ShardstackError
+from ..base.memory_categories import Held
 from ..base.parameters import local_part
 from ..comm.lane import comm_lane
 from ..diagnostics.misplaced_parameters import reject_plain_state_dicts
@@ -376,7 +377,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             "share_memory() of a model that FSDP2 has sharded; share the plain model, and then wrap it"
         )
 
-    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+    def held_tensors(self) -> dict[Held, list[torch.Tensor]]:
         state, sums = self.torch_state, self._sums.tensors if self._sums is not None else ()
         parts = [part.tensor for part in self._parts if part.tensor is not None]
         return {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import ShardstackError
+from ..base.memory_categories import Held
 from ..base.parameters import kept_range, local_part
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from .distributed_data_parallel_config import Engine
@@ -125,7 +126,7 @@ class EngineVerbs(nn.Module, ABC):
     # ---- held
 
     @abstractmethod
-    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+    def held_tensors(self) -> dict[Held, list[torch.Tensor]]:
         """Returns this rank's tensors at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
 
         ``gradients not reduced yet`` are whole gradients that a reduction will free. Tensors may share memory, also

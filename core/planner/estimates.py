@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.memory_categories import GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..distributed.plan import Plan
 from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
@@ -231,10 +232,10 @@ def formula_memory(
     states = {"adam": 8, "sgd": 4}.get(config.optimizer.optimizer, 4)
     moments = sum(piece.numel * states // piece.params[0].num_parts for piece in pieces)
     return {
-        "parameters": sum(unit.kept_bytes for unit in units),
-        "gathered units": most_gathered + root,
-        "gradients": sum(unit.gradient_bytes for unit in units),
-        "optimizer state": masters + moments,
+        PARAMETERS: sum(unit.kept_bytes for unit in units),
+        GATHERED: most_gathered + root,
+        GRADIENTS: sum(unit.gradient_bytes for unit in units),
+        OPTIMIZER_STATE: masters + moments,
         "activations": _activations(config) * under_way // (stages * len(plans)),
         "logits and loss": _logits(config) if pipeline_rank == stages - 1 else 0,
     }

@@ -10,12 +10,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.device import CPU_STANDS_FOR_GPU
 from ..base.host_memory import AS_HOST_MEMORY, transient_memory_seen_by_profilers
+from ..base.memory_categories import GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, optimizer_tensors
 from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel, wrap_model
 from ..distributed.distributed_data_parallel_config import Engine
@@ -32,18 +32,10 @@ from .phantom import phantoms
 from .recorder import ON_HOST, Block, Event, Mark, Ranks, Recorder, Transfer, Work
 
 CATEGORIES = (
-    *("parameters", "gathered units", "gradients", "optimizer state"),
+    *(PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER_STATE),
     *("activations", "logits and loss", "communication buffers"),
 )
-"""What memory is for, in the order of the tables and pictures."""
-
-_HELD = {
-    "parameters": "parameters",
-    "gathered parameters": "gathered units",
-    "gradients": "gradients",
-    "gradients not reduced yet": "gradients",
-}
-"""The category of each kind of `_BaseDataParallel.held_tensors`."""
+"""In the order of the tables and pictures. The last three are what other places call `REST`."""
 
 MOST_SIMULATED = 3
 """Micro-batches that are simulated: of more, those between the first and the last repeat the second. Pipeline stages
@@ -171,7 +163,7 @@ class _Run:
             num_parameters = sum(map(world.whole_size, modules.parameters()))
             chunks = [wrap_model(module, config.model, config.ddp) for module in modules]
             for chunk in chunks if offloads else ():
-                recorder.sort_into(ON_HOST, map(local_part, chunk.held_tensors()["parameters"]))
+                recorder.sort_into(ON_HOST, map(local_part, chunk.held_tensors()[PARAMETERS]))
             optimizer = get_megatron_optimizer(config.optimizer, chunks)
             scheduler = build_scheduler(config, optimizer)
             changes = (change for _, change, block in recorder.changes if block.category != ON_HOST)
@@ -316,17 +308,15 @@ class _Run:
         self._recorder.where = f"{self._pass} of {name}, micro-batch {self._micro_batch}"
 
     def _note_state(self, optimizer: MegatronOptimizer) -> None:
-        groups, states = optimizer.optimizer.param_groups, optimizer.optimizer.state.values()
-        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
-        tensors += [parameter for group in groups for parameter in group["params"]]
-        self._recorder.sort_into("optimizer state", map(local_part, tensors))
+        self._recorder.sort_into(OPTIMIZER_STATE, map(local_part, optimizer_tensors(optimizer.optimizer)))
 
     def _note(self, chunks: Sequence[_BaseDataParallel]) -> None:
         """Sorts memory of the wrappers into categories."""
         # Tensors may share memory between kinds, where it counts in the first.
         for chunk in chunks:
-            for kind, tensors in reversed(chunk.held_tensors().items()):
-                self._recorder.sort_into(_HELD[kind], map(local_part, tensors))
+            held = chunk.held_tensors()
+            for category in (GRADIENTS, GATHERED, PARAMETERS):
+                self._recorder.sort_into(category, map(local_part, held[category]))
 
     def _timeline(self, first: int, replicas: Set[Ranks], kept_bytes: int) -> Iterator[Moment]:
         """Yields the memory after each change, from change `first` on, with so many bytes of other micro-batches."""
