@@ -17,7 +17,7 @@ from torch import nn
 
 from ..base import memory_categories as memory
 from ..base.errors import MemoryLimitError, ShardstackError
-from ..base.text import first_line, readable_bytes
+from ..base.text import aligned, first_line, readable_bytes
 from .step_marks import known_optimizers
 
 
@@ -52,7 +52,7 @@ def table_lines(table: dict[str, int]) -> list[str]:
     """Formats the table: a line for each category that is not empty, and one for the sum."""
     rows = [(name, readable_bytes(size)) for name, size in table.items() if size]
     rows.append(("together", readable_bytes(sum(table.values()))))
-    return [f"  {name:<26} {size:>9}" for name, size in rows]
+    return [f"  {line}" for line in aligned(rows)]
 
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
