@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """Formats ``1536`` as ``1.5 KiB``: three digits at most, in the smallest unit that has no more before the point."""
+    """Formats ``1536`` as ``1.5 KiB``: three digits at most, in the first unit that has no more of them."""
     unit = 0
     while abs(num_bytes) >= 1000 and unit + 1 < len(_UNITS):
         num_bytes, unit = num_bytes / 1024, unit + 1
