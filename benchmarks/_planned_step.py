@@ -28,7 +28,7 @@ from core import parallel_state
 from core.base.host_memory import transient_memory_seen_by_profilers
 from core.distributed import wrap_model
 from core.optimizer import get_megatron_optimizer
-from core.planner.world import balanced_experts, batches, build_model, collectives_at_once
+from core.planner.world import batches, build_model, collectives_at_once
 from core.tensor_parallel.random import seed_everything
 from core.training.config.arguments import parse_arguments
 from core.training.state import build_scheduler, make_groups
@@ -55,8 +55,7 @@ def _real_step(line: Sequence[str]) -> tuple[int, int]:
         mock.patch.object(dist.Work, "wait", _wait_and_rest),
         transient_memory_seen_by_profilers(),
         collectives_at_once(),
-        balanced_experts(),
-        _WithoutGloosCopies(),
+        _AtOnce(),
         warnings.catch_warnings(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
@@ -69,7 +68,7 @@ def _real_step(line: Sequence[str]) -> tuple[int, int]:
         began = time.time_ns()
         train_step(chunks, optimizer, scheduler, batches(config), number).result()
     peak = _peak(profiler, began)
-    with mock.patch.dict(os.environ, DIRECT_EXCHANGE), collectives_at_once(), balanced_experts(), _SentBytes() as sent:
+    with mock.patch.dict(os.environ, DIRECT_EXCHANGE), collectives_at_once(), _SentBytes() as sent:
         train_step(chunks, optimizer, scheduler, batches(config), number).result()
     parallel_state.destroy_model_parallel()
     return peak, sent.total
@@ -85,10 +84,16 @@ def _wait_and_rest(work: dist.Work, *timeout: Any) -> bool:
     return ended
 
 
-class _WithoutGloosCopies(TorchDispatchMode):
-    """Gathers by broadcasts, and reduce-scatters a little at a time, by all-reduces."""
+class _AtOnce(TorchDispatchMode):
+    """Ends collectives where they begin, without gloo's copies: gathers by broadcasts, and reduce-scatters a little
+    at a time, by all-reduces."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("c10d::allreduce_", "c10d::broadcast_", "c10d::alltoall_base_"):
+            output = func(*args, **(kwargs or {}))
+            work = output if isinstance(output, torch.ScriptObject) else output[-1]
+            dist.Work.unbox(work).wait()
+            return output
         if func._schema.name not in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_"):
             return func(*args, **(kwargs or {}))
         output, input_, group = args[0], args[1].view(-1), ProcessGroup.unbox(args[2])

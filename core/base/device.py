@@ -11,9 +11,11 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .errors import ConfigError
 from .host_memory import host_memory_bytes
+from .seam import Seam
 from .text import choices
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -41,6 +43,15 @@ def device_type() -> str:
 def current_device() -> torch.device:
     """Returns the device of this process, with its index if it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+CPU_STANDS_FOR_GPU: Seam[bool] = Seam(False)
+"""Whether `is_on_gpu` takes the CPU for a GPU, as the planner does for a step that it simulates."""
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Returns whether code should choose what suits a GPU: large pieces, and shapes that depend on no values."""
+    return tensor.is_cuda or CPU_STANDS_FOR_GPU.value
 
 
 def set_backend_defaults() -> None:

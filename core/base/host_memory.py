@@ -6,14 +6,16 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .seam import Seam
 
 
 def host_pages(num_bytes: int) -> Tensor:
@@ -37,10 +39,14 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
+AS_HOST_MEMORY: Seam[Callable[[Tensor], Tensor]] = Seam(lambda tensor: tensor)
+"""Returns its argument, memory of the host for what a device offloads. It tells the planner, where the device is the
+CPU too, what is no memory of the device."""
+
 _LEAST_TRANSIENT_BYTES = 2**20
-_is_torchs = False
-"""Whether `transient_memory` uses torch's allocator, which profilers see. Set by `transient_memory_seen_by_profilers`,
-which restores it, on one thread. Every thread reads it."""
+
+_IS_TORCHS: Seam[bool] = Seam(False)
+"""Whether `transient_memory` uses torch's allocator."""
 
 
 def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -50,20 +56,14 @@ def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Te
     fragmentation raises a process's peak. On an accelerator torch's allocator reuses memory.
     """
     num_bytes = numel * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LEAST_TRANSIENT_BYTES or _is_torchs:
+    if device.type != "cpu" or num_bytes < _LEAST_TRANSIENT_BYTES or _IS_TORCHS.value:
         return torch.empty(numel, dtype=dtype, device=device)
     return host_pages(num_bytes).view(dtype)
 
 
-@contextmanager
-def transient_memory_seen_by_profilers() -> Iterator[None]:
+def transient_memory_seen_by_profilers() -> AbstractContextManager[None]:
     """Makes `transient_memory` use torch's allocator, in all threads: torch's profiler reports only that."""
-    global _is_torchs
-    before, _is_torchs = _is_torchs, True
-    try:
-        yield
-    finally:
-        _is_torchs = before
+    return _IS_TORCHS.replaced(True)
 
 
 class ReusedMemory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import TypeVar
@@ -15,12 +15,27 @@ T = TypeVar("T")
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """Formats ``1536`` as ``1.5 KiB``: at most three digits, in the largest unit with a digit before the point."""
-    for unit in _UNITS[:-1]:
-        if abs(num_bytes) < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} {_UNITS[-1]}"
+    """Formats ``1536`` as ``1.5 KiB``: three digits at most, in the first unit that has no more of them."""
+    unit = 0
+    while abs(num_bytes) >= 1000 and unit + 1 < len(_UNITS):
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.{3 if abs(num_bytes) >= 1 else 2}g} {_UNITS[unit]}"
+
+
+def bytes_cell(num_bytes: int) -> str:
+    """Formats bytes for a table, where none are a dash."""
+    return readable_bytes(num_bytes) if num_bytes else "-"
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
+    """Formats rows of a table as lines: `num_left` columns are aligned on the left, those after them on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def padded(row: Sequence[str]) -> Iterator[str]:
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            yield cell.ljust(width) if index < num_left else cell.rjust(width)
+
+    return ["  ".join(padded(row)).rstrip() for row in rows]
 
 
 def rank_list(ranks: Sequence[int]) -> str:

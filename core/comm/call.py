@@ -149,7 +149,7 @@ class Collective:
             _thread.calls.pop()
         if work is not None:
             self.is_waited_for = False
-            return _RecordedWork(self, work)
+            return _RecordedWork(self, work, start)
         self.end()
         return None
 
@@ -176,10 +176,13 @@ class Collective:
 class _RecordedWork(dist.Work):
     """Work of a collective, whose end is recorded where it is waited for, and whose failure is explained."""
 
-    def __init__(self, call: Collective, work: dist.Work) -> None:
+    def __init__(self, call: Collective, work: dist.Work, start: Callable[[], dist.Work | None]) -> None:
         super().__init__()
         # Fixed. `wait` may be called on any thread; it ends the call, and `__del__` marks a call that never ended.
         self._call, self._work = call, work
+        # Refers to the call's tensors, which NCCL and gloo keep until then too, and no backend frees while it reads
+        # them. `wait` drops it.
+        self._start: Callable[[], dist.Work | None] | None = start
 
     def __del__(self) -> None:
         # An error kept the rank from waiting for it: without this the call would count as running for ever.
@@ -194,6 +197,7 @@ class _RecordedWork(dist.Work):
             self._call.explain(error)
             raise
         self._call.end()
+        self._start = None
         return True
 
 

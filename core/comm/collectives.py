@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ..base._torch_compat import all_gather_single, reduce_scatter_single
 from ..base.errors import warn_once
 from ..base.host_memory import transient_memory
+from ..base.seam import Seam
 from . import gloo
 from .call import message_tag
 from .gloo import EXCHANGE_TAG, Sum, add_in_tree, store
@@ -155,9 +156,9 @@ def _run(
     return recorded(kind, what, payload, group).run(start)
 
 
-SKIPS_GROUPS_OF_ONE = True
+SKIPS_GROUPS_OF_ONE: Seam[bool] = Seam(True)
 """Whether a rank that is alone in its group calls no backend. Tests set it to False, to run the calls of several ranks
-on one GPU. Read at each call, on any thread."""
+on one GPU."""
 
 
 def reduce_scatter(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum | None = None, *, what: str) -> None:
@@ -226,7 +227,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, how: Sum | None = None, *, w
 
 def is_alone(group: ProcessGroup) -> bool:
     """Returns whether collectives of a group call no backend, because it has one rank."""
-    return group.size() == 1 and SKIPS_GROUPS_OF_ONE
+    return group.size() == 1 and SKIPS_GROUPS_OF_ONE.value
 
 
 def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..base.seam import Seam
 from . import streams
 from .record import is_recording, raise_if_late
 
@@ -51,7 +52,7 @@ def comm_lane(device: torch.device, number: int = 0) -> CommLane:
 
     Two lanes take different process groups, in which messages cannot overtake each other's.
     """
-    return _lane(device, number)
+    return LANES.value(device, number)
 
 
 def wait_for_lanes() -> None:
@@ -64,13 +65,19 @@ _threads: list[_ThreadLane] = []
 """The lanes that are threads, in the order of their creation. `_ThreadLane` adds itself."""
 
 
-# Never cleared: there is one lane for each device and number, and its thread or stream lives as long as the process.
-@functools.cache
-def _lane(device: torch.device, number: int) -> CommLane:
+def new_lane(device: torch.device, number: int = 0) -> CommLane:
+    """Makes a lane that belongs to the caller alone."""
     return _StreamLane(device) if streams.is_asynchronous(device) else _ThreadLane()
 
 
-class _Task(Handle):
+LANES: Seam[Callable[[torch.device, int], CommLane]] = Seam(functools.cache(new_lane))
+"""Returns the lane of a device and number. The cache is never cleared: a lane's thread or stream lives as long as the
+process. The planner's lane runs tasks at once, and tests have lanes that run them late."""
+
+
+class Task(Handle):
+    """A task that runs on the host: whether it has ended, and its exception."""
+
     def __init__(self, run: Callable[[], None]) -> None:
         # The lane's thread drops it, with the buffers that it refers to, once it has run.
         self._run: Callable[[], None] | None = run
@@ -105,11 +112,11 @@ class _Task(Handle):
 class _ThreadLane(CommLane):
     def __init__(self) -> None:
         # Tasks that have not begun. `submit` adds them, on any thread; the lane's thread removes them.
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         # None until the first `submit` starts it. It ends with the process.
         self._thread: threading.Thread | None = None
         # The last task submitted, or None. `submit` sets it. The lane is idle once this task has ended.
-        self._last: _Task | None = None
+        self._last: Task | None = None
         _threads.append(self)
 
     def wait_until_idle(self, most_s: float | None = None) -> None:
@@ -123,7 +130,7 @@ class _ThreadLane(CommLane):
             self._thread.start()
             # At exit too, briefly: a thread inside torch would abort the process.
             atexit.register(self.wait_until_idle, _LONGEST_EXIT_S)
-        task = self._last = _Task(run)
+        task = self._last = Task(run)
         self._tasks.put(task)
         return task
 
@@ -138,7 +145,7 @@ _LONGEST_EXIT_S = 5.0
 """Seconds that a process waits at exit for the last task."""
 
 
-def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
+def _serve(tasks: queue.SimpleQueue[Task]) -> None:
     with torch.no_grad():
         while True:
             task = tasks.get()
@@ -153,7 +160,7 @@ class _StreamLane(CommLane):
         self._stream = streams.Stream(device, priority=-1)
 
     def submit(self, run: Callable[[], None]) -> Handle:
-        task, submitter = _Task(run), streams.current_stream()
+        task, submitter = Task(run), streams.current_stream()
         self._stream.wait_stream(submitter)
         with streams.stream(self._stream):
             task.execute()
@@ -161,7 +168,7 @@ class _StreamLane(CommLane):
 
 
 class _Recorded(Handle):
-    def __init__(self, task: _Task, run: Callable[[], None], submitter: streams.Stream, event: streams.Event) -> None:
+    def __init__(self, task: Task, run: Callable[[], None], submitter: streams.Stream, event: streams.Event) -> None:
         # Keeps the task's buffers alive, because the lane's stream may still read them, even if the task raised.
         # `wait` drops it.
         self._run: Callable[[], None] | None = run

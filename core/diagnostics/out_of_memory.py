@@ -13,52 +13,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from ..base import memory_categories as memory
 from ..base.errors import MemoryLimitError, ShardstackError
-from ..base.parameters import local_part
-from ..base.text import first_line, readable_bytes
+from ..base.text import aligned, first_line, readable_bytes
 from .step_marks import known_optimizers
-
-PARAMETERS = "parameters"
-GATHERED = "gathered parameters"
-GRADIENTS = "gradients"
-WHOLE_GRADIENTS = "gradients not reduced yet"
-OPTIMIZER_STATE = "optimizer state"
-REST = "activations and other"
-
-CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, WHOLE_GRADIENTS, OPTIMIZER_STATE, REST)
 
 
 def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
-    """Returns the bytes of this rank's memory on a kind of device, for each of `CATEGORIES`.
+    """Returns the bytes of this rank's memory on a kind of device, for each of `memory.CATEGORIES`.
 
     A storage counts once, in the first category that has it. The last category is everything else that the process
     holds: of torch's allocations on an accelerator, of the resident set on the host, Python itself included.
     """
-    table = dict.fromkeys(CATEGORIES, 0)
-    addresses: set[int] = set()
-
-    def add(category: str, tensor: Tensor | None) -> None:
-        local = None if tensor is None else local_part(tensor)
-        if local is None or local.device.type != device_type:
-            return
-        storage = local.untyped_storage()
-        if storage.data_ptr() not in addresses:
-            addresses.add(storage.data_ptr())
-            table[category] += storage.nbytes()
-
-    tensors = wrapper.engine.held()
-    for category in (PARAMETERS, GATHERED, WHOLE_GRADIENTS, GRADIENTS):  # whole gradients are named twice
-        for tensor in tensors[category]:
-            add(category, tensor)
-    for optimizer in known_optimizers():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                add(OPTIMIZER_STATE, parameter.detach())  # a master copy; seen already where it is the model's own
-                for value in optimizer.state.get(parameter, {}).values():
-                    add(OPTIMIZER_STATE, value if isinstance(value, Tensor) else None)
-    table[REST] = max(0, held_bytes(device_type) - sum(table.values()))
+    held = wrapper.engine.held()
+    kinds = [(kind, held[kind]) for kind in (memory.WHOLE_GRADIENTS, *held)]  # which are among the gradients too
+    kinds += [(memory.OPTIMIZER_STATE, memory.optimizer_tensors(optimizer)) for optimizer in known_optimizers()]
+    table = dict.fromkeys(memory.CATEGORIES, 0)
+    for kind, nbytes in memory.held_storages(kinds, device_type).values():
+        table[kind] += nbytes
+    table[memory.REST] = max(0, held_bytes(device_type) - sum(table.values()))
     return table
 
 
@@ -77,7 +52,7 @@ def table_lines(table: dict[str, int]) -> list[str]:
     """Formats the table: a line for each category that is not empty, and one for the sum."""
     rows = [(name, readable_bytes(size)) for name, size in table.items() if size]
     rows.append(("together", readable_bytes(sum(table.values()))))
-    return [f"  {name:<26} {size:>9}" for name, size in rows]
+    return [f"  {line}" for line in aligned(rows)]
 
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -156,21 +131,20 @@ def savings(wrapper: Any, table: dict[str, int], missing_bytes: int, device_type
     stay_gathered = is_fully_sharded and sum(unit.is_freed and not unit.kept_among for unit in units) < num_units - 2
     recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
     in_half = any(getattr(config, name, False) for name in ("bf16", "fp16")) or plan.root.precision.param_dtype
-    replicated_categories = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
-    kept_whole = sum(table[name] for name in replicated_categories.get(plan.strategy, (PARAMETERS,)))
-    shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
+    parameters, gathered, gradients, whole_gradients, state, rest = (table[name] for name in memory.CATEGORIES)
+    shards = parameters + gradients + state
+    kept_whole = {"no_shard": shards, "optim": gradients + parameters}.get(plan.strategy, parameters)
     can_offload = "cpu_offload" in asked_by and device_type == "cuda" and not plan.settings.cpu_offload
     ahead = is_fully_sharded and plan.gathers_ahead
     by_micro_batch = not plan.settings.reduce_every_micro_batch
 
-    activations, whole_gradients = table[REST] * (1 - 1 / _num_layers(wrapper.module)), table[WHOLE_GRADIENTS]
-    in_use, freed_bytes = table[REST] + missing_bytes, table[GATHERED] * max(0.0, 1 - 2 / num_units)
-    one_unit = table[PARAMETERS] * num_ranks / num_units
+    activations, in_use = rest * (1 - 1 / _num_layers(wrapper.module)), rest + missing_bytes
+    freed_bytes, one_unit = gathered * max(0.0, 1 - 2 / num_units), parameters * num_ranks / num_units
     # Whether each applies, what it is, the field of the plan that another setting asks for, and the bytes.
     candidates: list[tuple[bool, str, str, float]] = [
         (True, "half the micro-batch, with twice as many micro-batches", "", in_use / 2),
         (not recomputes, "recomputation of activations", "recomputes", activations),
-        (not in_half, "computation in bf16 (config.bf16=True)", "", (table[GATHERED] + in_use) / 2),
+        (not in_half, "computation in bf16 (config.bf16=True)", "", (gathered + in_use) / 2),
         (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", "", spared_share * kept_whole),
         (stay_gathered, "freeing gathered parameters after forward", "is_freed", freed_bytes),
         (by_micro_batch, "reducing each micro-batch", "reduce_every_micro_batch", spared_share * whole_gradients),

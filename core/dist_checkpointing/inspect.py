@@ -24,7 +24,7 @@ from typing import Any
 
 from ..base.dtypes import dtype_name
 from ..base.errors import CheckpointError, MissingExtraError
-from ..base.text import fold_numbered, numbered_name, readable_bytes
+from ..base.text import aligned, fold_numbered, numbered_name, readable_bytes
 from .agreement import Ranks
 from .format.content_hash import joint_hash
 from .format.folders import existing_folder, latest_checkpoint
@@ -151,12 +151,11 @@ def _tensor_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[
         itemgetter(0),
         lambda one, other: not expand and _kind(one[1]) == _kind(other[1]),
     )
-    rows = [(numbered_name(run[0][0], run[-1][0]) + f"  ({len(run)} x)" * (len(run) > 1), run) for run in runs]
-    width = max((len(label) for label, _ in rows), default=0)
-    for label, run in rows:
-        first = run[0][1]
+    labels = [numbered_name(run[0][0], run[-1][0]) + f"  ({len(run)} x)" * (len(run) > 1) for run in runs]
+    sizes = [readable_bytes(len(run) * run[0][1].num_bytes) for run in runs]
+    for line, ((_, first), *_) in zip(aligned([*zip(labels, sizes, strict=True)]), runs, strict=True):
         hash_text = f"  {first.content_hash:016x}" if expand and first.content_hash is not None else ""
-        yield f"  {label:<{width}}  {readable_bytes(len(run) * first.num_bytes):>10}  {_kind(first)}{hash_text}"
+        yield f"  {line}  {_kind(first)}{hash_text}"
 
 
 def _by_pattern(item: tuple[str, TensorEntry]) -> tuple[list[str], list[int]]:

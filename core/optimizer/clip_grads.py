@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.device import current_device
+from ..base.device import current_device, is_on_gpu
 from ..comm.collectives import all_reduce_by_backend
 from ..comm.lane import known_on_host
 from ..distributed.groups import is_expert_parameter
@@ -83,8 +83,8 @@ class GradientStatistics:
             of_model = torch.zeros_like(total)
             for part in parts:
                 shards = part.own_grads(grads)
-                sums = _sum_on_device([grad for grad in shards if grad.device.type != "cpu"], count_zeros, device)
-                if on_host := [grad for grad in shards if grad.device.type == "cpu"]:
+                sums = _sum_on_device([grad for grad in shards if is_on_gpu(grad)], count_zeros, device)
+                if on_host := [grad for grad in shards if not is_on_gpu(grad)]:
                     sums += _sum_on_host(on_host, count_zeros).to(device)
                 part.add(sums, of_model)
             total += _reduce(of_model, over, "the gradient norm over the model")

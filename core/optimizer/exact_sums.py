@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..base.device import is_on_gpu
 from ..comm.collectives import all_gather
 
 _BITS = 46
@@ -38,8 +39,8 @@ _LARGEST_EXPONENT = 1023 - 53 + _BITS
 
 def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the largest absolute value, 0-dim in double on `device`, or infinity if any value is not finite."""
-    on_host = [extreme.double() for grad in grads if not grad.is_cuda for extreme in torch.aminmax(grad)]
-    on_device = [grad for grad in grads if grad.is_cuda]
+    on_host = [extreme.double() for grad in grads if not is_on_gpu(grad) for extreme in torch.aminmax(grad)]
+    on_device = [grad for grad in grads if is_on_gpu(grad)]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if on_host:
         largest = torch.stack(on_host).abs().max().to(device)
@@ -64,10 +65,10 @@ def sum_of_squares(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
     """Returns the sum in units of ``2^exponent``, as two digits, `[2]`, whose sums over ranks fit in 64 bits."""
     device = exponent.device
     digits = [torch.zeros(2, dtype=torch.int64, device=device)]
-    on_host = [grad for grad in grads if not grad.is_cuda]
+    on_host = [grad for grad in grads if not is_on_gpu(grad)]
     if on_host:
         digits.append(_sum_on_host(on_host, exponent.to("cpu") if exponent.is_cuda else exponent).to(device))
-    on_device = [chunk for g in grads if g.is_cuda for chunk in g.reshape(-1).split(_DEVICE_CHUNK_ELEMENTS)]
+    on_device = [chunk for g in grads if is_on_gpu(g) for chunk in g.reshape(-1).split(_DEVICE_CHUNK_ELEMENTS)]
     if on_device:
         anchor = _anchor(exponent)
         bits = anchor.view(torch.int64)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..base.errors import ConfigError
 from ..base.module_protocol import fused_rows
+from ..base.text import aligned
 from .main_params import MainParam
 from .optimizer_config import CoefficientType, MuonRecipe, OptimizerConfig
 from .param_groups import ConfigOverrides, override_of
@@ -176,9 +177,7 @@ def describe_matrices(
             owners_of.setdefault((_without_numbers(p.name), _text(p.param.shape), reason, scalar_optimizer), set())
     rows: list[tuple[str, ...]] = [("matrix", "shape", "split or reason", "optimizer", "owners")]
     rows += [(*row, " ".join(map(str, sorted(ranks))) or "-") for row, ranks in owners_of.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join((f"Muon updates {len(matrices)} matrices:", *lines))
+    return "\n".join((f"Muon updates {len(matrices)} matrices:", *aligned(rows, len(rows[0]))))
 
 
 def _text(shape: Sequence[int]) -> str:

@@ -29,6 +29,7 @@ from torch.distributed import pipelining
 from .. import parallel_state
 from ..base import device
 from ..base.errors import ConfigError, DataError, OutOfStepError, ParallelConfigError, ShardstackError
+from ..base.seam import Seam
 from ..diagnostics.out_of_step import is_failure_of_backend
 from ..distributed import _BaseDataParallel
 from ..tensor_parallel.random import stage_streams
@@ -75,7 +76,7 @@ def run_stages(
         pipeline.schedule.step(**targets, return_outputs=False)
 
 
-class _Pipeline:
+class Pipeline:
     """A schedule over this rank's stages, for one number of micro-batches and one shape. It runs one step at a time.
 
     Args:
@@ -104,16 +105,19 @@ class _Pipeline:
             inputs = () if place.is_first else between
             outputs = (torch.empty((), device="meta"),) if place.is_last else between
             deferred = chunk.take_deferred if config.pipeline_schedule == "ZBVZeroBubble" else None
-            stage = _Stage(chunk, place.index, place.count, here, inputs, outputs, group=group, dw_builder=deferred)
+            stage = STAGE.value(
+                chunk, place.index, place.count, here, inputs, outputs, group=group, dw_builder=deferred
+            )
             stage.pipeline, stage.chunk = self, chunk
             self._stages.append(stage)
         check_rounds(config, num_microbatches)
         self._num_microbatches, self._forward_only = num_microbatches, forward_only
         self._splits_backward = config.pipeline_schedule == "ZBVZeroBubble" and not forward_only
-        self.schedule = self._make_schedule(config.pipeline_schedule)
+        self.schedule = self.make_schedule(config.pipeline_schedule, num_microbatches)
 
-    def _make_schedule(self, name: str) -> Any:
-        number, num_ranks = self._num_microbatches, self._stages[0].group_size
+    def make_schedule(self, name: str, number: int) -> Any:
+        """Makes a schedule of torch's over this rank's stages, for a number of micro-batches."""
+        num_ranks = self._stages[0].group_size
         if name == "1F1B" and (number < num_ranks or self._forward_only):
             name = "GPipe"  # of so few micro-batches the order is the same, and torch's 1F1B takes no fewer
         stages: Any = self._stages[0] if name in ("1F1B", "GPipe") else self._stages
@@ -278,13 +282,14 @@ class _Chunk(nn.Module):
         return output, total
 
 
-class _Stage(pipelining.PipelineStage):
+class Stage(pipelining.PipelineStage):
     """A stage of torch's that lets its chunk reduce gradients once a step, and notes what the rank does."""
 
-    pipeline: _Pipeline
+    pipeline: Pipeline
     chunk: _Chunk
 
-    def _note(self, what: str, micro_batch: int, peer: int | None = None) -> None:
+    def note(self, what: str, micro_batch: int, peer: int | None = None) -> None:
+        """Takes down what the rank does now: a pass of a micro-batch, or its wait for a message of a neighbour."""
         stage = self.chunk.stage
         source = "" if peer is None else f" from stage {peer} (rank {self._resolve_rank(peer)})"
         self.pipeline.doing = f"{stage}: {what} of micro-batch {micro_batch}{source}"
@@ -296,17 +301,17 @@ class _Stage(pipelining.PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         if ops:
-            self._note("waits for the activations", fwd_chunk_id, self.stage_index - 1)
+            self.note("waits for the activations", fwd_chunk_id, self.stage_index - 1)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         if ops:
-            self._note("waits for the gradient", bwd_chunk_id, self.stage_index + 1)
+            self.note("waits for the gradient", bwd_chunk_id, self.stage_index + 1)
         return ops
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._note("forward", fwd_chunk_id)
+        self.note("forward", fwd_chunk_id)
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:  # torch puts its own in front of the model's
@@ -315,7 +320,7 @@ class _Stage(pipelining.PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
             return None
-        self._note("backward", bwd_chunk_id)
+        self.note("backward", bwd_chunk_id)
         with self.chunk.backward():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
@@ -333,7 +338,10 @@ class _Stage(pipelining.PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
-_pipelines: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, _Pipeline]]] = weakref.WeakKeyDictionary()
+STAGE: Seam[Callable[..., Stage]] = Seam(Stage)
+"""Makes each stage of a new pipeline, with torch's arguments. The planner's stages have no neighbours."""
+
+_pipelines: weakref.WeakKeyDictionary[nn.Module, dict[bool, tuple[Any, Pipeline]]] = weakref.WeakKeyDictionary()
 """By a rank's first chunk the pipelines of its last training step (False) and its last evaluation (True), with what
 they were made for. `_pipeline_of` replaces them. A pipeline owns the memory that it receives into, of each
 micro-batch."""
@@ -341,7 +349,7 @@ micro-batch."""
 
 def _pipeline_of(
     chunks: Sequence[nn.Module], config: Any, num_microbatches: int, shape: tuple[int, ...], forward_only: bool
-) -> _Pipeline:
+) -> Pipeline:
     """Returns the pipeline of the last step if it was the same, else a new one. All ranks call it."""
     if len(chunks) != (config.virtual_pipeline_model_parallel_size or 1):
         raise ConfigError(
@@ -351,7 +359,7 @@ def _pipeline_of(
     pipelines = _pipelines.setdefault(chunks[0], {})
     key = (tuple(map(id, chunks)), num_microbatches, shape, config.pipeline_schedule)
     if forward_only not in pipelines or pipelines[forward_only][0] != key:
-        pipelines[forward_only] = key, _Pipeline(chunks, config, num_microbatches, shape, forward_only)
+        pipelines[forward_only] = key, Pipeline(chunks, config, num_microbatches, shape, forward_only)
     return pipelines[forward_only][1]
 
 

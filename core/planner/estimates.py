@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.memory_categories import GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..distributed.plan import Plan
 from ..tensor_parallel.groups import pad_vocab_size
 from ..training.config import PretrainConfig
 from ..training.config.arguments import parse_arguments
 from .hardware import Hardware
-from .recorder import HOST, Collective
+from .recorder import HOST, Transfer
 from .simulation import CATEGORIES, Pass, Simulation, pipeline_ranks, simulate
 from .step_time import StepTime, step_time
 
@@ -145,9 +146,9 @@ def estimate(wrapper: str, config: PretrainConfig, world_size: int, hardware: Ha
 
 
 def _wire(simulation: Simulation, hardware: Hardware) -> tuple[Wire, ...]:
-    collectives: dict[tuple[str, int], list[Collective]] = {}
+    collectives: dict[tuple[str, int], list[Transfer]] = {}
     for _, event in simulation.events:
-        if isinstance(event, Collective) and (event.sent_bytes or event.ranks == HOST):
+        if isinstance(event, Transfer) and (event.sent_bytes or event.ranks == HOST):
             collectives.setdefault((event.kind, len(event.ranks)), []).append(event)
     return tuple(
         Wire(
@@ -231,10 +232,10 @@ def formula_memory(
     states = {"adam": 8, "sgd": 4}.get(config.optimizer.optimizer, 4)
     moments = sum(piece.numel * states // piece.params[0].num_parts for piece in pieces)
     return {
-        "parameters": sum(unit.kept_bytes for unit in units),
-        "gathered units": most_gathered + root,
-        "gradients": sum(unit.gradient_bytes for unit in units),
-        "optimizer state": masters + moments,
+        PARAMETERS: sum(unit.kept_bytes for unit in units),
+        GATHERED: most_gathered + root,
+        GRADIENTS: sum(unit.gradient_bytes for unit in units),
+        OPTIMIZER_STATE: masters + moments,
         "activations": _activations(config) * under_way // (stages * len(plans)),
         "logits and loss": _logits(config) if pipeline_rank == stages - 1 else 0,
     }

@@ -29,7 +29,7 @@ from ..base.environment import environment_int
 from ..base.errors import ConfigError
 from ..base.files import brief, read_json
 from ..comm import collectives, streams
-from .recorder import HOST, Collective, Ranks, Work
+from .recorder import HOST, Ranks, Transfer, Work
 
 _MOST = 1e30
 """Largest rate, and the inverse of the smallest: products and quotients of two stay finite."""
@@ -78,7 +78,7 @@ class Hardware:
             rate = self.attention_flops
         return max(work.flops / rate, work.nbytes / self.memory_bandwidth, self.launch_s)
 
-    def collective_seconds(self, collective: Collective) -> float:
+    def collective_seconds(self, collective: Transfer) -> float:
         """Returns the time of a collective, with NCCL's model of its rings and trees: the fastest of its protocols."""
         ranks, nodes = len(collective.ranks), _num_nodes(collective.ranks, self.node_size)
         if collective.ranks == HOST:
@@ -104,8 +104,8 @@ class Hardware:
                 seconds.append(latency + collective.sent_bytes / (bandwidth * share))
         return min(seconds)
 
-    def crossing_bytes(self, collective: Collective) -> int:
-        """Returns how many of `Collective.sent_bytes` leave the node, on average over the group's ranks.
+    def crossing_bytes(self, collective: Transfer) -> int:
+        """Returns how many of `Transfer.sent_bytes` leave the node, on average over the group's ranks.
 
         Of the links of a ring, one a node leaves it. Of all-to-all, the messages to ranks of other nodes do.
         """

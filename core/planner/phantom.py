@@ -12,7 +12,6 @@ import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from .recorder import HOST, ON_HOST, Collective, Kind, Ranks, Recorder, Work
+from .recorder import HOST, ON_HOST, Kind, Ranks, Recorder, Transfer, Work
 
 MOST_VALUES = 2**12
 """Elements of the largest tensor whose values are computed. Larger ones are phantoms, integers apart."""
@@ -148,7 +147,7 @@ class PhantomMode(TorchDispatchMode):
         flops = int(count(*args, **kwargs, out_val=output)) if count else 0
         outputs, on_host = _tensors(output), [*map(self._recorder.is_on_host, inputs)]
         if name == "aten::copy_" and on_host[0] != on_host[1]:
-            copy = Collective("to the host" if on_host[0] else "from the host", inputs[0].nbytes, HOST)
+            copy = Transfer("to the host" if on_host[0] else "from the host", inputs[0].nbytes, HOST)
             self._recorder.send(copy, [], outputs)
             return
         nbytes, awaits = sum(t.nbytes for t in (*inputs, *outputs)), self._recorder.read(inputs)
@@ -170,19 +169,19 @@ class PhantomMode(TorchDispatchMode):
         ranks = self._ranks[group]
         if kind == "send":
             ranks = Ranks((ranks[group.rank()], ranks[args[2]]))
-        collective = Collective(kind, sum(tensor.nbytes for tensor in whole), ranks)
+        collective = Transfer(kind, sum(tensor.nbytes for tensor in whole), ranks)
         if kind == "send":  # nothing here waits for it, and its tensors stay what they are
             self._recorder.events.append((self._recorder.where, collective))
             return work
         outputs, inputs = ([*filter(self._recorder.is_on_host, _tensors(arg))] for arg in args[:2])
         if inputs:
-            self._recorder.send(Collective("from the host", sum(t.nbytes for t in inputs), HOST), [], [])
+            self._recorder.send(Transfer("from the host", sum(t.nbytes for t in inputs), HOST), [], [])
         on_device = [torch.empty_like(tensor) for tensor in outputs]  # until they are copied to the host
         for tensor in on_device:
             self._recorder.follow(tensor)
         self._recorder.send(collective, [*_tensors(args), *on_device], _tensors(args[0]))
         if outputs:
-            self._recorder.send(Collective("to the host", sum(t.nbytes for t in outputs), HOST), [], outputs)
+            self._recorder.send(Transfer("to the host", sum(t.nbytes for t in outputs), HOST), [], outputs)
         if kind == "all-gather" and all(map(_has_values, whole)):
             (own,) = _tensors(args[1])
             for tensor in whole:
@@ -294,6 +293,23 @@ _FLOPS: dict[str, Callable[..., int]] = {
 
 
 @contextmanager
+def replaced_in_torch(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Puts a function in the place of a method of torch's that no mode of torch sees: `TorchDispatchMode` sees no
+    resized storage and no move that does nothing, and `TorchFunctionMode` nothing that hooks of a backward call.
+
+    FSDP2 calls both in such hooks. If it frees units by another call than ``UntypedStorage.resize_``, a plan counts
+    them as held to the end, and if it moves offloaded shards by another than ``Tensor.to``, as never moved: tests
+    compare plans with real steps.
+    """
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def phantoms(recorder: Recorder, *, casts_in_memory: bool = False) -> Iterator[None]:
     """Makes every tensor of this thread a phantom, and records it. Takes what `PhantomMode` takes."""
     resize = torch.UntypedStorage.resize_
@@ -305,6 +321,6 @@ def phantoms(recorder: Recorder, *, casts_in_memory: bool = False) -> Iterator[N
 
     with (
         PhantomMode(recorder, casts_in_memory=casts_in_memory),
-        mock.patch.object(torch.UntypedStorage, "resize_", resize_and_record),
+        replaced_in_torch(torch.UntypedStorage, "resize_", resize_and_record),
     ):
         yield

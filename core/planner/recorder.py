@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..distributed.plan.parts import sent_bytes
+
 Kind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all", "send", "to the host", "from the host"
 ]
@@ -35,7 +37,7 @@ ON_HOST = "on the host"
 
 
 @dataclass(frozen=True, eq=False)
-class Collective:
+class Transfer:
     """A collective of this rank, a message between pipeline stages, or a copy between an accelerator and its host.
     Equal ones are different calls."""
 
@@ -47,12 +49,8 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends at least, as in a ring: ``(n - 1) / n`` of the tensor, twice that to all-reduce
-        it."""
-        if self.kind == "send":
-            return self.nbytes
-        passes = 2 if self.kind == "all-reduce" else 1
-        return passes * self.nbytes * (len(self.ranks) - 1) // len(self.ranks)
+        """Bytes that this rank sends to others."""
+        return self.nbytes if self.kind == "send" else sent_bytes(self.kind, self.nbytes, len(self.ranks))
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Work:
     """Bytes that it reads and writes."""
     itemsize: int
     """Bytes of an element of its result."""
-    awaits: tuple[Collective, ...]
+    awaits: tuple[Transfer, ...]
     """Collectives whose results it is the first to read."""
     is_on_host: bool = False
 
@@ -81,7 +79,7 @@ class Mark:
     """From 0."""
 
 
-Event = Collective | Work | Mark
+Event = Transfer | Work | Mark
 
 
 @dataclass
@@ -93,9 +91,9 @@ class Block:
     """The recorder's place when it was allocated."""
     category: str = ""
     """Set by `Recorder.sort_into`. Empty for what neither wrapper nor optimizer holds."""
-    collective: Collective | None = None
+    collective: Transfer | None = None
     """The last one that read or wrote it."""
-    awaited: Collective | None = None
+    awaited: Transfer | None = None
     """The last one that wrote it, until an operation reads it."""
 
 
@@ -156,11 +154,16 @@ class Recorder:
             if block.category != ON_HOST or not category:
                 block.category = category
 
+    def as_host_memory(self, tensor: Tensor) -> Tensor:
+        """Sorts the memory of a tensor into the host's. Returns it."""
+        self.sort_into(ON_HOST, [tensor])
+        return tensor
+
     def is_on_host(self, tensor: Tensor) -> bool:
         block = None if not self.uses_host or tensor.is_sparse else self.live.get(tensor.untyped_storage()._cdata)
         return block is not None and block.category == ON_HOST
 
-    def send(self, collective: Collective, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+    def send(self, collective: Transfer, tensors: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Adds a collective to the events, and notes it on the memory that it reads and writes."""
         self.events.append((self.where, collective))
         for block in self._blocks(tensors):
@@ -168,9 +171,9 @@ class Recorder:
         for block in self._blocks(outputs):
             block.awaited = collective
 
-    def read(self, tensors: Iterable[Tensor]) -> tuple[Collective, ...]:
+    def read(self, tensors: Iterable[Tensor]) -> tuple[Transfer, ...]:
         """Returns the collectives that wrote tensors and were not waited for."""
-        collectives = dict[Collective, None]()
+        collectives = dict[Transfer, None]()
         for block in self._blocks(tensors):
             if block.awaited is not None:
                 collectives[block.awaited], block.awaited = None, None

@@ -6,44 +6,36 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..base.host_memory import transient_memory_seen_by_profilers
+from ..base.device import CPU_STANDS_FOR_GPU
+from ..base.host_memory import AS_HOST_MEMORY, transient_memory_seen_by_profilers
+from ..base.memory_categories import GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, optimizer_tensors
 from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel, wrap_model
 from ..distributed.distributed_data_parallel_config import EngineKind
 from ..distributed.finalize_model_grads import is_last_stage
 from ..distributed.plan import Plan
 from ..optimizer import MegatronOptimizer, get_megatron_optimizer
-from ..pipeline_parallel import stages
+from ..pipeline_parallel.stages import STAGE, Stage
 from ..training.config import PretrainConfig, validate
 from ..training.state import build_scheduler
 from ..training.train_step import train_step
 from ..transformer.transformer_layer import TransformerLayer
 from . import world
 from .phantom import phantoms
-from .recorder import ON_HOST, Block, Collective, Event, Mark, Ranks, Recorder, Work
+from .recorder import ON_HOST, Block, Event, Mark, Ranks, Recorder, Transfer, Work
 
 CATEGORIES = (
-    *("parameters", "gathered units", "gradients", "optimizer state"),
+    *(PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER_STATE),
     *("activations", "logits and loss", "communication buffers"),
 )
-"""What memory is for, in the order of the tables and pictures."""
-
-_HELD = {
-    "parameters": "parameters",
-    "gathered parameters": "gathered units",
-    "gradients": "gradients",
-    "gradients not reduced yet": "gradients",
-}
-"""The category of each kind of `Engine.held`."""
+"""In the order of the tables and pictures. The last three are what other places call `REST`."""
 
 MOST_SIMULATED = 3
 """Micro-batches that are simulated: of more, those between the first and the last repeat the second. Pipeline stages
@@ -107,7 +99,7 @@ class Simulation:
         """Returns the bytes that this rank sends in a step, by kind and group."""
         counter: Counter[tuple[str, Ranks]] = Counter()
         for _, event in self.events:
-            if isinstance(event, Collective) and event.sent_bytes:
+            if isinstance(event, Transfer) and event.sent_bytes:
                 counter[event.kind, event.ranks] += event.sent_bytes
         return counter
 
@@ -136,11 +128,8 @@ def simulate(config: PretrainConfig, world_size: int, *, pipeline_rank: int = 0,
     validate(config, world_size)
     config = world.resolved(config, on_gpu)
     rank = world_size // config.model.pipeline_model_parallel_size * pipeline_rank
-    with world.fake_world(config, world_size, rank), warnings.catch_warnings(), ExitStack() as stack:
+    with world.fake_world(config, world_size, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if on_gpu:
-            for place, name, value in world.ON_GPU:
-                stack.enter_context(mock.patch.object(place, name, value))
         return _Run(config, world_size, on_gpu).simulation()
 
 
@@ -151,6 +140,8 @@ class _Run:
         self._config, self._world_size, self._on_gpu = config, world_size, on_gpu
         self._recorder = Recorder(where="construction")
         self._has_stages = config.model.pipeline_model_parallel_size > 1
+        # The stages of the rank's pipeline, if it has one; `_stage` adds them.
+        self._stages: list[world.LoneStage] = []
         # What `_follow` sets: the number of the current micro-batch, from 1, and the pass that it is in.
         self._micro_batch, self._pass = 0, ""
 
@@ -163,23 +154,16 @@ class _Run:
             phantoms(recorder, casts_in_memory=not self._on_gpu),
             transient_memory_seen_by_profilers(),
             world.collectives_at_once(),
-            world.balanced_experts(),
-            world.activations_on_host(recorder) if self._on_gpu else nullcontext(),
-            world.shards_on_host(recorder) if offloads else nullcontext(),
-            world.exchanges_hold_what_is_sent(on_gpu=self._on_gpu),
-            mock.patch.multiple(
-                stages._Stage,
-                _note=self._begin_action,
-                # Neighbours agree that they know the shapes of what they exchange.
-                _warmup_forward_vote=lambda *unused, **also_unused: torch.ones(1, dtype=torch.int32),
-                _warmup_backward_result=lambda *unused, **also_unused: torch.ones(1, dtype=torch.int32),
-            ),
+            CPU_STANDS_FOR_GPU.replaced(self._on_gpu),
+            AS_HOST_MEMORY.replaced(recorder.as_host_memory) if self._on_gpu else nullcontext(),
+            world.copies_to_host(recorder) if offloads else nullcontext(),
+            STAGE.replaced(self._stage),
         ):
             modules = world.build_model(config)
             num_parameters = sum(map(world.whole_size, modules.parameters()))
             chunks = [wrap_model(module, config.model, config.ddp) for module in modules]
             for chunk in chunks if offloads else ():
-                recorder.sort_into(ON_HOST, map(local_part, chunk.engine.held()["parameters"]))
+                recorder.sort_into(ON_HOST, map(local_part, chunk.engine.held()[PARAMETERS]))
             optimizer = get_megatron_optimizer(config.optimizer, chunks)
             scheduler = build_scheduler(config, optimizer)
             changes = (change for _, change, block in recorder.changes if block.category != ON_HOST)
@@ -193,7 +177,7 @@ class _Run:
                 self._note_state(optimizer)
                 self._note(chunks)
                 steps.append(tuple(_repeated(recorder.events[first_event:], num_microbatches - count)))
-            schedule, kept_bytes = self._pipeline(chunks, num_microbatches)
+            schedule, kept_bytes = self._pipeline(count, num_microbatches)
             plans = [chunk.plan for chunk in chunks]
             replicas = {ranks for plan in plans for ranks in _replicas(plan)}
             timeline = [*self._timeline(first_change, replicas, kept_bytes * (num_microbatches - count))]
@@ -223,9 +207,7 @@ class _Run:
             most = {"GPipe": num_microbatches, "1F1B": ranks + 2}.get(model.pipeline_schedule, 3 * ranks)
         return min(most, num_microbatches)
 
-    def _pipeline(
-        self, chunks: list[_BaseDataParallel], num_microbatches: int
-    ) -> tuple[Mapping[int, Sequence[Pass]], int]:
+    def _pipeline(self, count: int, num_microbatches: int) -> tuple[Mapping[int, Sequence[Pass]], int]:
         """Returns the schedule of all pipeline ranks, and bytes that each micro-batch keeps, under way or not.
 
         A pipeline owns memory that it receives into, of each micro-batch. Schedules of several stages a rank wait for
@@ -233,21 +215,20 @@ class _Run:
         """
         if not self._has_stages:
             return {}, 0
-        _, pipeline = stages._pipelines[chunks[0]][False]
-        of_stages: list[Any] = pipeline._stages
+        of_stages: list[Any] = self._stages
         infos = [info for s in of_stages for of in (s.args_recv_info, s.grad_recv_info) for info in of[0]]
         kept_bytes = sum(info.buffer.nbytes for info in infos if getattr(info, "buffer", None) is not None)
-        if len(chunks) > 1:
-            sent_bytes = [e.nbytes for _, e in self._recorder.events if isinstance(e, Collective) and e.kind == "send"]
-            kept_bytes += sum(sent_bytes) // (2 * pipeline._num_microbatches)
-        return self._schedule(pipeline, num_microbatches), kept_bytes
+        if len(self._stages) > 1:
+            sent_bytes = [e.nbytes for _, e in self._recorder.events if isinstance(e, Transfer) and e.kind == "send"]
+            kept_bytes += sum(sent_bytes) // (2 * count)
+        return self._schedule(num_microbatches), kept_bytes
 
-    def _schedule(self, pipeline: Any, number: int) -> dict[int, list[Pass]]:
+    def _schedule(self, number: int) -> dict[int, list[Pass]]:
         """Returns the passes of all pipeline ranks. With one stage a rank, torch shows another order than it runs."""
         ranks, name = self._config.model.pipeline_model_parallel_size, self._config.model.pipeline_schedule
         if name not in ("1F1B", "GPipe"):
-            pipeline._num_microbatches, kinds = number, {"F": True, "B": False, "I": False}
-            orders = pipeline._make_schedule(name).pipeline_order.items()
+            kinds = {"F": True, "B": False, "I": False}
+            orders = self._stages[0].pipeline.make_schedule(name, number).pipeline_order.items()
             return {
                 rank: [
                     (a.stage_index, kinds[a.computation_type.value], a.microbatch_index)
@@ -264,15 +245,11 @@ class _Run:
             schedule[rank] = [*forwards[:first], *itertools.chain(*turns)]
         return schedule
 
-    @property
-    def _begin_action(self) -> Callable[..., None]:
-        """Takes the place of a pipeline stage's note of what it does."""
-
-        def begin(stage: Any, what: str, micro_batch: int, peer: int | None = None) -> None:
-            if peer is None:
-                self._begin(stage.stage_index, what, micro_batch)
-
-        return begin
+    def _stage(self, *args: Any, **kwargs: Any) -> Stage:
+        """Makes a stage of the rank's pipeline."""
+        kind = world.HeldUntilWait if self._on_gpu else world.HeldByWork
+        self._stages.append(world.LoneStage(self._begin, kind, *args, **kwargs))
+        return self._stages[-1]
 
     def _begin(self, stage: int, what: str, micro_batch: int) -> None:
         self._pass, self._micro_batch = what, micro_batch + 1
@@ -331,17 +308,15 @@ class _Run:
         self._recorder.where = f"{self._pass} of {name}, micro-batch {self._micro_batch}"
 
     def _note_state(self, optimizer: MegatronOptimizer) -> None:
-        groups, states = optimizer.optimizer.param_groups, optimizer.optimizer.state.values()
-        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
-        tensors += [parameter for group in groups for parameter in group["params"]]
-        self._recorder.sort_into("optimizer state", map(local_part, tensors))
+        self._recorder.sort_into(OPTIMIZER_STATE, map(local_part, optimizer_tensors(optimizer.optimizer)))
 
     def _note(self, chunks: Sequence[_BaseDataParallel]) -> None:
         """Sorts memory of the wrappers into categories."""
         # Tensors may share memory between kinds, where it counts in the first.
         for chunk in chunks:
-            for kind, tensors in reversed(chunk.engine.held().items()):
-                self._recorder.sort_into(_HELD[kind], map(local_part, tensors))
+            held = chunk.engine.held()
+            for category in (GRADIENTS, GATHERED, PARAMETERS):
+                self._recorder.sort_into(category, map(local_part, held[category]))
 
     def _timeline(self, first: int, replicas: Set[Ranks], kept_bytes: int) -> Iterator[Moment]:
         """Yields the memory after each change, from change `first` on, with so many bytes of other micro-batches."""

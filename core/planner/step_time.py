@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..base.errors import ShardstackError
 from .hardware import Hardware
-from .recorder import Collective, Event, Mark, Ranks
+from .recorder import Event, Mark, Ranks, Transfer
 from .simulation import Pass, Simulation
 
 
@@ -54,7 +54,7 @@ def step_time(simulations: Sequence[Simulation], hardware: Hardware) -> StepTime
     schedule = simulations[0].schedule
     if not schedule:
         return slowest
-    sends = [e for s in simulations for _, e in s.events if isinstance(e, Collective) and e.kind == "send"]
+    sends = [e for s in simulations for _, e in s.events if isinstance(e, Transfer) and e.kind == "send"]
     send_s = max(map(hardware.collective_seconds, sends), default=0.0)
     index_of = [min(rank, 1) for rank in schedule]
     index_of[-1] = len(simulations) - 1
@@ -120,10 +120,10 @@ class _Clock:
         self._simulation, self._hardware = simulation, hardware
         self.now = self.compute = self.exposed = self.communication = self.latency = 0.0
         self._free = defaultdict[Ranks, float](float)  # by group
-        self._end: dict[Collective, float] = {}
+        self._end: dict[Transfer, float] = {}
         # By group: where the computation was when the last gather was queued, and reductions that nobody waited for.
         self._queued = defaultdict[Ranks, float](float)
-        self._late: list[Collective] = []
+        self._late: list[Transfer] = []
         # Seconds of each pass of each stage, and the one that runs, with its begin.
         self.passes = defaultdict[Turn, list[float]](list)
         self._running: tuple[Turn, float] | None = None
@@ -146,7 +146,7 @@ class _Clock:
             if not in_backward and self._late:
                 self._wait_for(self._late)
                 self._late = []
-            if isinstance(event, Collective):
+            if isinstance(event, Transfer):
                 self._start(event)
                 if in_backward and event.kind != "all-gather" and event.ranks in self._simulation.waits_late:
                     self._late.append(event)
@@ -155,7 +155,7 @@ class _Clock:
             seconds = self._hardware.work_seconds(event)
             self.now, self.compute = self.now + seconds, self.compute + seconds
 
-    def _start(self, collective: Collective) -> None:
+    def _start(self, collective: Transfer) -> None:
         ranks, start = collective.ranks, self.now
         if collective.kind == "all-gather":
             if self._simulation.gathers_ahead and ranks in self._simulation.waits_late:
@@ -166,7 +166,7 @@ class _Clock:
         self.communication += seconds
         self.latency += self._hardware.collective_seconds(replace(collective, nbytes=0))
 
-    def _wait_for(self, collectives: Iterable[Collective]) -> None:
+    def _wait_for(self, collectives: Iterable[Transfer]) -> None:
         until = max((self._end.get(each, 0.0) for each in collectives), default=0.0)
         waits = max(until - self.now, 0.0)
         self.now, self.exposed = self.now + waits, self.exposed + waits

@@ -7,18 +7,14 @@ from html import escape
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.text import readable_bytes
+from ..base.text import aligned, bytes_cell, readable_bytes
 from ..distributed.report.page import page
-from .estimates import RESERVED_BYTES, Estimate
+from .estimates import RESERVED_BYTES, Estimate, Wire
 from .search import Candidate, Scaling
 from .simulation import CATEGORIES
 
 Result = Estimate | ConfigError
 """What is known of a wrapper: its costs, or why the run would refuse it."""
-
-
-def _size(nbytes: int) -> str:
-    return readable_bytes(nbytes) if nbytes else "-"
 
 
 def _seconds(seconds: float) -> str:
@@ -30,9 +26,9 @@ def _tera(flops: float) -> str:
 
 
 _MEMORY: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "peak": ("peak_bytes", _size),
-    "closed formula": ("formula_bytes", lambda parts: _size(sum(parts.values()))),
-    "while it is built": ("construction_peak_bytes", _size),
+    "peak": ("peak_bytes", bytes_cell),
+    "closed formula": ("formula_bytes", lambda parts: bytes_cell(sum(parts.values()))),
+    "while it is built": ("construction_peak_bytes", bytes_cell),
     "fits": ("fits", lambda fits: "yes" if fits else "NO"),
 }
 _COSTS: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -81,11 +77,11 @@ def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
             if key != "bubble_s" or any(each[key] for each in numbers)
         ]
 
-    parts = [[category, *(_size(each["bytes_at_peak"][category]) for each in numbers)] for category in CATEGORIES]
+    parts = [[category, *(bytes_cell(each["bytes_at_peak"][category]) for each in numbers)] for category in CATEGORIES]
     memory = text_table(["memory of a rank", *names], [*parts, *rows(_MEMORY)])
     moments = [f"peak of {each['wrapper']}: {each['peak_at']}" for each in numbers]
-    left = f"{_size(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
-    yield "\n".join([memory, *moments, f"fits: in {_size(estimates[0].hardware.memory_bytes)}, with {left}"])
+    left = f"{bytes_cell(RESERVED_BYTES)} left to driver, NCCL, workspaces and fragmentation"
+    yield "\n".join([memory, *moments, f"fits: in {bytes_cell(estimates[0].hardware.memory_bytes)}, with {left}"])
     host = estimates[0].hardware
     assumed = (
         f"\ncopies to and from the host at {host.host_bandwidth / 1e9:.0f} GB/s, and its memory at "
@@ -96,21 +92,25 @@ def _tables(estimates: Sequence[Estimate]) -> Iterable[str]:
     sent = [{(entry.kind, entry.ranks): entry for entry in e.wire} for e in estimates]
     cells = {key: [of.get(key) for of in sent] for key in sorted({key for of in sent for key in of})}
     wire = [
-        [
-            f"{kind} over {ranks}" if ranks > 1 else kind,
-            *(f"{c.calls} x, {_size(c.sent_bytes - c.crossing_bytes)} + {_size(c.crossing_bytes)}" if c else "-"
-              for c in entries),
-        ]
+        [f"{kind} over {ranks}" if ranks > 1 else kind, *map(_sent, entries)]
         for (kind, ranks), entries in cells.items()
-    ]  # fmt: skip
+    ]
     note = "\ncalls, bytes that stay in the node + bytes that leave it"
     yield text_table(["sent in a step", *names], wire) + note if wire else "sent in a step: nothing"
+
+
+def _sent(wire: Wire | None) -> str:
+    if wire is None:
+        return "-"
+    inside = wire.sent_bytes - wire.crossing_bytes
+    return f"{wire.calls} x, {bytes_cell(inside)} + {bytes_cell(wire.crossing_bytes)}"
 
 
 def search_table(candidates: Sequence[Candidate], most: int = 10) -> str:
     """Returns the fastest candidates."""
     rows = [
-        [c.name, _size(c.peak_bytes), _seconds(c.step_s), f"{c.tokens_per_second:,.0f}"] for c in candidates[:most]
+        [c.name, bytes_cell(c.peak_bytes), _seconds(c.step_s), f"{c.tokens_per_second:,.0f}"]
+        for c in candidates[:most]
     ]
     columns = ["what fits, the fastest first", "peak", "step", "tokens/s of a rank"]
     return text_table(columns, rows) if rows else "nothing fits"
@@ -138,10 +138,9 @@ def sweep_table(sweep: Sequence[Scaling]) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns lines with the first column on the left and the others on the right."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (columns, *rows)]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    """Returns a table with a rule below the names of the columns."""
+    head, *lines = aligned([columns, *rows])
+    return "\n".join([head, "-" * len(head), *lines])
 
 
 _COLORS = ("#3b76c9", "#8fb8ec", "#d9822b", "#8256c4", "#9aa5b1", "#2c9a6b", "#c4566f")

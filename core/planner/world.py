@@ -1,34 +1,28 @@
-"""What a simulated run has around it: process groups without messages, the kernels of an accelerator, and a host.
+"""What a simulated run has around it: process groups without messages, lanes, neighbouring stages, and a host.
 
-Collectives run at once, on the thread that calls them, and experts are given equally many tokens. A real step that is
-compared with a simulated one runs with the same functions.
+Each takes a place that the library has for it (`core.base.seam`), or is one of torch's modes. Collectives run at once,
+on the thread that calls them, and experts are given equally many tokens. A real step that is compared with a simulated
+one runs with the same lanes and the same model.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .. import parallel_state
 from ..base.errors import ConfigError
-from ..comm import collectives, lane
-from ..comm.lane import CommLane, Handle
-from ..distributed.flat.buffer import FlatBuffer
-from ..distributed.model import offloaded_activations
-from ..optimizer import clip_grads, exact_sums
-from ..tensor_parallel import cross_entropy, weight_gradients
+from ..comm.lane import LANES, CommLane, Handle
+from ..pipeline_parallel.stages import Stage
 from ..tensor_parallel.groups import expert_tensor_group, group_size, pad_vocab_size
 from ..tensor_parallel.random import seed_everything
 from ..training.config import PretrainConfig
@@ -36,22 +30,10 @@ from ..training.data import Batch
 from ..training.state import build_gpt, make_groups
 from ..transformer.lora import add_lora, freeze_matching, freeze_parameters
 from ..transformer.module import Float16Module
-from ..transformer.moe import router
-from .recorder import HOST, ON_HOST, Collective, Recorder
-
-
-def _sum_on_device(grads: list[Tensor], count_zeros: bool) -> Tensor:
-    return clip_grads._sum_on_device(grads, count_zeros, torch.device("cpu"))
-
-
-ON_GPU: tuple[tuple[Any, str, Any], ...] = (
-    (clip_grads, "_sum_on_host", _sum_on_device),
-    (weight_gradients, "sums_rows", lambda weight: False),  # gradients of embeddings are dense
-    (exact_sums, "CHUNK_ELEMENTS", exact_sums._DEVICE_CHUNK_ELEMENTS),
-    (cross_entropy, "_CHUNK_ELEMENTS", cross_entropy._GPU_CHUNK_ELEMENTS),
-    (cross_entropy, "_columns", functools.partial(cross_entropy._columns, is_cuda=True)),
-)
-"""What depends on a tensor's device: a module, its name, and its value for tensors of an accelerator."""
+from ..transformer.moe.router import TopKRouter, best_experts
+from ..transformer.moe_config import MoEConfig
+from .phantom import replaced_in_torch
+from .recorder import Recorder
 
 
 def resolved(config: PretrainConfig, on_gpu: bool) -> PretrainConfig:
@@ -94,74 +76,32 @@ def fake_world(config: PretrainConfig, world_size: int, rank: int) -> Iterator[N
         sys.excepthook = hook
 
 
-def balanced_experts() -> AbstractContextManager[object]:
-    """Makes routers give all experts equally many tokens, one after the other, whatever their scores."""
-    best = router._best
+def copies_to_host(recorder: Recorder) -> AbstractContextManager[None]:
+    """Makes moves between an accelerator and its host copies from one memory to the other.
 
-    def in_turn(scores: Tensor, config: Any) -> Tensor:
-        places = best(scores, config)
-        return torch.arange(places.numel()).remainder_(scores.shape[-1]).view_as(places)
-
-    return mock.patch.object(router, "_best", in_turn)
-
-
-def activations_on_host(recorder: Recorder) -> AbstractContextManager[object]:
-    """Keeps offloaded activations out of the device's memory, and records their copies as such."""
-    on_host = offloaded_activations._OnHost
-    begin, copy_back = on_host.__init__, on_host._copy_back
-
-    def to_host(saved_tensor: Any, forward: Any, tensor: Tensor, stream: Any) -> None:
-        first = len(recorder.events)
-        begin(saved_tensor, forward, tensor, stream)
-        recorder.sort_into(ON_HOST, [saved_tensor._host])
-        recorder.events[first:] = [(recorder.where, Collective("to the host", tensor.nbytes, HOST))]
-
-    def from_host(saved_tensor: Any) -> Any:
-        first = len(recorder.events)
-        copy, event = copy_back(saved_tensor)
-        del recorder.events[first:]
-        recorder.sort_into("", [copy])
-        recorder.send(Collective("from the host", copy.nbytes, HOST), [], [copy])
-        return copy, event
-
-    return mock.patch.multiple(on_host, __init__=to_host, _copy_back=from_host)
-
-
-@contextmanager
-def shards_on_host(recorder: Recorder) -> Iterator[None]:
-    """Keeps offloaded shards, and what is computed from them, out of the device's memory.
-
-    Torch and this library move tensors between host and device by ``to`` with ``non_blocking``, which does nothing
-    where both are the CPU. Here it copies to the other one.
+    Torch and this library move offloaded tensors by ``to`` with ``non_blocking``, which does nothing where both are
+    the CPU.
     """
-    zeros, to = FlatBuffer.zeros_for_shards, Tensor.to
-
-    def zeros_on_host(buffer: FlatBuffer, numel: int, dtype: torch.dtype) -> Tensor:
-        shards = zeros(buffer, numel, dtype)
-        recorder.sort_into(ON_HOST, [shards])
-        return shards
+    to = Tensor.to
 
     def move(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if "non_blocking" not in kwargs or not tensor.is_floating_point() or not isinstance(args[0], torch.device):
             return to(tensor, *args, **kwargs)
-        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         if not recorder.is_on_host(tensor):
-            recorder.sort_into(ON_HOST, [on_host])
-        return on_host.copy_(tensor)
+            recorder.as_host_memory(copy)
+        return copy.copy_(tensor)
 
-    with mock.patch.object(FlatBuffer, "zeros_for_shards", zeros_on_host), mock.patch.object(Tensor, "to", move):
-        yield
+    return replaced_in_torch(Tensor, "to", move)
 
 
 class _Lane(CommLane):
-    """Runs each task at once, on the thread that submits it."""
-
     def submit(self, run: Callable[[], None]) -> Handle:
         run()
-        return _Ended(run)
+        return HeldUntilWait(run)
 
 
-class _Ended(Handle):
+class HeldUntilWait(Handle):
     """A collective that has ended, and holds its tensors until it is waited for, as on an accelerator."""
 
     def __init__(self, held: Any) -> None:
@@ -171,38 +111,58 @@ class _Ended(Handle):
         self._held = None
 
 
-def _run_collective(kind: str, what: str, payload: Tensor, group: Any, start: Callable[[], Any]) -> Handle | None:
-    if (work := start()) is None:
-        return None
-    work.wait()
-    return _Ended(payload)
-
-
-class _Held(_Ended):
-    """The same on the CPU: gloo's work holds its tensors for as long as it lives."""
+class HeldByWork(HeldUntilWait):
+    """A collective on the CPU, where gloo's work holds its tensors for as long as it lives."""
 
     def wait(self) -> None:
         pass
 
 
-def exchanges_hold_what_is_sent(*, on_gpu: bool) -> AbstractContextManager[object]:
-    """Makes exchanges between pipeline stages hold what they send, until it is waited for or longer."""
-    exchange, kind = schedules._batch_p2p, _Ended if on_gpu else _Held
-
-    def hold(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
-        return [kind([op.tensor for op in ops if op.op is dist.isend])] if exchange(ops, desc) else []
-
-    return mock.patch.object(schedules, "_batch_p2p", hold)
+def collectives_at_once() -> AbstractContextManager[None]:
+    """Makes lanes run each task at once, on the thread that submits it."""
+    return LANES.replaced(lambda device, number: _Lane())
 
 
-@contextmanager
-def collectives_at_once() -> Iterator[None]:
-    """Runs every collective of `core.comm` on the thread that calls it, which returns when it has ended."""
-    with (
-        mock.patch.object(lane, "_lane", lambda device, number: _Lane()),
-        mock.patch.object(collectives, "_run", _run_collective),
-    ):
-        yield
+class LoneStage(Stage):
+    """A pipeline stage whose neighbours do not exist: they agree with it, and what it sends is held as if they did.
+
+    Args:
+        note: called with the stage, a pass and its micro-batch, before each pass.
+        sent: holds a tensor that is being sent, until it is waited for.
+    """
+
+    def __init__(
+        self, note: Callable[[int, str, int], None], sent: Callable[[Tensor], Handle], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._note_pass, self._sent = note, sent
+
+    def note(self, what: str, micro_batch: int, peer: int | None = None) -> None:
+        if peer is None:
+            self._note_pass(self.stage_index, what, micro_batch)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [*map(self._holding, super().get_fwd_send_ops(fwd_chunk_id))]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return [*map(self._holding, super().get_bwd_send_ops(bwd_chunk_id))]
+
+    def _holding(self, op: dist.P2POp) -> dist.P2POp:
+        isend, hold, peer = op.op, self._sent, op.group_peer
+
+        def send(tensor: Tensor, *, group: Any, tag: int, **unused: Any) -> Handle:
+            isend(tensor, group=group, tag=tag, group_dst=peer)
+            return hold(tensor)
+
+        op.op = send
+        return op
+
+    # Neighbours agree that they know the shapes of what they exchange.
+
+    def _warmup_forward_vote(self, *unused: Any, **also_unused: Any) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    _warmup_backward_result = _warmup_forward_vote
 
 
 def whole_size(parameter: Tensor) -> int:
@@ -232,9 +192,18 @@ def build_model(config: PretrainConfig) -> nn.ModuleList:
     freeze = freeze_parameters if config.model.pipeline_model_parallel_size == 1 else freeze_matching
     for stage in stages:
         freeze(stage, config.gpt.freeze)
+        for module in stage.modules():
+            if isinstance(module, TopKRouter):
+                module.choose = _choose_in_turn
     if config.ddp.shards_parameters or not (config.model.fp16 or config.model.bf16):
         return stages
     return nn.ModuleList(Float16Module(config.model, stage) for stage in stages)
+
+
+def _choose_in_turn(scores: Tensor, config: MoEConfig) -> Tensor:
+    """Chooses experts one after the other, whatever their scores, so that all get equally many tokens."""
+    places = best_experts(scores, config)
+    return torch.arange(places.numel()).remainder_(scores.shape[-1]).view_as(places)
 
 
 def _build_stage(config: PretrainConfig, vp_stage: int | None) -> nn.Module:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base._torch_compat import missing_compiler
+from ..base.device import is_on_gpu
 from ..base.errors import ConfigError, warn_once
 from ..base.text import first_line
 from ..comm.collectives import all_reduce_by_backend
@@ -104,7 +105,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind):  # backward runs outside autocast: cast here, where autograd sees it
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
-    columns = vocab_chunk_size or _columns(target.numel(), input_.is_cuda)
+    columns = vocab_chunk_size or _columns(target.numel(), is_on_gpu(input_))
     loss: Tensor = _LinearCrossEntropy.apply(target.reshape(-1), columns, group, sequence_parallel, input_, weight)
     return loss.view_as(target)
 
@@ -161,7 +162,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
-    elements = _GPU_CHUNK_ELEMENTS if logits.is_cuda else _CHUNK_ELEMENTS
+    elements = _GPU_CHUNK_ELEMENTS if is_on_gpu(logits) else _CHUNK_ELEMENTS
     return _parts(len(logits), max(1, elements // max(1, logits.shape[1])))
 
 
@@ -264,8 +265,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return None, None, None, None, grad_input, grad_weight
 
 
-def _columns(tokens: int, is_cuda: bool) -> int:
-    if is_cuda:  # a power of two: code is compiled for each number of columns, and so there are few
+def _columns(tokens: int, on_gpu: bool) -> int:
+    if on_gpu:  # a power of two: code is compiled for each number of columns, and so there are few
         return max(_LEAST_COLUMNS, 1 << max(0, (_GPU_PART_ELEMENTS // max(1, tokens)).bit_length() - 1))
     return max(_LEAST_COLUMNS, _PART_ELEMENTS // max(1, tokens) // _LEAST_COLUMNS * _LEAST_COLUMNS)
 

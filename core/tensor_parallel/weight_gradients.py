@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base._torch_compat import accumulates_into_leaf
+from ..base.device import is_on_gpu
 
 Lender = Callable[[], Tensor | None]
 """Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored, or None."""
@@ -84,15 +85,10 @@ def embedding(ids: Tensor, weight: Tensor, adds_rows: bool = False) -> Tensor:
     Args:
         adds_rows: if ``weight.grad`` is a dense sum already, add the rows to it; it stays dense.
     """
-    if sums_rows(weight) and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
+    if weight.is_cpu and not is_on_gpu(weight) and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
         output: Tensor = _Embedding.apply(ids, weight)
         return output
     return F.embedding(ids, weight)
-
-
-def sums_rows(weight: Tensor) -> bool:
-    """Returns whether the rows in use can be counted without a synchronization: on CPU. The planner replaces this."""
-    return weight.device.type == "cpu"
 
 
 def lender_of(weight: Tensor) -> Lender | None:

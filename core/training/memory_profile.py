@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..base import device
+from ..base import memory_categories as memory
 from ..base.errors import import_extra
 from ..base.host_memory import transient_memory_seen_by_profilers
-from ..base.parameters import local_part
 from ..distributed import _BaseDataParallel
 from ..optimizer import MegatronOptimizer
 
 PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"
 
-CATEGORIES = ("parameters", "gathered parameters", "gradients", "optimizer state", "activations and other")
-"""From the bottom of the picture to its top. Parameters are this rank's shards, or whole without sharding."""
+CATEGORIES = (memory.PARAMETERS, memory.GATHERED, memory.GRADIENTS, memory.OPTIMIZER_STATE, memory.REST)
+"""From the bottom of the picture to its top."""
 
 MAX_POINTS = 2000
 """Most points of a series. Of moments that are closer together, the one with the most memory is kept."""
@@ -163,9 +163,11 @@ class _Notes:
     def take(self, *_: Any) -> None:
         """Records the current tensors of wrapper and optimizer."""
         with record_function(_MARK):
-            of_wrapper = self._model.engine.held()
-            kinds = [*(of_wrapper[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
-            self.entries.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
+            held = self._model.engine.held()
+            of_wrapper = (held[memory.PARAMETERS], held[memory.GATHERED], held[memory.GRADIENTS])
+            kinds = enumerate([*of_wrapper, memory.optimizer_tensors(self._optimizer.optimizer)])
+            note = memory.held_storages(kinds, device.device_type())  # nothing offloaded
+            self.entries.append(_Note(note, is_complete=True, time_ns=time.time_ns()))
 
     def watch(self) -> Iterator[Any]:
         """Installs hooks, which change nothing, on every module and every gradient. Removes them on exit."""
@@ -185,26 +187,8 @@ class _Notes:
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             with record_function(_MARK):
-                note = _addresses([(2, [parameter.grad])])
+                note = memory.held_storages([(2, [parameter.grad])], device.device_type())
                 self.entries.append(_Note(note, is_complete=False, time_ns=time.time_ns()))
-
-
-def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    for state in optimizer.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
-    for group in optimizer.param_groups:  # fp32 masters; views of parameters were recorded as parameters before
-        yield from group["params"]
-
-
-def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple[int, int]]:
-    of_storages: dict[int, tuple[int, int]] = {}
-    for category, tensors in kinds:
-        for tensor in tensors:
-            local = local_part(tensor)
-            storage = local.untyped_storage()
-            if storage.nbytes() and local.device.type == device.device_type():  # not offloaded
-                of_storages.setdefault(storage.data_ptr(), (category, storage.nbytes()))
-    return of_storages
 
 
 def _flat(events: Iterable[Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from core import parallel_state
 from core.base.module_protocol import clear_step_sums, unwrap_model
 from core.comm.call import CollectiveRecord
 from core.comm.collectives import all_reduce_by_backend
-from core.comm.lane import Handle, _ThreadLane
+from core.comm.lane import CommLane, Handle
 from core.dist_checkpointing import model_state_dict
 from core.dist_checkpointing.global_view import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
@@ -35,6 +35,7 @@ from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
 from tests.functional._runs import ddp_config, in_precision
+from tests.unit._lane import lanes_that
 
 VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
 SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
@@ -255,15 +256,13 @@ def events_of_steps(cases: list[Case]) -> list[list[str]]:
 def _events(case: Case) -> list[str]:
     parallel_state.initialize_model_parallel(1, case.pp, case.vpp)
     torch.manual_seed(7)
-    turns = [None] if case.vpp is None else range(case.vpp)
-    chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
     replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     events: list[str] = []
     in_lane = threading.local()  # its `place` is that of the task in `events`, on a lane's thread while it runs one
 
-    def submit(lane: _ThreadLane, run: Callable[[], None]) -> Handle:
+    def submit(lane: CommLane, run: Callable[[], None]) -> Handle:
         events.append("")
-        return _submit(lane, partial(run_at, len(events) - 1, run))
+        return lane.submit(partial(run_at, len(events) - 1, run))
 
     def run_at(place: int, run: Callable[[], None]) -> None:
         in_lane.place = place
@@ -278,7 +277,7 @@ def _events(case: Case) -> list[str]:
                 events.append("reduction")
         return _collective(record, kind, *args, **kwargs)
 
-    def note(stage: stages._Stage, what: str, *args: Any) -> None:
+    def note(stage: stages.Stage, what: str, *args: Any) -> None:
         if what == "backward":
             events.append(f"backward of stage {stage.stage_index}")
         _note(stage, what, *args)
@@ -291,12 +290,14 @@ def _events(case: Case) -> list[str]:
         events.append("end of the schedule")
         _finalize(*args, **kwargs)
 
-    _collective, _note, _finalize = CollectiveRecord.collective, stages._Stage._note, finalize_model_grads
-    _compute_deferred, _submit = stages.compute_deferred, _ThreadLane.submit
+    _collective, _note, _finalize = CollectiveRecord.collective, stages.Stage.note, finalize_model_grads
+    _compute_deferred = stages.compute_deferred
+    with lanes_that(submit):
+        turns = [None] if case.vpp is None else range(case.vpp)
+        chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
     with (
-        mock.patch.object(_ThreadLane, "submit", submit),
         mock.patch.object(CollectiveRecord, "collective", collective),
-        mock.patch.object(stages._Stage, "_note", note),
+        mock.patch.object(stages.Stage, "note", note),
         mock.patch.object(stages, "compute_deferred", compute_deferred),
         mock.patch(f"{__name__}.finalize_model_grads", finalize),
     ):

@@ -129,7 +129,7 @@ def test_a_silent_neighbour_is_named_with_its_micro_batch(is_elsewhere: bool):
 
 
 def test_an_interrupted_step_leaves_no_deferred_products():
-    pipeline: Any = stages._Pipeline.__new__(stages._Pipeline)
+    pipeline: Any = stages.Pipeline.__new__(stages.Pipeline)
     stage = SimpleNamespace(dw_runner={0: lambda: None})
     pipeline._chunks, pipeline._stages = [], [stage]
     with pytest.raises(KeyboardInterrupt), pipeline.step([], lambda model, index: torch.zeros(())):

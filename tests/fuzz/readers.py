@@ -21,7 +21,7 @@ from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.planner.hardware import PRESETS, find_hardware
-from core.planner.recorder import Collective, Ranks, Work
+from core.planner.recorder import Ranks, Transfer, Work
 from core.tokenizers import MegatronTokenizer, load_tokenizer
 from core.training.run_log import read_log
 from core.transformer.transformer_config import TransformerConfig
@@ -176,7 +176,7 @@ def _read_hardware(folder: Path) -> None:
     MegatronTokenizer.from_pretrained(metadata_path=folder / "metadata.json", vocab_size=8)
     hardware = find_hardware(str(folder / "hardware.json"))
     hardware.work_seconds(Work("mm", 10**15, 10**9, 2, ()))
-    hardware.collective_seconds(Collective("all-reduce", 10**9, Ranks(range(16))))
+    hardware.collective_seconds(Transfer("all-reduce", 10**9, Ranks(range(16))))
 
 
 READERS = {

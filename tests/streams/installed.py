@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,8 +41,7 @@ def simulated_streams() -> Iterator[Simulation]:
         ):
             for name, value in values.items():
                 stack.enter_context(mock.patch.object(owner, name, value))
-        lane._lane.cache_clear()  # lanes of this simulation
-        stack.callback(lane._lane.cache_clear)
+        stack.enter_context(lane.LANES.replaced(functools.cache(lane.new_lane)))  # of this simulation
         stack.enter_context(Recorder(simulation))
         stack.enter_context(Devices(simulation))
         yield simulation

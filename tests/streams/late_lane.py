@@ -6,19 +6,17 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
-from core.comm import lane
-from core.comm.lane import CommLane, Handle
+from core.comm.lane import LANES, CommLane, Handle, Task
 
 
 class _LateLane(CommLane):
     """Keeps tasks until one is waited for, and then runs it and all before it, on the thread that waits."""
 
     def __init__(self) -> None:
-        self.tasks: deque[lane._Task] = deque()  # that have not run, in order
+        self.tasks: deque[Task] = deque()  # that have not run, in order
         self.submitted = 0
 
     def submit(self, run: Callable[[], None]) -> Handle:
@@ -27,14 +25,14 @@ class _LateLane(CommLane):
         self.submitted += 1
         return task
 
-    def run_up_to(self, task: lane._Task | None) -> None:
+    def run_up_to(self, task: Task | None) -> None:
         """Runs tasks up to and with this one; None runs all."""
         while self.tasks and (task is None or not task.has_ended):
             with torch.no_grad():
                 self.tasks.popleft().execute()
 
 
-class _LateTask(lane._Task):
+class _LateTask(Task):
     def __init__(self, run: Callable[[], None], late: _LateLane) -> None:
         super().__init__(run)
         self._late = late
@@ -54,7 +52,7 @@ def late_lanes() -> Iterator[list[_LateLane]]:
         lanes.append(_LateLane())
         return lanes[-1]
 
-    with mock.patch.object(lane, "_lane", made):
+    with LANES.replaced(made):
         yield lanes
         for late in lanes:
             late.run_up_to(None)

@@ -15,9 +15,10 @@ from torch import nn
 
 from core.base.parameters import local_part
 from core.comm import collectives
-from core.comm.lane import CommLane, Handle, comm_lane
+from core.comm.lane import CommLane, Handle
 from core.distributed.engine.bucket_reduction import BucketReduction
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._lane import lanes_that
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, batches, build, loss_of, toy
@@ -56,13 +57,11 @@ def _delayed(device: str, place: str) -> Iterator[None]:
         with mock.patch.object(nn.functional, "linear", lambda *args: (_delay(device), linear(*args))[1]):
             yield
         return
-    lane = type(comm_lane(torch.device(device)))
-    submit = lane.submit
 
-    def submit_late(self: CommLane, run: Callable[[], None]) -> Handle:
-        return submit(self, lambda: (_delay(device), run())[1])
+    def submit_late(lane: CommLane, run: Callable[[], None]) -> Handle:
+        return lane.submit(lambda: (_delay(device), run())[1])
 
-    with mock.patch.object(lane, "submit", submit_late) if place else nullcontext():
+    with lanes_that(submit_late) if place else nullcontext():
         yield
 
 
@@ -91,7 +90,7 @@ def _failing_once(model: nn.Module, device: str, exceeds: str) -> Iterator[None]
 
 
 def _trained(device: str, case: Delayed) -> list[torch.Tensor]:
-    with mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False), _delayed(device, case.place):
+    with collectives.SKIPS_GROUPS_OF_ONE.replaced(False), _delayed(device, case.place):
         model = build(case.kind, toy(tied=False).to(device), **case.fields)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.1), [model])
         for step in range(STEPS):

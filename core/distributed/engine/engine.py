@@ -14,6 +14,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ...base.errors import ParallelConfigError
+from ...base.memory_categories import Held
 from ...base.parameters import kept_range, local_part
 from ..distributed_data_parallel_config import EngineKind
 from ..gradient_state import GradientChecks, GradientState
@@ -204,7 +205,7 @@ class Engine(ABC):
     # ---- memory
 
     @abstractmethod
-    def held(self) -> dict[str, list[Tensor]]:
+    def held(self) -> dict[Held, list[Tensor]]:
         """Returns this rank's tensors at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
 
         ``gradients not reduced yet`` are whole gradients that a reduction will free. Tensors may share memory, also

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...base.host_memory import ReusedMemory, transient_memory
+from ...base.host_memory import AS_HOST_MEMORY, ReusedMemory, transient_memory
 from ...comm import collectives, streams
 from ...comm.collectives import Allocate
 from ..plan import PieceKind, PiecePlan, Plan
@@ -74,7 +74,8 @@ class FlatBuffer:
         """Allocates `[numel]` on the device of shards."""
         if self.plan.settings.pins_memory:  # so that copies between host and device overlap with computation
             return streams.pinned([numel], dtype).zero_()
-        return torch.zeros(numel, dtype=dtype, device=self.shard_device)
+        shards = torch.zeros(numel, dtype=dtype, device=self.shard_device)
+        return AS_HOST_MEMORY.value(shards) if self.plan.settings.cpu_offload else shards
 
     def cut_params(self, bucket: PiecePlan) -> tuple[Tensor, Tensor]:
         """Returns a bucket's whole parameters and this rank's shard of them, both empty where there are none here.

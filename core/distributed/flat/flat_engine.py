@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...base.device import current_device
 from ...base.errors import OptimizerError, ShardstackError, WrapError
 from ...base.host_memory import transient_memory
+from ...base.memory_categories import Held
 from ...base.parameters import kept_range, without_waiting
 from ...comm.collectives import Allocate, allocator
 from ...comm.lane import comm_lane
@@ -302,7 +303,7 @@ class FlatEngine(Engine):
                 if parameter in self._bucket_of:
                     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def held(self) -> dict[str, list[Tensor]]:
+    def held(self) -> dict[Held, list[Tensor]]:
         memory = [tensor for bucket in self.buckets for tensor in bucket.held()]
         memory += [t for buffer in self.buffers for t in buffer.grad_memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from ...base.memory_categories import Held
 from ...base.parameters import keep_range, set_pending_view
 from ...comm.lane import CommLane
 from ...dist_checkpointing.global_view import whole_view
@@ -103,7 +104,7 @@ class ShardedParameters:
             self._note_ranges()
             self._gathering.forget()
 
-    def held(self) -> dict[str, list[Tensor]]:
+    def held(self) -> dict[Held, list[Tensor]]:
         """Returns the memory of shards and buffers, and of what is gathered."""
         slots = {unit.slot for unit in self._units if unit.slot is not None}
         gathered = [*(part for slot in slots for part in slot.parts), *(part for u in self._units for part in u.part)]

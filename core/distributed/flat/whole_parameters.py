@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...base.errors import ShardstackError
+from ...base.memory_categories import Held
 from ...comm.lane import comm_lane
 from ..model.forward_hooks import WrapperHook
 from ..plan import Plan
@@ -66,7 +67,7 @@ class WholeParameters:
     def check_may_write(self) -> None:
         """Does nothing: parameters are written in place."""
 
-    def held(self) -> dict[str, list[Tensor]]:
+    def held(self) -> dict[Held, list[Tensor]]:
         """Returns the memory of parameters and buffers."""
         parameters = [*self._module.parameters(), *self._module.buffers()]
         return {"parameters": parameters, "gathered parameters": []}

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...base._torch_compat import NO_BACKWARD, current_backward
 from ...base.device import current_device
+from ...base.memory_categories import Held
 from ...base.module_protocol import set_gradient_rows
 from ...base.parameters import local_part
 from ...comm.lane import comm_lane
@@ -273,7 +274,7 @@ class Fsdp2Engine(Engine):
 
     # ---- memory
 
-    def held(self) -> dict[str, list[torch.Tensor]]:
+    def held(self) -> dict[Held, list[torch.Tensor]]:
         state, sums = self.torch_state, self._sums.tensors if self._sums is not None else ()
         parts = [part.tensor for part in self._parts if part.tensor is not None]
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...base.errors import MemoryLimitError
+from ...base.host_memory import AS_HOST_MEMORY
 from ...base.text import readable_bytes
 from ...comm import streams
 from ...diagnostics.out_of_memory import is_out_of_memory
@@ -155,11 +157,10 @@ class _OnHost:
 
     def _copy_back(self) -> tuple[Tensor, streams.Event | None]:
         self._unread = self.num_readers
-        if self._stream is None:
-            return self._host.clone(), None
-        with streams.stream(self._stream):
-            copy = torch.empty_like(self._host, device=self._device).copy_(self._host, non_blocking=True)
-            return copy, streams.record_event()
+        host, stream = self._host, self._stream
+        with nullcontext() if stream is None else streams.stream(stream):
+            copy = torch.empty(host.shape, dtype=host.dtype, device=self._device).copy_(host, non_blocking=True)
+            return copy, None if stream is None else streams.record_event()
 
     def read(self) -> Tensor:
         """Returns the memory on its device. The current stream waits for it."""
@@ -183,7 +184,7 @@ def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
         MemoryLimitError: there is none.
     """
     try:
-        return streams.pinned(tensor.shape, tensor.dtype) if is_pinned else torch.empty_like(tensor, device="cpu")
+        memory = streams.pinned(tensor.shape, tensor.dtype) if is_pinned else torch.empty_like(tensor, device="cpu")
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -191,6 +192,7 @@ def _host_memory(tensor: Tensor, *, is_pinned: bool) -> Tensor:
             f"offload_activations needs {readable_bytes(tensor.nbytes)} more of the host's memory, which has no room; "
             "add activation_checkpointing='full', so that only the inputs of units are copied, or drop it"
         ) from error
+    return AS_HOST_MEMORY.value(memory)
 
 
 def _unpack(packed: Any) -> Tensor:

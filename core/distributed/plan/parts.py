@@ -248,9 +248,14 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in all calls, with an algorithm that sends nothing twice, such as a ring.
+        """Bytes that this rank sends in all calls."""
+        return sent_bytes(self.kind, self.calls * self.nbytes, self.ranks)
 
-        ``(n - 1) / n`` of the tensor to gather or scatter it, twice that to all-reduce it.
-        """
-        passes = 2 if self.kind == "all-reduce" else 1
-        return self.calls * passes * self.nbytes * (self.ranks - 1) // self.ranks
+
+def sent_bytes(kind: str, nbytes: int, ranks: int) -> int:
+    """Returns the bytes that a rank sends in a collective, with an algorithm that sends nothing twice, such as a ring.
+
+    ``(n - 1) / n`` of the whole tensor to gather, scatter or exchange it, and twice that to all-reduce it.
+    """
+    passes = 2 if kind == "all-reduce" else 1
+    return passes * nbytes * (ranks - 1) // ranks

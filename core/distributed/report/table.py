@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...base.dtypes import SHORT_NAMES, dtype_name
-from ...base.text import fold_numbered, numbered_name
+from ...base.text import aligned, bytes_cell, fold_numbered, numbered_name
 from ..plan import Plan, UnitPlan
 from ..plan.parts import Kind, Traffic
 
@@ -144,8 +144,6 @@ WIDTH = 119
 _NARROWEST_COLUMNS = {"holds": 7, "unit": 12}
 """Least widths of the text columns, in the order in which they are narrowed."""
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 @dataclass(frozen=True)
 class Line:
@@ -208,10 +206,10 @@ def cells(unit: UnitFacts, name: str) -> tuple[str, ...]:
         amount(unit.kept) + (" host" if unit.is_offloaded else ""),
         amount(unit.gathered),
         unit.after_forward,
-        size(unit.gradient.nbytes) if unit.gradient.dtypes == unit.kept.dtypes else amount(unit.gradient),
+        bytes_cell(unit.gradient.nbytes) if unit.gradient.dtypes == unit.kept.dtypes else amount(unit.gradient),
         _calls(unit.traffic, "all-gather"),
         _calls(unit.traffic, "reduce-scatter", "all-reduce"),
-        size(unit.sent_bytes),
+        bytes_cell(unit.sent_bytes),
     )
 
 
@@ -220,7 +218,7 @@ def as_text(facts: ModelFacts) -> str:
     grid = table(facts)
     lines = [grid.columns, *(line.cells for line in grid.lines)]
     widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(grid.columns)})
-    rows = ["  ".join(map(_pad, line, widths, widths.values())).rstrip() for line in lines]
+    rows = aligned([[*map(shorten, line[:2], widths.values()), *line[2:]] for line in lines], len(TEXT_COLUMNS))
     rule = "-" * max(map(len, rows))
     below = [note if len(note) <= WIDTH else f"{note[: WIDTH - 1]}…" for note in notes(facts)]
     return "\n".join([headline(facts), "", rows[0], rule, *rows[1:-1], rule, rows[-1], "", *below])
@@ -236,10 +234,6 @@ def _fit(widths: dict[str, int]) -> dict[str, int]:
             fitted[column] -= cut
             excess -= cut
     return fitted
-
-
-def _pad(cell: str, column: str, width: int) -> str:
-    return shorten(cell, width).ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
 
 
 def headline(facts: ModelFacts) -> str:
@@ -267,7 +261,7 @@ def notes(facts: ModelFacts) -> list[str]:
         for kind in ("all-gather", "reduce-scatter", "all-reduce")
         if (calls := sum(entry.calls for entry in traffic if entry.kind == kind))
     ]
-    sent = size(sum(unit.sent_bytes for unit in facts.units))
+    sent = bytes_cell(sum(unit.sent_bytes for unit in facts.units))
     of = f"a step of {batches} micro-batch{'es' if batches > 1 else ''}"
     lines = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
     plan = facts.plan
@@ -279,23 +273,12 @@ def notes(facts: ModelFacts) -> list[str]:
     if facts.ties:
         lines.append("tied: " + "; ".join(map(" = ".join, facts.ties)))
     if facts.num_buffers:
-        lines.append(
-            f"replicated: {facts.num_buffers} buffer{'s' if facts.num_buffers > 1 else ''}, {size(facts.buffer_bytes)}"
-        )
+        plural = "s" if facts.num_buffers > 1 else ""
+        lines.append(f"replicated: {facts.num_buffers} buffer{plural}, {bytes_cell(facts.buffer_bytes)}")
     if facts.replicated:
         lines.append(f"replicated and not trained: {', '.join(facts.replicated)}")
     lines.append(f"settings: {plan.changed_settings or 'all at their defaults'}")
     return lines
-
-
-def size(nbytes: int) -> str:
-    """Formats bytes as ``12.3 MiB``, and 0 as a dash."""
-    if not nbytes:
-        return "-"
-    value, unit = float(nbytes), 0
-    while value >= 1000 and unit + 1 < len(_UNITS):
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 or value >= 100 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def count(number: int) -> str:
@@ -310,7 +293,7 @@ def amount(memory: Memory | None) -> str:
     """Formats bytes and their dtypes."""
     if memory is None or not memory.nbytes:
         return "-"
-    return f"{size(memory.nbytes)} {dtype_names(memory.dtypes)}".rstrip()
+    return f"{bytes_cell(memory.nbytes)} {dtype_names(memory.dtypes)}".rstrip()
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

@@ -26,6 +26,21 @@ SUMS = ("tokens", "dropped", "entropy", "micro_batches", "balance_loss", "z_loss
 """What `TopKRouter.step_sums` has after the tokens of each expert."""
 
 
+@torch.no_grad()
+def best_experts(scores: Tensor, config: MoEConfig) -> Tensor:
+    """Returns the indices of the best experts, of the best groups if there are any (DeepSeek-AI, 2024).
+
+    The score of a group is the sum of as many of its best experts as a token takes from each group.
+    """
+    topk, groups, most = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
+    if groups is not None and most is not None:
+        of_groups = scores.unflatten(-1, (groups, -1))  # [tokens, groups, experts of a group]
+        score = of_groups.topk(topk // most, dim=-1).values.sum(-1)
+        is_closed = torch.ones_like(score, dtype=torch.bool).scatter_(-1, score.topk(most, dim=-1).indices, False)
+        scores = of_groups.masked_fill(is_closed.unsqueeze(-1), float("-inf")).flatten(-2)
+    return scores.topk(topk, dim=-1).indices
+
+
 class TopKRouter(ParameterOwner):
     """Maps hidden states to experts and probabilities.
 
@@ -47,6 +62,10 @@ class TopKRouter(ParameterOwner):
 
     buffers_keep_dtype = True
     """Read by all other code that casts buffers (`apply_to_buffers`), as `_apply` does."""
+
+    choose: Callable[[Tensor, MoEConfig], Tensor] = staticmethod(best_experts)
+    """Returns the experts of each token, `[tokens, k]`, from the scores `[tokens, experts]`. An attribute, so that a
+    router can be given another choice: the planner's is balanced."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
@@ -79,7 +98,7 @@ class TopKRouter(ParameterOwner):
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(self._add_jitter(hidden).to(dtype), self.weight.to(dtype), bias)  # [s, b, experts]
-        probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias)
+        probs, experts = choose_experts(logits.flatten(0, 1), config, self.expert_bias, self.choose)
         if self.training and torch.is_grad_enabled():
             self._note(logits, probs, experts)
         return probs, experts
@@ -222,12 +241,18 @@ class TopKRouter(ParameterOwner):
         return self
 
 
-def choose_experts(logits: Tensor, config: MoEConfig, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor,
+    config: MoEConfig,
+    expert_bias: Tensor | None = None,
+    choose: Callable[[Tensor, MoEConfig], Tensor] = best_experts,
+) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token.
 
     Args:
         logits: `[tokens, experts]`.
         expert_bias: `[experts]`, added to the scores for the choice alone.
+        choose: picks the experts from the scores, as `TopKRouter.choose`.
 
     Returns:
         The probability of each chosen expert `[tokens, k]`, in the logits' dtype, and its index `[tokens, k]`.
@@ -237,13 +262,13 @@ def choose_experts(logits: Tensor, config: MoEConfig, expert_bias: Tensor | None
         values = _widen(logits)
         if config.moe_router_pre_softmax:
             values = values.softmax(-1)
-        experts = _best(values, config)
+        experts = choose(values, config)
         probs = values.gather(1, experts)
         if not config.moe_router_pre_softmax:
             probs = probs.softmax(-1)
     else:
         scores = _scores(logits, config.moe_router_score_function)
-        experts = _best(scores if expert_bias is None else scores + expert_bias, config)
+        experts = choose(scores if expert_bias is None else scores + expert_bias, config)
         probs = scores.gather(1, experts)
         if topk > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + _SMALLEST_SUM)
@@ -276,18 +301,3 @@ def _scores(logits: Tensor, function: str) -> Tensor:
 
 def _widen(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-@torch.no_grad()
-def _best(scores: Tensor, config: MoEConfig) -> Tensor:
-    """Returns the indices of the best experts, of the best groups if there are any (DeepSeek-AI, 2024).
-
-    The score of a group is the sum of as many of its best experts as a token takes from each group.
-    """
-    topk, groups, most = config.moe_router_topk, config.moe_router_num_groups, config.moe_router_group_topk
-    if groups is not None and most is not None:
-        of_groups = scores.unflatten(-1, (groups, -1))  # [tokens, groups, experts of a group]
-        score = of_groups.topk(topk // most, dim=-1).values.sum(-1)
-        is_closed = torch.ones_like(score, dtype=torch.bool).scatter_(-1, score.topk(most, dim=-1).indices, False)
-        scores = of_groups.masked_fill(is_closed.unsqueeze(-1), float("-inf")).flatten(-2)
-    return scores.topk(topk, dim=-1).indices

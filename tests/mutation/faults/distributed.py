@@ -488,4 +488,11 @@ MUTATIONS = (
         ",)",
         ("tests/unit/distributed/model/test_unit_transforms.py",),
     ),
+    Mutation(
+        "planned all-reduces send as much as gathers",
+        "core.distributed.plan.parts.sent_bytes",
+        r"2 if",
+        "1 if",
+        ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_traffic.py"),
+    ),
 )

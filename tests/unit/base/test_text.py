@@ -2,15 +2,24 @@
 
 import pytest
 
-from core.base.text import choices, rank_list, readable_bytes
+from core.base.text import aligned, bytes_cell, choices, rank_list, readable_bytes
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (2**62, "4 EiB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (2**62, "4 EiB")],
 )
 def test_bytes_have_three_digits_and_the_unit_that_fits(num_bytes, text):
     assert readable_bytes(num_bytes) == text
+
+
+def test_no_bytes_are_a_dash_in_a_table():
+    assert (bytes_cell(0), bytes_cell(1536)) == ("-", "1.5 KiB")
+
+
+def test_columns_are_aligned_on_their_side():
+    assert aligned([("a", "b", "c"), ("aaa", "", "ccc")], 2) == ["a    b    c", "aaa     ccc"]
+    assert aligned([("a", "b"), ("aa", "")], 2) == ["a   b", "aa"] and aligned([]) == []
 
 
 def test_many_ranks_are_counted():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -88,6 +89,18 @@ def test_dropped_work_is_not_under_way() -> None:
         del pending  # as where an error comes between
         gc.collect()
         assert record_of().first_unfinished() is None
+
+
+def test_what_is_sent_lives_until_it_is_waited_for() -> None:
+    with fake_world(rank=0, world_size=2), mock.patch.object(dist, "all_reduce", return_value=mock.Mock()):
+        total = torch.ones(1)
+        sent = weakref.ref(total)
+        pending = all_reduce_by_backend(total, what="the loss", async_op=True)
+        del total
+        dist.all_reduce.reset_mock()  # which keeps its arguments
+        assert pending is not None and sent() is not None
+        pending.wait()
+        assert sent() is None
 
 
 def _started(work: dist.Work) -> dist.Work:

@@ -104,7 +104,7 @@ def _gradients_of_one_rank(registers: bool) -> tuple[dict[str, torch.Tensor], li
 
     with (
         mock.patch("core.distributed.flat.flat_engine.allocator", noted),
-        mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False),
+        collectives.SKIPS_GROUPS_OF_ONE.replaced(False),
     ):
         model = build("zero3", toy().to(current_device()), param_dtype=torch.bfloat16, nccl_ub=registers)
         for index, tokens in enumerate(batches(0)):
@@ -148,7 +148,7 @@ def test_nccl_uses_registered_memory() -> None:
         whole, part = (allocate(1 << 20, torch.bfloat16, here) for _ in range(2))
         assert (whole.shape, whole.dtype, whole.device) == ((1 << 20,), torch.bfloat16, here)
         part.copy_(torch.arange(1 << 20, device=here).remainder(256))
-        with mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False):
+        with collectives.SKIPS_GROUPS_OF_ONE.replaced(False):
             collectives.all_gather(whole, part, group, what="the parameters")
             collectives.all_reduce(whole, group, what="the gradients")
         assert torch.equal(whole, part)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.base.errors import MemoryLimitError
-from core.diagnostics import failures_explained
-from core.diagnostics.out_of_memory import (
+from core.base.memory_categories import (
     CATEGORIES,
     GATHERED,
     GRADIENTS,
@@ -21,6 +20,9 @@ from core.diagnostics.out_of_memory import (
     PARAMETERS,
     REST,
     WHOLE_GRADIENTS,
+)
+from core.diagnostics import failures_explained
+from core.diagnostics.out_of_memory import (
     held_bytes,
     is_out_of_memory,
     memory_by_category,

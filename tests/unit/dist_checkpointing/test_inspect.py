@@ -89,7 +89,7 @@ def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytes
         "  tensors alone, no metadata",
         "  1 tensor, 12 B in 1 file",
         "",
-        "  a.0.b        12 B  float16 [2, 3]",
+        "  a.0.b  12 B  float16 [2, 3]",
     ]
 
 

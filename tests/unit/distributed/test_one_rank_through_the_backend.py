@@ -22,7 +22,7 @@ def _trained(
 ) -> tuple[list[torch.Tensor], list[float], tuple[int, int]]:
     """Returns weights and norms of three steps, and how many reductions and gathers reached the backend."""
     with (
-        mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", skips),
+        collectives.SKIPS_GROUPS_OF_ONE.replaced(skips),
         mock.patch.object(collectives.dist, "all_reduce", wraps=collectives.dist.all_reduce) as reduced,
         mock.patch.object(collectives, "reduce_scatter_single", wraps=collectives.reduce_scatter_single) as scattered,
         mock.patch.object(collectives, "all_gather_single", wraps=collectives.all_gather_single) as gathered,

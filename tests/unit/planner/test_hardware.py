@@ -15,7 +15,7 @@ import torch
 from core.base.errors import ConfigError
 from core.planner import hardware
 from core.planner.hardware import PRESETS, find_hardware
-from core.planner.recorder import Collective, Ranks, Work
+from core.planner.recorder import Ranks, Transfer, Work
 from tests.unit._spawn import run_distributed
 
 H100 = PRESETS["h100"]
@@ -23,40 +23,40 @@ MIB = 2**20
 
 
 def test_a_large_gather_takes_its_bytes_and_its_steps():
-    inside = H100.collective_seconds(Collective("all-gather", 800 * MIB, Ranks(range(8))))
+    inside = H100.collective_seconds(Transfer("all-gather", 800 * MIB, Ranks(range(8))))
     assert inside == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 700 * MIB / H100.link_bandwidth)
-    across = H100.collective_seconds(Collective("all-gather", 1600 * MIB, Ranks(range(16))))
+    across = H100.collective_seconds(Transfer("all-gather", 1600 * MIB, Ranks(range(16))))
     bandwidth = min(H100.link_bandwidth, 8 * H100.network_bandwidth)
     assert across == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6 + 1500 * MIB / bandwidth)
 
 
 def test_one_rank_of_each_node_has_one_link():
     nodes = Ranks(range(0, 32, 8))
-    sparse = H100.collective_seconds(Collective("reduce-scatter", 400 * MIB, nodes))
+    sparse = H100.collective_seconds(Transfer("reduce-scatter", 400 * MIB, nodes))
     assert sparse == pytest.approx(300 * MIB / H100.network_bandwidth, rel=0.01)
-    assert H100.crossing_bytes(Collective("reduce-scatter", 400 * MIB, nodes)) == 300 * MIB
-    assert H100.crossing_bytes(Collective("reduce-scatter", 400 * MIB, Ranks(range(4)))) == 0
+    assert H100.crossing_bytes(Transfer("reduce-scatter", 400 * MIB, nodes)) == 300 * MIB
+    assert H100.crossing_bytes(Transfer("reduce-scatter", 400 * MIB, Ranks(range(4)))) == 0
 
 
 def test_all_to_all_uses_network_and_links_at_once():
-    exchange = Collective("all-to-all", 1600 * MIB, Ranks(range(16)))
+    exchange = Transfer("all-to-all", 1600 * MIB, Ranks(range(16)))
     assert H100.crossing_bytes(exchange) == 800 * MIB
     assert H100.collective_seconds(exchange) == pytest.approx(800 * MIB / H100.network_bandwidth, rel=0.01)
-    send = Collective("send", 100 * MIB, Ranks((7, 8)))
+    send = Transfer("send", 100 * MIB, Ranks((7, 8)))
     assert (send.sent_bytes, H100.crossing_bytes(send)) == (100 * MIB, 100 * MIB)
 
 
 def test_small_shards_take_the_latency_of_every_rank():
     small, large = (
-        H100.collective_seconds(Collective("all-gather", MIB, Ranks(range(ranks)))) for ranks in (1024, 16384)
+        H100.collective_seconds(Transfer("all-gather", MIB, Ranks(range(ranks)))) for ranks in (1024, 16384)
     )
     assert 10 < large / small < 20  # a ring has a step for each rank
 
 
 def test_all_reduces_of_few_bytes_take_a_tree():
     many = Ranks(range(16384))
-    reduced = H100.collective_seconds(Collective("all-reduce", 64, many))
-    assert reduced < H100.collective_seconds(Collective("all-gather", 64, many)) / 50
+    reduced = H100.collective_seconds(Transfer("all-reduce", 64, many))
+    assert reduced < H100.collective_seconds(Transfer("all-gather", 64, many)) / 50
 
 
 def test_an_operation_takes_the_longer_of_arithmetic_and_memory():

@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.base.device import CPU_STANDS_FOR_GPU
 from core.base.errors import ConfigError
+from core.base.host_memory import AS_HOST_MEMORY
+from core.comm.lane import LANES
+from core.pipeline_parallel.stages import STAGE
 from core.planner import simulation
 from core.planner.estimates import model_flops
 from core.planner.phantom import phantoms
-from core.planner.recorder import HOST, Collective, Recorder
+from core.planner.recorder import HOST, Recorder, Transfer, Work
 from core.training.config.arguments import parse_arguments
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -68,6 +72,14 @@ def test_gradients_of_embeddings_are_dense_on_a_gpu_alone():
     assert on_gpu > on_cpu
 
 
+def test_a_fused_loss_has_larger_parts_on_a_gpu():
+    flags = f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear --vocab-size {64 * 2**10}"
+    on_gpu, on_cpu = (simulated(flags, on_gpu=on_gpu) for on_gpu in (True, False))
+    products = [[e.flops for _, e in s.events if isinstance(e, Work) and e.name == "mm"] for s in (on_gpu, on_cpu)]
+    assert max(products[0]) == 8 * max(products[1])  # all of 2^16 columns of 2^7 tokens, and 2^13
+    assert on_gpu.hardware_flops == on_cpu.hardware_flops
+
+
 def test_a_frozen_layer_is_of_its_stage_alone():
     def peaks(flags: str) -> list[int]:
         stages = f"--pipeline-model-parallel-size 2 --global-batch-size 8 {flags}"
@@ -117,9 +129,13 @@ def test_sharded_parameters_are_never_built_whole():
 
 
 def test_a_plan_leaves_nothing_behind():
-    hook, state = sys.excepthook, torch.random.get_rng_state()
-    simulated("--use-torch-fsdp2")
-    assert sys.excepthook is hook
+    def places() -> list[Any]:
+        seams = (LANES, CPU_STANDS_FOR_GPU, AS_HOST_MEMORY, STAGE)
+        return [sys.excepthook, torch.UntypedStorage.resize_, torch.Tensor.to, *(seam.value for seam in seams)]
+
+    before, state = places(), torch.random.get_rng_state()
+    simulated("--use-torch-fsdp2 --cpu-offload --offload-activations", on_gpu=True)
+    assert places() == before
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not dist.is_initialized()
 
@@ -154,7 +170,7 @@ def test_experts_have_equally_many_tokens():
     attention = model.num_layers * 2 * (64 * 65 // 2) * model.hidden_size  # as in the test above
     assert 2 * planned.hardware_flops == model_flops(config, 2) + 4 * attention
     tokens = 2 * 64 * model.moe_router_topk
-    rows = [event for _, event in planned.events if isinstance(event, Collective) and event.kind == "all-to-all"]
+    rows = [event for _, event in planned.events if isinstance(event, Transfer) and event.kind == "all-to-all"]
     # Both ways, forward and backward, of each layer.
     sizes = [event.nbytes for event in rows if event.nbytes > 1000]
     assert sizes == [tokens * model.hidden_size * 4] * 4 * model.num_layers
@@ -175,7 +191,7 @@ def test_offloaded_activations_are_no_memory_of_an_accelerator():
     kept, offloaded = (simulated(f"{flags}{more}", on_gpu=True) for more in ("", " --offload-activations"))
     held = [planned.peak.held[simulation.CATEGORIES.index("activations")] for planned in (kept, offloaded)]
     assert held[1] < 0.5 * held[0]
-    copies = [e.nbytes for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
+    copies = [e.nbytes for _, e in offloaded.events if isinstance(e, Transfer) and e.ranks == HOST]
     assert held[0] - held[1] <= sum(copies) // 2 <= held[0]
     assert offloaded.wire() == kept.wire()
 
@@ -188,7 +204,7 @@ def test_offloaded_shards_are_no_memory_of_an_accelerator(wrapper: str):
     on_host = held["parameters"] + held["optimizer state"]
     assert kept.peak.nbytes - offloaded.peak.nbytes == pytest.approx(on_host, rel=0.002)  # a vector is gone
     assert offloaded.wire() == kept.wire()
-    copies = [e for _, e in offloaded.events if isinstance(e, Collective) and e.ranks == HOST]
+    copies = [e for _, e in offloaded.events if isinstance(e, Transfer) and e.ranks == HOST]
     to_host, from_host = (sum(e.nbytes for e in copies if e.kind == f"{way} the host") for way in ("to", "from"))
     # Gradients once, in fp32. Units that backward gathers again are read twice, the root once.
     assert held["parameters"] <= to_host <= 1.01 * held["parameters"]

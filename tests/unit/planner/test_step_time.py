@@ -10,7 +10,7 @@ import pytest
 
 from core.planner import Simulation
 from core.planner.hardware import PRESETS
-from core.planner.recorder import Collective, Mark, Ranks, Work
+from core.planner.recorder import Mark, Ranks, Transfer, Work
 from core.planner.step_time import step_time
 from tests.unit.planner._lines import simulated
 
@@ -26,7 +26,7 @@ def _simulation() -> Simulation:
     return simulated("")
 
 
-def _computes(seconds: float, *awaits: Collective) -> Work:
+def _computes(seconds: float, *awaits: Transfer) -> Work:
     return Work("mm", int(seconds * HARDWARE.matmul_flops), 0, 2, awaits)
 
 
@@ -38,7 +38,7 @@ def _exposed(events: list[tuple[str, Any]], **settings: Any) -> tuple[float, flo
 
 
 def test_computation_waits_for_what_it_reads():
-    gather = Collective("all-gather", SENT, GROUP)
+    gather = Transfer("all-gather", SENT, GROUP)
     late = [(FORWARD, gather), (FORWARD, _computes(5)), (FORWARD, _computes(1, gather))]
     assert _exposed(late) == pytest.approx((8, 2, 5), abs=0.001)
     at_once = [(FORWARD, gather), (FORWARD, _computes(1, gather)), (FORWARD, _computes(5))]
@@ -46,7 +46,7 @@ def test_computation_waits_for_what_it_reads():
 
 
 def test_overlapped_reductions_are_waited_for_at_the_end():
-    reduction = Collective("reduce-scatter", SENT, GROUP)
+    reduction = Transfer("reduce-scatter", SENT, GROUP)
     events = [
         (BACKWARD, reduction),
         (BACKWARD, _computes(1, reduction)),
@@ -58,8 +58,8 @@ def test_overlapped_reductions_are_waited_for_at_the_end():
 
 
 def test_collectives_of_a_group_queue():
-    first, second = Collective("all-gather", SENT, GROUP), Collective("all-gather", SENT, GROUP)
-    other = Collective("all-gather", SENT, Ranks(range(8, 16)))
+    first, second = Transfer("all-gather", SENT, GROUP), Transfer("all-gather", SENT, GROUP)
+    other = Transfer("all-gather", SENT, Ranks(range(8, 16)))
     assert _exposed([(FORWARD, first), (FORWARD, second), (FORWARD, _computes(1, second))])[0] == pytest.approx(
         15, 0.01
     )
@@ -67,7 +67,7 @@ def test_collectives_of_a_group_queue():
 
 
 def test_a_host_that_runs_ahead_gathers_during_the_unit_before():
-    first, second = Collective("all-gather", SENT // 7, GROUP), Collective("all-gather", SENT // 7, GROUP)
+    first, second = Transfer("all-gather", SENT // 7, GROUP), Transfer("all-gather", SENT // 7, GROUP)
     events = [(FORWARD, first), (FORWARD, _computes(5, first)), (FORWARD, second), (FORWARD, _computes(5, second))]
     ahead = {"gathers_ahead": True, "waits_late": frozenset({GROUP})}
     assert _exposed(events, **ahead) == pytest.approx((11, 1, 1), abs=0.001)
@@ -75,7 +75,7 @@ def test_a_host_that_runs_ahead_gathers_during_the_unit_before():
 
 
 def test_a_gather_that_a_step_leaves_running_delays_the_next():
-    left = Collective("all-gather", SENT, GROUP)
+    left = Transfer("all-gather", SENT, GROUP)
     planned = replace(_simulation(), first_events=((UPDATE, left),), events=((FORWARD, _computes(1, left)),))
     assert step_time([planned], HARDWARE).step_s == pytest.approx(8, 0.01)
 

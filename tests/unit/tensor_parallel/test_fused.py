@@ -83,10 +83,10 @@ def test_compiled_code_computes_what_is_written(widths, dtype, device, backend, 
 
 
 def test_gpu_part_widths_are_powers_of_two():
-    widths = {_columns(tokens, is_cuda=True) for tokens in range(1, 300_000, 997)}
+    widths = {_columns(tokens, on_gpu=True) for tokens in range(1, 300_000, 997)}
     assert len(widths) <= 20 and min(widths) >= 64
     assert all(width * tokens <= 2**26 for tokens in (1, 4096, 8191, 100_000) for width in [_columns(tokens, True)])
-    assert _columns(8192, is_cuda=True) == 8192 and _columns(2**26 + 1, is_cuda=True) == 64
+    assert _columns(8192, on_gpu=True) == 8192 and _columns(2**26 + 1, on_gpu=True) == 64
 
 
 def _equals_the_plain_form_compiled(*case: Any) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from core.base.device import current_device
 from core.base.errors import ConfigError
-from core.comm import lane
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.training import memory_profile
@@ -31,6 +28,7 @@ from core.training.memory_profile import (
     measure_step,
     write_timeline,
 )
+from tests.unit._lane import lanes_that, run_at_once
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
@@ -65,23 +63,9 @@ def _step(model: Any, optimizer: Any, num_microbatches: int = 2) -> None:
     optimizer.step()
 
 
-@contextmanager
-def _collectives_at_once() -> Iterator[None]:
-    """Runs collectives where they are submitted: when the lane's thread frees memory depends on the machine's load."""
-
-    def submit(unused: Any, run: Callable[[], None]) -> lane.Handle:
-        task = lane._Task(run)
-        with torch.no_grad():
-            task.execute()
-        return task
-
-    with mock.patch.object(lane._ThreadLane, "submit", submit):
-        yield
-
-
 def _measures(kind: str) -> MemoryTimeline:
-    model, optimizer = _model(kind)
-    with _collectives_at_once():
+    with lanes_that(run_at_once):
+        model, optimizer = _model(kind)
         for _ in range(2):
             _step(model, optimizer)
         _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
@@ -124,9 +108,9 @@ def test_each_category_holds_what_is_known_of_it(kind):
 def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
     """Returns the peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as
     measured."""
-    model, optimizer = _model(kind)
-    with _collectives_at_once(), warnings.catch_warnings():
+    with lanes_that(run_at_once), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        model, optimizer = _model(kind)
         for _ in range(2):
             _step(model, optimizer)
         tracker = MemTracker()

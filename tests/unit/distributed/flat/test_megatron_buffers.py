@@ -13,7 +13,7 @@ from torch import nn
 
 from core import parallel_state
 from core.base.errors import ParallelConfigError, ShardstackError
-from core.comm.lane import _ThreadLane
+from core.comm.lane import LANES
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, TorchFullyShardedDataParallel
 from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import on_ranks
@@ -173,11 +173,10 @@ def test_marked_parameters_have_own_buffers_and_equal_updates(strategy: str) -> 
 
 @on_ranks(2)
 def test_gathers_are_waited_for() -> None:
-    model = _wrapped(use_distributed_optimizer=True, overlap_param_gather=True)
-    with torch.no_grad():
-        model.buffers[0].param_data.fill_(dist.get_rank() + 1.0)
-    with mock.patch.object(_ThreadLane, "submit", return_value=mock.Mock()) as submit:
+    lane = mock.Mock()
+    with LANES.replaced(lambda *place: lane):
+        model = _wrapped(use_distributed_optimizer=True, overlap_param_gather=True)
         model.start_param_sync()
-    submit.return_value.wait.assert_not_called()
+    lane.submit.return_value.wait.assert_not_called()
     model.free_overlap_buffers()
-    submit.return_value.wait.assert_called_once()
+    lane.submit.return_value.wait.assert_called_once()
