@@ -268,9 +268,7 @@ class FullyShardTransform(BaseDistributedTransform):
         overrides = tuple(f"{name}={value}" for name, value in reshards.items())
         offload = self.cfg.offload or OffloadConfig()
         if not offload.pin_memory:
-            warn_once(
-                "pin_memory=False is ignored: shards are pinned where there is an accelerator. No number changes"
-            )
+            warn_once("pin_memory=False changes nothing: shards are pinned where there is an accelerator")
         config = config_of(
             FSDP2,
             reshard_after_forward=self.cfg.reshard_after_forward,
