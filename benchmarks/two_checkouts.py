@@ -109,8 +109,8 @@ def _step(row: Row) -> Callable[[], None]:
                 backward(model, tokens)
         finalize_model_grads([model])
         optimizer.step()
-        # Else gathers would run in the other checkout's turn. Checkouts of before 2026-11-27 have no engine.
-        (model.engine.settle if hasattr(model, "engine") else model.settle_parameters)()
+        # Else gathers would run in the other checkout's turn. Until 2026-11-27 the wrapper had it.
+        (model.settle_parameters if hasattr(model, "settle_parameters") else model.engine.settle)()
 
     return step
 
