@@ -47,7 +47,6 @@ And by ours:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -117,16 +116,9 @@ def rank_dependence(model: nn.Module) -> str:
     return next((text for module in model.modules() if (text := getattr(module, "rank_dependence", ""))), "")
 
 
-def counting_modules(models: Iterable[nn.Module]) -> list[CountsInStep]:
-    """Returns the modules that count during a step."""
-    modules = (module for model in models for module in model.modules())
-    return [cast(CountsInStep, module) for module in modules if _of_class(module, "use_step_sums", None)]
-
-
-def clear_step_sums(models: Iterable[nn.Module]) -> None:
-    """Makes modules forget the counts of a step that did not end."""
-    for module in counting_modules(models):
-        module.clear_step_sums()
+def counting_modules(model: nn.Module) -> list[CountsInStep]:
+    """Returns the modules of a model that count during a step."""
+    return [cast(CountsInStep, module) for module in model.modules() if _of_class(module, "use_step_sums", None)]
 
 
 def set_gradient_rows(model: nn.Module, adds_rows: bool) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..base.errors import ConfigError, ParallelConfigError, ShardstackError
-from ..base.module_protocol import clear_step_sums, rank_dependence, unwrap_model
+from ..base.module_protocol import counting_modules, rank_dependence, unwrap_model
 from ..base.parameters import is_packed
 from ..diagnostics import raise_explained
 from ..diagnostics.misplaced_parameters import reject_resizing
@@ -86,6 +86,8 @@ class _BaseDataParallel(WrappedModel):
         # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
         self.updated_parameters: set[nn.Parameter] = set()
         self.gradient_state = GradientState()
+        # What the model has of `CountsInStep`; fixed. Steps use it, because looking for them takes long.
+        self.counting_modules = counting_modules(module)
 
     def _set_engine(self, engine: Engine, *, lives_with_module: bool = False) -> None:
         """Takes the engine, lets optimizers find it at its parameters, and puts the last hooks around units.
@@ -283,7 +285,8 @@ class _BaseDataParallel(WrappedModel):
         self.engine.zero_gradients()
         if self.engine.tree is not None:
             self.engine.tree.restart()
-        clear_step_sums([self.module])
+        for module in self.counting_modules:
+            module.clear_step_sums()
         self.gradient_state.note_zeroed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

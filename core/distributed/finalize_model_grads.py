@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..base import device
 from ..base.errors import ConfigError, ParallelConfigError
-from ..base.module_protocol import CountsInStep, counting_modules, unwrap_model
+from ..base.module_protocol import CountsInStep, unwrap_model
 from ..base.parameters import kept_range
 from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..comm.gloo import Sum
@@ -70,14 +70,14 @@ def finalize_model_grads(
             chunk.scale_gradients(scaling_factor)
     for chunk in model if force_all_reduce else ():  # last, of what nothing sums or scales any more
         chunk.engine.gather_gradients()
-    end_step(model, model[0].process_group)
+    end_step([module for chunk in model for module in chunk.counting_modules], model[0].process_group)
     for chunk in model:
         chunk.gradient_state.note_finalized()
 
 
 @torch.no_grad()
-def end_step(models: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Adds up over ranks what modules have counted in the step (`CountsInStep`), and ends the step for them.
+def end_step(modules: Sequence[CountsInStep], group: dist.ProcessGroup | None) -> None:
+    """Adds up over ranks what modules have counted in the step, and ends the step for them.
 
     `finalize_model_grads` calls it, before the optimizer's step and whether or not that is skipped. All ranks of a
     model call it.
@@ -86,14 +86,14 @@ def end_step(models: Sequence[torch.nn.Module], group: dist.ProcessGroup | None)
         group: the data-parallel and context-parallel ranks; None if this rank is alone.
     """
     by_ranks: dict[dist.ProcessGroup | None, list[CountsInStep]] = defaultdict(list)
-    for module in counting_modules(models):
+    for module in modules:
         by_ranks[module.step_sums_group].append(module)
-    for more_ranks, modules in by_ranks.items():
-        totals = torch.cat([module.step_sums for module in modules])
+    for more_ranks, members in by_ranks.items():
+        totals = torch.cat([module.step_sums for module in members])
         for ranks in (group, more_ranks):
             if ranks is not None and ranks.size() > 1:
                 all_reduce_by_backend(totals, ranks, what="what modules count in a step")
-        for module, sums in zip(modules, totals.split([len(m.step_sums) for m in modules]), strict=True):
+        for module, sums in zip(members, totals.split([len(m.step_sums) for m in members]), strict=True):
             module.use_step_sums(sums)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from core.base.module_protocol import clear_step_sums
+from core.base.module_protocol import counting_modules
 from core.dist_checkpointing.format.content_hash import splitmix64
 from core.distributed.finalize_model_grads import end_step
 from core.transformer import Float16Module
@@ -114,7 +114,8 @@ class Serial(Training):
         self.sums = {}
         if self._counts is not None:
             self._counts.begin_step()
-        clear_step_sums([self.module])
+        for layer in counting_modules(self.module):
+            layer.clear_step_sums()
         for parameter in self.module.parameters():
             parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
 
@@ -147,7 +148,7 @@ class Serial(Training):
         if self._counts is not None:
             self._counts.begin_step()
         give_unused_zero_gradients(self.module.parameters(), "main_grad")
-        end_step([self.module], None)
+        end_step(counting_modules(self.module), None)
         named = self.module.named_parameters()
         self.curve.gradients = {n: p.main_grad.clone() for n, p in named if p.requires_grad}  # type: ignore
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.base.module_protocol import clear_step_sums, unwrap_model
+from core.base.module_protocol import counting_modules, unwrap_model
 from core.comm.call import CollectiveRecord
 from core.comm.collectives import all_reduce_by_backend
 from core.comm.lane import CommLane, Handle
@@ -381,7 +381,8 @@ def train_in_one_process(case: Case) -> Curve:
     curve = Curve([], [], {})
     for step in range(STEPS):
         optimizer.zero_grad()
-        clear_step_sums([model])
+        for layer in counting_modules(model):
+            layer.clear_step_sums()
         reports = []
         for replica in range(case.dp):
             data = micro_batches(step, replica, case.micro_batches)

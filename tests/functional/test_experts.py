@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from core import parallel_state
+from core.base.module_protocol import counting_modules
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.finalize_model_grads import end_step
 from core.transformer.moe.experts import GroupedLinear
@@ -102,7 +103,7 @@ def serial(balancing: str, per_token: bool, ranks: int = 2, length: int = 13, **
         training,
         lambda step: [micro_batches(step, rank, per_token, length) for rank in range(ranks)],
         lambda batch: loss_and_report(module(batch[0], labels=batch[1]), batch[1], training),
-        lambda: end_step([module], None),
+        lambda: end_step(counting_modules(module), None),
     )
     _finish(curve, module, optimizer)
     return _with_biases(curve, module)

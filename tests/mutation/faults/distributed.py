@@ -495,4 +495,11 @@ MUTATIONS = (
         "1 if",
         ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_traffic.py"),
     ),
+    Mutation(
+        "groups given to a wrapper are those of its replicas alone",
+        "core.distributed.groups.find_groups",
+        r"groups_in_effect\(pg_collection\)",
+        "groups_in_effect()",
+        ("tests/unit/distributed/test_groups.py",),
+    ),
 )

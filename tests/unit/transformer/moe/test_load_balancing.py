@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core.base.errors import ConfigError, ParallelConfigError, warn_once
-from core.base.module_protocol import clear_step_sums
+from core.base.module_protocol import counting_modules
 from core.models.gpt import GPTModel
 from core.transformer.moe import add_auxiliary_losses, load_balancing
 from tests.unit.transformer.moe._layers import config_of, layer_of
@@ -269,6 +269,11 @@ def test_counts_are_those_up_to_a_forward(fields):
         assert all(map(torch.equal, found[0], other))
 
 
+def _forget(model: torch.nn.Module) -> None:
+    for layer in counting_modules(model):
+        layer.clear_step_sums()
+
+
 def test_counts_that_belong_to_no_graph_are_not_counted():
     """Neither those of forwards whose output is gone, nor those of a step that was cleared."""
     found = []
@@ -280,7 +285,7 @@ def test_counts_that_belong_to_no_graph_are_not_counted():
                     model(TOKENS % 3, labels=TOKENS)
             except ZeroDivisionError as error:
                 errors.append(error)  # which keeps the graph
-            clear_step_sums([model])
+            _forget(model)
             model(TOKENS % 3, labels=TOKENS)
             with torch.no_grad():
                 model(TOKENS % 3, labels=TOKENS)
@@ -331,7 +336,7 @@ def test_forwards_in_between_take_no_losses():
 
     def after_gradients_were_cleared(model):
         logits = model(TOKENS)
-        clear_step_sums([model])
+        _forget(model)
         add_auxiliary_losses(_token_losses(logits), model).mean().backward()
 
     def after_a_forward_that_nothing_keeps(model):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from core.base.errors import ConfigError, ParallelConfigError
-from core.base.module_protocol import clear_step_sums
 from core.base.recomputation import recompute
 from core.distributed.finalize_model_grads import end_step
 from core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -257,7 +256,7 @@ def test_a_step_that_did_not_end_is_forgotten():
     layer = layer_of(**_BIASED, moe_aux_loss_coeff=1.0)
     layer(torch.randn(5, 2, 8)).sum().backward()
     layer(torch.randn(5, 2, 8))
-    clear_step_sums([layer])
+    layer.clear_step_sums()
     assert not layer.router.step_sums.any() and take_pending(layer.router) is None
 
 
