@@ -108,11 +108,7 @@ def is_expert_parameter(parameter: torch.Tensor) -> bool:
 
 def is_summed_later(parameter: torch.Tensor, stages: dist.ProcessGroup | None) -> bool:
     """Returns whether `finalize_model_grads` sums a reduced gradient over ranks of another axis: those of sequence
-    parallelism, or the pipeline stages that share the weight.
-
-    Args:
-        stages: the first and the last pipeline stage.
-    """
+    parallelism, or `stages`, the first and the last pipeline stage, which share the weight."""
     is_shared = getattr(parameter, "shared_embedding", False) and stages is not None and stages.size() > 1
     return is_shared or getattr(parameter, "sequence_parallel", False)
 
