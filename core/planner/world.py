@@ -201,7 +201,7 @@ def build_model(config: PretrainConfig) -> nn.ModuleList:
 
 
 def _choose_in_turn(scores: Tensor, config: MoEConfig) -> Tensor:
-    """Chooses experts one after the other, whatever their scores, so that all get equally many tokens."""
+    """Chooses experts in turn and ignores their scores, so that all get equally many tokens."""
     places = best_experts(scores, config)
     return torch.arange(places.numel()).remainder_(scores.shape[-1]).view_as(places)
 

@@ -21,9 +21,9 @@ Inspect = Callable[[Iterable[tuple[str, Tensor]]], None]
 class BucketReduction:
     """Reduces gradients over ranks, with what all buckets of one kind of parameters share.
 
-    Divides by the number of replicas of dense parameters once: in the collective (``average_in_collective``); else
-    after it, on the shard, which is smaller; else, in fp16, before it, because a sum could overflow. With an order of
-    sums it does not divide: the wrapper's `finish_grad_sync` does.
+    Divides by the number of replicas of dense parameters once: after the collective, on the shard, which is smaller;
+    in fp16 before it, because a sum could overflow. With an order of sums it does not divide: the wrapper's
+    `finish_grad_sync` does.
 
     Args:
         plan: the model's plan, over the ranks of these buckets.
@@ -69,9 +69,8 @@ class BucketReduction:
         elif self.replica_group is None and (shard.dtype, shard.device) == (whole.dtype, whole.device):
             scatter(shard, whole, self.shard_group, replace(how, accumulate=accumulate))
         else:
-            length = len(whole) // self.shard_group.size()
-            is_alike = (shard.dtype, shard.device, len(shard)) == (whole.dtype, whole.device, length)
-            part = shard if is_alike and not accumulate else whole.new_empty(length)
+            is_alike = (shard.dtype, shard.device) == (whole.dtype, whole.device)
+            part = shard if is_alike and not accumulate else whole.new_empty(len(shard))
             scatter(part, whole, self.shard_group, how if self.replica_group is None else replace(how, scale=1.0))
             if self.replica_group is not None:
                 how = replace(how, order=None if self.order is None else (range(self.replica_group.size()),))

@@ -132,7 +132,7 @@ class Engine(ABC):
         return is_mean and not (self.sums_gradients or self.tree is not None or is_summed_later(parameter, stages))
 
     def expect_micro_batches(self, count: int, divides_by_ranks: bool) -> None:
-        """Sets the number of backwards in each step that follows. There is a tree."""
+        """Sets the number of backwards in each step that follows. Does nothing without a tree."""
         if self.tree is not None:
             self.tree.expect(count, divides_by_ranks)
 

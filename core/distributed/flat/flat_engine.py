@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from ...base.device import current_device
 from ...base.errors import OptimizerError, ShardstackError, WrapError
-from ...base.host_memory import transient_memory
 from ...base.memory_categories import Held
 from ...base.parameters import kept_range, without_waiting
-from ...comm.collectives import Allocate, allocator
+from ...comm.collectives import allocator
 from ...comm.lane import comm_lane
 from ...diagnostics.step_marks import replaced_parameters_marked
 from ..engine.bucket_reduction import BucketReduction
@@ -81,7 +80,7 @@ class FlatEngine(Engine):
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
         on = next((param.device for param in named_params.values()), current_device())
         allocate = allocator(plan.groups.shard, on, registers=plan.settings.nccl_ub)
-        self.units = build_units(plan, self.bucket_at, allocate if plan.shards_parameters else transient_memory)
+        self.units = build_units(plan, self.bucket_at, allocate)
         self.parameters: WholeParameters | ShardedParameters
         if plan.shards_parameters:
             self.parameters = ShardedParameters(
@@ -92,7 +91,7 @@ class FlatEngine(Engine):
         slots = ((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
         self.placement = ParamPlacement(model, slots)
         # Sends buckets and knows which have left; `_drop_gradients` and `reopen` restart it.
-        self._schedule = ReductionSchedule(self.buckets, plan, None if finish is None else weakly(finish), self.tree)
+        self._schedule = ReductionSchedule(self.buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
         self._shown_gradients = ShownGradients(self._bucket_of, self._is_sharded)
         self._take_gradients()
@@ -109,10 +108,8 @@ class FlatEngine(Engine):
         device = next((param.device for param in named_params.values() if param.requires_grad), current_device())
         has_twins = plan.shards_parameters and plan.num_shards > 1
         lane = comm_lane(device, int(has_twins))
-        allocate: Allocate = transient_memory
-        if plan.shards_parameters:
-            reduces_over = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
-            allocate = allocator(reduces_over, device, registers=plan.settings.nccl_ub)
+        reduces_over = twin_group(plan.groups.shard) if has_twins else plan.groups.shard
+        allocate = allocator(reduces_over, device, registers=plan.settings.nccl_ub)
         reductions = dict[ParameterKind, BucketReduction]()
         for pieces in plan.buffers:
             kind, on = pieces[0].kind, named_params[pieces[0].params[0].name].device
@@ -135,7 +132,7 @@ class FlatEngine(Engine):
         for param, bucket in self._bucket_of.items():
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(weakly(self._take_gradient, self.plan.caller))
+            param.register_post_accumulate_grad_hook(_weakly(self._take_gradient, self.plan.caller))
             if self.plan.settings.lend_gradients:
                 param.lend_gradient_memory = partial(bucket.lend, param)  # type: ignore[attr-defined]
             if self.plan.settings.layers_add_gradients:
@@ -219,7 +216,7 @@ class FlatEngine(Engine):
             if params := [p for p in bucket.params if p.requires_grad]:
                 self._schedule.note_gradients(bucket, params, self.syncs)
 
-    def start_reduction(self, *unused: Any) -> None:
+    def start_reduction(self) -> None:
         """Sends every bucket that has not left yet."""
         self._schedule.send_all()
 
@@ -311,8 +308,8 @@ class FlatEngine(Engine):
         return {**self.parameters.held(), "gradients": [*memory, *grads], "gradients not reduced yet": whole}
 
 
-def weakly(method: Callable[..., None], caller: str = "") -> Callable[..., None]:
-    """Returns the bound method without its object, which it does not keep alive.
+def _weakly(method: Callable[..., None], caller: str) -> Callable[..., None]:
+    """Returns the bound method without its object, which it does not keep alive. `caller` is the wrapper in messages.
 
     torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
     keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).
@@ -320,13 +317,13 @@ def weakly(method: Callable[..., None], caller: str = "") -> Callable[..., None]
     Raises:
         WrapError: when called, if the object has gone.
     """
-    reference, kind = weakref.WeakMethod(method), caller or type(method.__self__).__name__  # type: ignore[attr-defined]
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
         bound = reference()
         if bound is None:
             raise WrapError(
-                f"a backward reached parameters whose {kind} no longer exists, so that no rank would "
+                f"a backward reached parameters whose {caller} no longer exists, so that no rank would "
                 "reduce their gradients; keep the wrapper for as long as its module trains"
             )
         bound(*args)

@@ -45,7 +45,7 @@ class ShardedParameters:
         note_moved: Callable[[Iterable[tuple[str, nn.Parameter]]], None],
         note_skipped: Callable[[Unit], None],
     ) -> None:
-        self._plan, self._model, self._units = plan, model, units
+        self._model, self._units = model, units
         self._shards = [buffer.shards for buffer in buffers if buffer.shards is not None]
         # Values that exist go into the shards first. What was on the meta device is then filled in, one tensor at a
         # time, into the shards too, while the parameters that it belongs to have no memory of their own.

@@ -72,13 +72,11 @@ def plan_model(
     else:
         gathered: FullyShardedDataParallelConfig
         if engine is EngineKind.FSDP2:
-            gathered = of_fsdp2 = contradictions.fsdp2_config(ddp_config)
-            settings = resolve_settings(gathered, config, module, groups, engine)
-            settings = replace(settings, collectives=of_fsdp2.collectives)
+            gathered = contradictions.fsdp2_config(ddp_config)
         else:
             gathered = contradictions.sharded_config(ddp_config, caller)
-            settings = resolve_settings(gathered, config, module, groups, engine)
         own_config = gathered
+        settings = resolve_settings(own_config, config, module, groups, engine)
         units = _plan_units(module, config, gathered, groups, unit_classes, engine, mp_policy)
         transforms = plan_transforms(units[:-1], own_config)
         if engine is EngineKind.FSDP2:

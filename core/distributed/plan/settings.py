@@ -43,14 +43,13 @@ class Settings:
     """Layers compute gradients in place: in the memory of buckets (`GradSlot.lend`), or under FSDP2 row by row."""
     layers_add_gradients: bool = False
     """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
+    sync_module_states: bool = True
+    """Always set where parameters are whole on every rank."""
 
     # ---- on flat buffers
 
     finish_in_backward: bool = False
     """Each backward outside `no_sync` finishes gradients, as under torch's DDP, and leaves them in ``param.grad``."""
-
-    sync_module_states: bool = True
-    """Always set where parameters are whole on every rank."""
 
     # ---- where parameters are sharded
 
@@ -86,11 +85,12 @@ def resolve_settings(
     # a config of another library True says that layers add to ``main_grad`` themselves.
     is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
     is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
+    is_fsdp2 = engine is EngineKind.FSDP2
     overlaps_grads, overlaps_params = _overlaps(ddp_config, module, groups)
     settings = Settings(
         check_for_nan_in_grad=ddp_config.check_for_nan_in_grad,
         broadcast_buffers=has_statistics if ddp_config.broadcast_buffers is None else ddp_config.broadcast_buffers,
-        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and groups.shard.size() > 1,
+        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and (is_fsdp2 or groups.shard.size() > 1),
         reproducible_across_ranks=ddp_config.reproducible_across_ranks,
         overlap_grad_reduce=overlaps_grads,
         overlap_param_gather=overlaps_params,
@@ -100,10 +100,8 @@ def resolve_settings(
     )
     if not isinstance(ddp_config, FullyShardedDataParallelConfig):
         return settings
-    is_fsdp2 = engine is EngineKind.FSDP2
     return replace(
         settings,
-        reduce_every_micro_batch=ddp_config.reduce_every_micro_batch and (is_fsdp2 or groups.shard.size() > 1),
         sync_module_states=ddp_config.sync_module_states,
         forward_methods=ddp_config.forward_methods,
         forward_prefetch=ddp_config.forward_prefetch,
@@ -112,6 +110,7 @@ def resolve_settings(
         cpu_offload=ddp_config.cpu_offload,
         pins_memory=ddp_config.cpu_offload and streams.is_asynchronous(device.current_device()),
         nccl_ub=ddp_config.nccl_ub,
+        collectives=getattr(ddp_config, "collectives", "auto"),  # of FSDP2 alone
     )
 
 
