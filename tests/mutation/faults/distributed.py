@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import CONTRACT, DDP, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
-_BUCKETS = "tests/unit/distributed/flat/test_buckets.py"
+_BUCKETS = "tests/unit/distributed/flat/test_bucket.py"
 _SLOTS = "tests/unit/distributed/flat/test_gathering.py"
-_SAVED = ("tests/unit/distributed/test_saved_weights.py",)
+_SAVED = ("tests/unit/distributed/model/test_forward_hooks.py",)
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
@@ -15,10 +15,10 @@ _STARTS = "tests/unit/distributed/model/test_initial_values.py"
 _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
 _EXPERTS_OVER_RANKS = "tests/functional/test_expert_parallelism.py::test_experts_over_other_ranks_equal_one_process"
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
-_SKIPPED = "tests/unit/distributed/test_skipped_modules.py"
+_SKIPPED = "tests/unit/distributed/engine/test_gathered_units.py"
 _LEFT_OUT = "tests/unit/distributed/test_left_out.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
-_REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
+_REPRODUCIBLE_LOOP = "tests/unit/distributed/engine/test_gradient_tree.py"
 _PACKED = "tests/unit/distributed/model/test_packed_weights.py"
 _OFFLOADED = "tests/unit/distributed/model/test_offloaded_activations.py"
 
@@ -324,7 +324,7 @@ MUTATIONS = (
         "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.prepare_forward",
         r"(if self\._writes_to_shards\.find\(\)):",
         r"\1 and (not self._has_allocated):",
-        ("tests/unit/distributed/fsdp2/test_sharded_model.py",),
+        ("tests/unit/distributed/fsdp2/test_shard_model.py",),
     ),
     Mutation(
         "a backward that raised is forgotten",
@@ -345,7 +345,7 @@ MUTATIONS = (
         "core.distributed.model.initial_values.parameter_attributes_kept",
         r"setattr\(parameter, key, value\)",
         "pass",
-        ("tests/unit/optimizer/test_muon_over_ranks.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
+        ("tests/unit/optimizer/test_matrix_owners.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
     ),
     Mutation(
         "gathered codes have nothing to be unpacked by",
@@ -493,6 +493,6 @@ MUTATIONS = (
         "core.distributed.plan.parts.sent_bytes",
         r"2 if",
         "1 if",
-        ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_traffic.py"),
+        ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_parts.py"),
     ),
 )

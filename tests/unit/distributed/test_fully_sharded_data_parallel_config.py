@@ -1,4 +1,4 @@
-"""What a setting of resharding means for a unit; what it does is in `fsdp2/test_settings.py`."""
+"""What a setting of resharding means for a unit; what it does is in `fsdp2/test_fsdp2_engine.py`."""
 
 from __future__ import annotations
 
