@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from core.training.launch.processes import ECHO_S
-from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
+from tests.unit._forked_launcher import ForkedLauncher
+from tests.unit._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
 
 LAUNCH = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2"]
 FORKED = ["forked", *LAUNCH[3:]]
