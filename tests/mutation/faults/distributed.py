@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import CONTRACT, DDP, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
+from tests.mutation.suites import CONTRACT, FLAT, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
+_BUFFERS = "tests/unit/distributed/test_distributed_data_parallel.py"
 _BUCKETS = "tests/unit/distributed/flat/test_bucket.py"
-_SLOTS = "tests/unit/distributed/flat/test_gathering.py"
+_SLOTS = "tests/unit/distributed/flat/test_unit.py"
 _SAVED = ("tests/unit/distributed/model/test_forward_hooks.py",)
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
@@ -86,14 +87,14 @@ MUTATIONS = (
         "core.distributed.plan.parts.PiecePlan.places_in_shard",
         r"\(start, end\) if",
         "(start, end - 1) if",
-        (DDP, *SHARDED_STATE),
+        (FLAT, *SHARDED_STATE),
     ),
     Mutation(
         "a parameter begins on the last element of the one before",
         "core.distributed.plan.layout.lay_out",
         r"begin = round_up\(.*",
         "begin = max(begin - 1, 0)",
-        ("tests/unit/distributed/plan/test_layout.py", DDP),
+        ("tests/unit/distributed/plan/test_layout.py", FLAT),
     ),
     # ---- model
     Mutation(
@@ -217,14 +218,14 @@ MUTATIONS = (
         "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
         r"scale = 1\.0 / divisor",
         "scale = 1.0",
-        (DDP,),
+        (FLAT,),
     ),
     Mutation(
         "the first bucket is not reduced",
         "core.distributed.flat.bucket.Bucket.start_grad_sync",
         r"else:(\s+self\._lane\.run)",
         r"elif self.offset:\1",
-        (DDP, CONTRACT),
+        (FLAT, CONTRACT),
     ),
     Mutation(
         "only the first bucket's parameters are gathered",
@@ -238,21 +239,21 @@ MUTATIONS = (
         "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
         r"reduce\(part, self\.replica_group",
         "reduce(part, self.shard_group",
-        (DDP, CONTRACT, _EQUALITY),
+        (_BUFFERS, CONTRACT, _EQUALITY),
     ),
     Mutation(
         "gradients of the step before are not cleared",
         "core.distributed.flat.grad_slot.GradSlot.clear",
         r"self\.counts, self\.has_arrived, (.*) = \(False, False, None\)",
         r"self.counts, self.has_arrived, \1 = (self.counts and not self.is_written_by_layer, False, None)",
-        (DDP, CONTRACT),
+        (FLAT, CONTRACT),
     ),
     Mutation(
         "a gradient that has not arrived is not zero",
         "core.distributed.flat.grad_slot.GradSlot.complete",
         r"\.zero_\(\)",
         ".add_(1)",
-        (DDP, CONTRACT),
+        (FLAT, CONTRACT),
     ),
     # ---- units
     Mutation(

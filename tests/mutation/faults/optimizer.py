@@ -120,7 +120,7 @@ MUTATIONS = (
         "core.optimizer.matrices.matrices_of",
         "fused is not None and is_split",
         "False",
-        (_MUON,),
+        ("tests/unit/optimizer/test_matrices.py",),
     ),
     Mutation(
         "Muon leaves a matrix of one row to AdamW",

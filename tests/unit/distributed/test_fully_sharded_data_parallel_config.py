@@ -1,12 +1,13 @@
-"""What a setting of resharding means for a unit; what it does is in `fsdp2/test_fsdp2_engine.py`."""
+"""Settings of sharded parameters check themselves; what they do is in `fsdp2/test_fsdp2_engine.py`."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from core.base.errors import ParallelConfigError
-from core.distributed import FullyShardedDataParallelConfig
-from core.distributed.plan.contradictions import check_reshard
+from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
 
 def test_overrides_are_name_patterns_and_the_last_match_counts():
@@ -23,9 +24,43 @@ def test_an_entry_of_another_form_is_refused_by_name(entry):
         FullyShardedDataParallelConfig(reshard_overrides=(entry,))
 
 
-def test_a_number_divides_the_ranks_that_share_a_parameter():
-    assert [check_reshard(value, 12) for value in (True, False, 1, 2, 6, 12)] == [True, False, False, 2, 6, True]
-    with pytest.raises(
-        ParallelConfigError, match=r"is 5, .* the 12 ranks .* True, False, or one of 1, 2, 3, 4, 6, 12"
-    ):
-        check_reshard(5, 12)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"param_dtype": "int8"}, ("param_dtype is 'int8'",)),
+        ({"forward_prefetch": -1}, ("forward_prefetch is -1",)),
+        ({"grad_reduce_in_fp32": True, "reduce_dtype": "bf16"}, ("grad_reduce_in_fp32", "reduce_dtype is bf16")),
+        (
+            {"keep_gathered_between_micro_batches": "all", "reshard_after_forward": 2},
+            ("keep_gathered_between_micro_batches", "reshard_after_forward is 2"),
+        ),
+        (
+            {"keep_gathered_between_micro_batches": "all", "reshard_overrides": ("head=True",)},
+            ("keep_gathered_between_micro_batches", "reshard_overrides ['head=True']"),
+        ),
+        ({"reshard_overrides": ("head",)}, ("reshard_overrides holds 'head'",)),
+        ({"keep_gathered_between_micro_batches": "some"}, ("keep_gathered_between_micro_batches is 'some'", "ends")),
+    ],
+)
+def test_contradictory_settings_name_both(settings, said):
+    with pytest.raises(ParallelConfigError) as caught:
+        TorchFullyShardedDataParallelConfig(**settings)
+    assert all(part in str(caught.value) for part in said)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"use_distributed_optimizer": True}, {"data_parallel_sharding_strategy": "no_shard"}], ids=str
+)
+def test_fsdp2_settings_refuse_another_strategy_by_name(fields):
+    with pytest.raises(ParallelConfigError, match=f"^{next(iter(fields))} is .* in a TorchFullySharded"):
+        TorchFullyShardedDataParallelConfig(**fields)
+
+
+@pytest.mark.parametrize("value", ["row", "block", "block:0", "block:x", "tensor:2", ""])
+def test_other_cuts_are_refused(value):
+    with pytest.raises(ParallelConfigError, match=r"a cut is auto, flat, rows, tensor, or block:N"):
+        FullyShardedDataParallelConfig(shard_cut=value)
+    with pytest.raises(ParallelConfigError, match=re.escape(f"shard_cut holds 'blocks.*={value}'")):
+        FullyShardedDataParallelConfig(shard_cut=f"rows,blocks.*={value}")
+    with pytest.raises(ParallelConfigError, match=r"shard_cut holds 'blocks'"):
+        FullyShardedDataParallelConfig(shard_cut="auto,blocks")
