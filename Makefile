@@ -21,9 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What meets torch's private and newer interfaces, in two to three minutes: CI runs it on the oldest torch too.
 SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/bridge/test_replicas tensor_parallel/test_weight_gradients \
-          $(addprefix distributed/, model/test_unit_cases model/test_offloaded_activations plan/test_resharding \
-          test_torch_fully_sharded_data_parallel test_data_parallel_base test_saved_weights $(addprefix fsdp2/, \
-          test_prefetch test_settings test_collectives test_precision test_sharded_model test_torch_private)) \
+          $(addprefix distributed/, model/test_unit_cases model/test_offloaded_activations model/test_forward_hooks \
+          test_torch_fully_sharded_data_parallel test_data_parallel_base test_fully_sharded_data_parallel_config \
+          $(addprefix fsdp2/, test_prefetch test_fsdp2_engine test_unit_collectives test_precision test_shard_model \
+          test_torch_private)) \
           $(addprefix transformer/moe/, test_dispatch test_experts test_moe_layer test_router) \
           optimizer/test_muon optimizer/test_averaged_weights weights/test_stream)) \
           tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code \

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.compositions.composition import Composition
 from tests.compositions.data import SEQUENCE, STEPS
 from tests.compositions.serial import Serial
-from tests.functional._runs import Curve
+from tests.unit._runs import Curve
 
 MUON_SLOPE = 3.4445**2
 """By so much Muon's iterations make the noise in a gradient larger, at most: the slope at zero of two of them."""

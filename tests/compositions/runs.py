@@ -15,7 +15,7 @@ from tests.compositions.composition import Composition
 from tests.compositions.data import CUT, STEPS
 from tests.compositions.staged import Staged
 from tests.compositions.wrapped import Wrapped, parallel_groups
-from tests.functional._runs import Curve
+from tests.unit._runs import Curve
 from tests.unit._spawn import RankFailure, run_distributed
 
 

@@ -20,7 +20,7 @@ from tests.compositions.data import MicroBatch, micro_batch
 from tests.compositions.model import Counted, Gated
 from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.torch_optimizer import TorchOptimizer
-from tests.functional._runs import Curve
+from tests.unit._runs import Curve
 
 
 def load(model: nn.Module, module: nn.Module, values: dict[str, Tensor]) -> None:

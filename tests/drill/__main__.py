@@ -22,7 +22,7 @@ from corpus import prepare
 
 from tests.drill.faults import SINGLE, Drill, kills, planted
 from tests.drill.report import Report
-from tests.functional._program import REPOSITORY, program_environment
+from tests.unit._program import REPOSITORY, program_environment
 
 LAUNCHED_SHARE, FORKED_SHARE, LOST_SHARE = 0.2, 0.3, 0.25
 """Shares of the time: for kills under the launcher, for kills of forked ranks, which are faster, and for lost ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from core.training.launch import generations
 from core.training.launch.entry import run_command
 from core.training.launch.messages import Generation
-from tests.functional._program import load_program
+from tests.unit._program import load_program
 
 _enter = generations._Launcher.enter
 

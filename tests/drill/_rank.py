@@ -15,7 +15,7 @@ import torch
 
 from core.training import loop
 from core.training.launch.entry import run_command
-from tests.functional._program import load_program
+from tests.unit._program import load_program
 
 _train_step = loop.train_step
 _kind, _, _at = os.environ.get("DRILL_FAULT", "").partition("@")

@@ -14,7 +14,7 @@ from core.dist_checkpointing import latest_checkpoint, verify
 from core.dist_checkpointing.format.folders import complete_checkpoints
 from tests.drill.launched import ITERATIONS, Launched, send
 from tests.drill.report import Report, line_with
-from tests.functional._program import content
+from tests.unit._program import content
 
 FINAL = f"iter_{ITERATIONS:07d}"
 MANY = 1000

@@ -16,8 +16,8 @@ from pathlib import Path
 from core.training.launch.nodes import MACHINE
 from tests.drill._hooks import prepare
 from tests.drill.launched import children, send
-from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import REPOSITORY, TINY
+from tests.unit._forked_launcher import ForkedLauncher
+from tests.unit._program import REPOSITORY, TINY
 
 PROGRAM = REPOSITORY / "tests" / "drill" / "_lost_rank.py"
 FLAGS = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.functional._program import REPOSITORY, TINY, program_environment
+from tests.unit._program import REPOSITORY, TINY, program_environment
 
 RANKS, ITERATIONS, STEP_S = 2, 40, 0.05
 RANK_PROGRAM = REPOSITORY / "tests" / "drill" / "_rank.py"

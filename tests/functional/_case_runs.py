@@ -22,8 +22,8 @@ from corpus import prepare
 from core.training.run_log import read_log
 from tests.functional._cases import Case, Leg, merged_flags
 from tests.functional._golden import METRICS, Golden, rounded
-from tests.functional._program import PROGRAMS, Ended, forget_after, program_environment, run_program
 from tests.gpu_machine import gpu_slug
+from tests.unit._program import PROGRAMS, Ended, forget_after, program_environment, run_program
 
 LIMIT_S = 600.0
 COMMON = (

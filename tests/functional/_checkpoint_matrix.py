@@ -27,7 +27,7 @@ from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
 from core.transformer.pipeline_stages import pipeline_stage
 from tests.functional._pipelines import whole
-from tests.functional._runs import _whole
+from tests.unit._runs import _whole
 
 BEFORE, AFTER = 2, 2
 """Steps that a writer makes before its checkpoint, and that it and every reader make after it."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import tests._imports  # noqa: F401  # before the ranks are forked
 from core.dist_checkpointing import latest_checkpoint, verify
 from core.training.launch.entry import run_command
-from tests.functional._program import TINY, content, load_program
+from tests.unit._program import TINY, content, load_program
 
 RANKS, GRACE_S = 2, 5.0
 KILLS_A_RUN = 50

@@ -23,7 +23,7 @@ from core.training import checkpointing, loop, recovery, train_step
 from core.training.launch.entry import run_command
 from core.training.launch.generations import COPIES_FOLDER
 from core.training.launch.nodes import MACHINE
-from tests.functional._program import load_program
+from tests.unit._program import load_program
 
 _step = loop.train_step
 _place = os.environ["RANK"]  # on its machine, until it takes part in a generation

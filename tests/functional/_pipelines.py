@@ -34,8 +34,8 @@ from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage
 from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
-from tests.functional._runs import ddp_config, in_precision
 from tests.unit._lane import lanes_that
+from tests.unit._runs import ddp_config, in_precision
 
 VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
 SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}

@@ -24,7 +24,7 @@ from core.distributed import (
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.tensor_parallel.random import MicroBatchSeeds
 from core.training.train_step import Batch, evaluate, train_step
-from tests.functional._runs import SEQUENCE, VOCABULARY, _scheduler, build_gpt, in_precision
+from tests.unit._runs import SEQUENCE, VOCABULARY, _scheduler, build_gpt, in_precision
 from tests.unit._spawn import run_distributed
 
 _ZERO2, _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads"}, FullyShardedDataParallelConfig
@@ -96,7 +96,7 @@ OPTIMIZER = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 
 
 @dataclass
 class Training:
-    """The optimizer's settings, as `tests.functional._runs` takes them."""
+    """The optimizer's settings, as `tests.unit._runs` takes them."""
 
     optimizer: Mapping[str, Any] = field(default_factory=lambda: OPTIMIZER)
 

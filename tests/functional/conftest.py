@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from corpus import prepare
 
-from tests.functional._program import TINY, run_program
+from tests.unit._program import TINY, run_program
 
 pytest.register_assert_rewrite("tests.functional._equality")  # whose comparisons shall say what differs
 

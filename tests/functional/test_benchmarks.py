@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import LIMIT_S, REPOSITORY, program_environment
+from tests.unit._program import LIMIT_S, REPOSITORY, program_environment
 
 FOLDER = REPOSITORY / "benchmarks"
 ONCE = ("--rounds", "1")

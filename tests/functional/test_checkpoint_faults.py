@@ -14,7 +14,7 @@ import torch.distributed as dist
 from core.base.errors import CheckpointError
 from core.dist_checkpointing import saving
 from core.dist_checkpointing.format.index import seal
-from tests.functional._program import REPOSITORY, TINY, content, forget_after, load_program, log, run_program
+from tests.unit._program import REPOSITORY, TINY, content, forget_after, load_program, log, run_program
 from tests.unit._spawn import run_distributed
 
 KILLED_RUNS = REPOSITORY / "tests" / "functional" / "_killed_runs.py"

@@ -18,7 +18,7 @@ from tests.compositions.compare import adds_in_one_order
 from tests.compositions.composition import AXES, Composition
 from tests.compositions.cover import LEFT_OUT, allowed_pairs, facts, is_sampled, pairs_of, sample, short_sample
 from tests.compositions.refusals import REFUSALS, refusal_of
-from tests.functional._program import REPOSITORY
+from tests.unit._program import REPOSITORY
 from tests.unit._quick import quick
 
 REFUSED = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import TINY, one_line, run_program
+from tests.unit._program import TINY, one_line, run_program
 
 FLAGS = (
     *(*TINY, "--train-iters", "4", "--lr", "1e-2", "--num-query-groups", "1", "--qk-layernorm"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import REPOSITORY, programs_in, run_scripts
+from tests.unit._program import REPOSITORY, programs_in, run_scripts
 
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 

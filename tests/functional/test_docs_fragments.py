@@ -26,7 +26,7 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
-from tests.functional._program import REPOSITORY, programs_in, run_program
+from tests.unit._program import REPOSITORY, programs_in, run_program
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, pad, samples, tiny, trainer_of
 

@@ -13,7 +13,7 @@ import math
 import pytest
 
 from tests.functional._equality import BRIEF_FP16_STEPS, FOUR_RANKS, SERIAL, TWO_RANKS, Case, curves_of
-from tests.functional._runs import Curve, Training
+from tests.unit._runs import Curve, Training
 
 
 def _params(cases: list[Case]) -> list:

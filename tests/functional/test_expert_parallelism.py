@@ -16,8 +16,6 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.sequences import own_chunks
 from examples.gpt.run_model import load_run_model
 from tests.functional._equality import assert_bitwise, assert_close
-from tests.functional._program import TINY, run_program
-from tests.functional._runs import Curve, ddp_config, in_precision, loss_and_report, micro_batches, train_wrapped
 from tests.functional.test_experts import (
     BALANCING,
     RECOMPUTED,
@@ -28,7 +26,9 @@ from tests.functional.test_experts import (
     serial,
     training_of,
 )
+from tests.unit._program import TINY, run_program
 from tests.unit._quick import quick
+from tests.unit._runs import Curve, ddp_config, in_precision, loss_and_report, micro_batches, train_wrapped
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole
 

@@ -17,8 +17,8 @@ from core.distributed.finalize_model_grads import end_step
 from core.transformer.moe.experts import GroupedLinear
 from core.transformer.sequences import own_chunks
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
-from tests.functional._program import TINY, log, run_program
-from tests.functional._runs import (
+from tests.unit._program import TINY, log, run_program
+from tests.unit._runs import (
     Curve,
     Training,
     _finish,

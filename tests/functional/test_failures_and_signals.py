@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from core.training.launch.processes import ECHO_S
-from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
+from tests.unit._forked_launcher import ForkedLauncher
+from tests.unit._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
 
 LAUNCH = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2"]
 FORKED = ["forked", *LAUNCH[3:]]
@@ -50,7 +50,7 @@ def _run_to_its_end(launcher: list[str] | None, flags: list[Any], folder: Path, 
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
-        pytest.param(None, 0, id="forked-0"),  # `test_ranks` has what the launcher does with a rank that fails
+        pytest.param(None, 0, id="forked-0"),  # a rank that fails: `launch/test_main`
         pytest.param(LAUNCH, 0, id="launch-0", marks=pytest.mark.long),
         pytest.param(LAUNCH, 1, id="launch-1", marks=pytest.mark.long),
         pytest.param(TORCHRUN, 0, id="torchrun-0", marks=pytest.mark.long),
@@ -152,7 +152,7 @@ def assert_listens_on_loopback_alone(process: Launcher) -> None:
     assert len(ranks) == 2 and addresses and addresses <= loopback, addresses
 
 
-@pytest.mark.long  # a signal that saves and ends is in the test of killed runs, one of a terminal in `test_ranks`
+@pytest.mark.long  # a signal that saves and ends is in the test of killed runs, a terminal's in `launch/test_main`
 def test_an_interrupt_from_a_terminal_saves_and_ends(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(LAUNCH, *FSDP2, "--data-path", corpus, "--save", run)
@@ -179,7 +179,7 @@ def _is_pending(number: signal.Signals, pid: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.long  # `test_ranks` has it of ranks that do nothing else
+@pytest.mark.long  # `launch/test_main` has it of ranks that do nothing else
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's table of processes")
 def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.functional._program import REPOSITORY, program_environment
+from tests.unit._program import REPOSITORY, program_environment
 
 
 @pytest.mark.long

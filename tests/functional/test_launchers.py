@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import latest_checkpoint
-from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment, run_program
+from tests.unit._program import LIMIT_S, REPOSITORY, TINY, program_environment, run_program
 
 FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 EXAMPLES = REPOSITORY / "examples"

@@ -11,8 +11,8 @@ import pytest
 
 from core.training.launch import lines
 from core.training.launch.nodes import MACHINE
-from tests.functional._forked_launcher import ForkedLauncher
-from tests.functional._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, log, programs_in, run_program
+from tests.unit._forked_launcher import ForkedLauncher
+from tests.unit._program import LIMIT_S, PROGRAMS, REPOSITORY, TINY, log, programs_in, run_program
 
 PROGRAM = REPOSITORY / "tests" / "functional" / "_lost_rank.py"
 ITERATIONS = 5

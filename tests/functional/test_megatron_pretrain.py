@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import REPOSITORY, run_program
+from tests.unit._program import REPOSITORY, run_program
 
 SCRIPT = Path(__file__).with_name("_megatron_pretrain.py")
 PAGE = REPOSITORY / "docs" / "megatron-pretrain-script.md"

@@ -11,7 +11,9 @@ from core import parallel_state
 from core.dist_checkpointing.global_view import whole_view
 from core.distributed import wrap_model
 from tests.functional._equality import Tolerance, assert_bitwise, assert_close
-from tests.functional._runs import (
+from tests.functional.test_experts import gpt_with_experts
+from tests.unit._quick import quick
+from tests.unit._runs import (
     Curve,
     Training,
     _finish,
@@ -21,8 +23,6 @@ from tests.functional._runs import (
     train_serially,
     train_wrapped,
 )
-from tests.functional.test_experts import gpt_with_experts
-from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit._whole import whole
 

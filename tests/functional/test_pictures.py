@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.functional._program import TINY, run_program
+from tests.unit._program import TINY, run_program
 
 
 def test_a_run_describes_its_model_and_draws_its_memory(corpus: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from core.base.errors import ParallelConfigError
 from core.pipeline_parallel import stages
 from examples.gpt.run_model import load_run_model
 from tests.functional._pipelines import Case, build, events_of_steps, export_from_stages, train_at_other_times
-from tests.functional._program import run_program
+from tests.unit._program import run_program
 from tests.unit._spawn import run_distributed
 
 MODEL = (

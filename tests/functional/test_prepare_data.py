@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.datasets.indexed_dataset import IndexedDataset
-from tests.functional._program import Ended, one_line, run_program
+from tests.unit._program import Ended, one_line, run_program
 
 
 def _run(folder: Path, *arguments: str) -> Ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.functional._program import REPOSITORY, programs_in, run_program
+from tests.unit._program import REPOSITORY, programs_in, run_program
 
 EXAMPLE = REPOSITORY / "examples" / "minimal.py"
 

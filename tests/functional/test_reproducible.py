@@ -14,8 +14,8 @@ import pytest
 
 from core.base.micro_batch_tree import MicroBatchTree
 from core.tensor_parallel.random import MicroBatchSeeds
-from tests.functional._program import TINY, forget_after, log, pretrain, run_program
 from tests.functional._reproducible import KINDS, WRAPPERS, Kind, Record, on_one_rank, on_ranks, train
+from tests.unit._program import TINY, forget_after, log, pretrain, run_program
 from tests.unit._spawn import run_distributed
 
 QUICK = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional._program import TINY, content, forget_after, log, pretrain, run_program
+from tests.unit._program import TINY, content, forget_after, log, pretrain, run_program
 from tests.unit._spawn import run_distributed
 
 # Dropout draws from the random streams, and several micro-batches and workers make order matter.

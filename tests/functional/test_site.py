@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from core.base.errors import MissingExtraError
-from tests.functional._program import LIMIT_S, REPOSITORY
+from tests.unit._program import LIMIT_S, REPOSITORY
 
 
 def _public() -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.functional._program import REPOSITORY, run_program
+from tests.unit._program import REPOSITORY, run_program
 from tests.unit._quick import needs
 
 pytestmark = needs("transformers", "accelerate")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import LIMIT_S, Ended, program_environment, run_program
+from tests.unit._program import LIMIT_S, Ended, program_environment, run_program
 
 MODULE = """
 import torch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import REPOSITORY, run_program
+from tests.unit._program import REPOSITORY, run_program
 
 EXAMPLE = REPOSITORY / "examples" / "weights" / "train_and_generate.py"
 

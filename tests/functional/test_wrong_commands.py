@@ -15,7 +15,7 @@ import pytest
 
 from core.base import environment
 from core.dist_checkpointing.format.index import seal
-from tests.functional._program import TINY, one_line, run_program
+from tests.unit._program import TINY, one_line, run_program
 
 TRAIN = (*TINY, "--train-iters", "2")
 

@@ -1,6 +1,6 @@
 """Tests that catch faults of more than one folder of `core`."""
 
-DDP = "tests/unit/distributed/test_distributed_data_parallel.py"
+FLAT = "tests/unit/distributed/flat/test_flat_engine.py"
 CONTRACT = "tests/unit/distributed/test_data_parallel_base.py"
 SHARDED_STATE = ("tests/unit/optimizer/test_distrib_optimizer.py", "tests/unit/optimizer/test_portable_state.py")
 REPRODUCIBLE = "tests/functional/test_reproducible.py::test_a_run_has_the_same_bits_on_any_number_of_ranks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import CONTRACT, DDP, PROGRAMS_ON_STREAMS, STREAMS, STREAMS_OF_LAYERS
+from tests.mutation.suites import CONTRACT, FLAT, PROGRAMS_ON_STREAMS, STREAMS, STREAMS_OF_LAYERS
 
 _COLLECTIVES = "tests/unit/comm/test_collectives.py"
 
@@ -13,15 +13,15 @@ MUTATIONS = (
         "core.comm.gloo.store",
         r"\.add_\(result, alpha=scale\)",
         ".copy_(result * scale)",
-        (_COLLECTIVES, DDP, CONTRACT),
+        (_COLLECTIVES, FLAT, CONTRACT),
     ),
-    Mutation("a sum that is added is not scaled", "core.comm.gloo.store", ", alpha=scale", "", (_COLLECTIVES, DDP)),
+    Mutation("a sum that is added is not scaled", "core.comm.gloo.store", ", alpha=scale", "", (_COLLECTIVES, FLAT)),
     Mutation(
         "what is added scales the micro-batches before it again",
         "core.comm.gloo.store",
         r"\.add_\(result, alpha=scale\)",
         ".add_(result).mul_(scale)",
-        (_COLLECTIVES, DDP),
+        (_COLLECTIVES, FLAT),
     ),
     Mutation(
         "a collective that is enqueued counts as over",

@@ -48,7 +48,7 @@ MUTATIONS = (
         "core.dist_checkpointing.gathering.in_buckets",
         r"size > room",
         "room < 0",
-        ("tests/unit/weights/test_stream.py",),
+        ("tests/unit/dist_checkpointing/test_gathering.py",),
     ),
     # ---- streams
     Mutation(
@@ -106,7 +106,7 @@ MUTATIONS = (
         "core.dist_checkpointing.copy_files.decode_mark",
         r"not is_signed\(",
         "False and is_signed(",
-        (f"{_COPIES}::test_a_mark_is_of_its_place_and_job",),
+        ("tests/unit/dist_checkpointing/test_copy_files.py::test_a_mark_is_of_its_place_and_job",),
     ),
     Mutation(
         "hooks that run before a load are left out",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import CONTRACT, DDP, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
+from tests.mutation.suites import CONTRACT, FLAT, OUTSIDE_THE_LOOP, PROGRAMS_ON_STREAMS, SHARDED_STATE, STREAMS
 
-_BUCKETS = "tests/unit/distributed/flat/test_buckets.py"
-_SLOTS = "tests/unit/distributed/flat/test_gathering.py"
-_SAVED = ("tests/unit/distributed/test_saved_weights.py",)
+_BUFFERS = "tests/unit/distributed/test_distributed_data_parallel.py"
+_BUCKETS = "tests/unit/distributed/flat/test_bucket.py"
+_SLOTS = "tests/unit/distributed/flat/test_unit.py"
+_SAVED = ("tests/unit/distributed/model/test_forward_hooks.py",)
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
@@ -15,10 +16,10 @@ _STARTS = "tests/unit/distributed/model/test_initial_values.py"
 _PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_precision.py")
 _EXPERTS_OVER_RANKS = "tests/functional/test_expert_parallelism.py::test_experts_over_other_ranks_equal_one_process"
 _EXPERTS = "tests/unit/distributed/model/test_expert_parameters.py"
-_SKIPPED = "tests/unit/distributed/test_skipped_modules.py"
+_SKIPPED = "tests/unit/distributed/engine/test_gathered_units.py"
 _LEFT_OUT = "tests/unit/distributed/test_left_out.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
-_REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
+_REPRODUCIBLE_LOOP = "tests/unit/distributed/engine/test_gradient_tree.py"
 _PACKED = "tests/unit/distributed/model/test_packed_weights.py"
 _OFFLOADED = "tests/unit/distributed/model/test_offloaded_activations.py"
 
@@ -86,14 +87,14 @@ MUTATIONS = (
         "core.distributed.plan.parts.PiecePlan.places_in_shard",
         r"\(start, end\) if",
         "(start, end - 1) if",
-        (DDP, *SHARDED_STATE),
+        (FLAT, *SHARDED_STATE),
     ),
     Mutation(
         "a parameter begins on the last element of the one before",
         "core.distributed.plan.layout.lay_out",
         r"begin = round_up\(.*",
         "begin = max(begin - 1, 0)",
-        ("tests/unit/distributed/plan/test_layout.py", DDP),
+        ("tests/unit/distributed/plan/test_layout.py", FLAT),
     ),
     # ---- model
     Mutation(
@@ -217,14 +218,14 @@ MUTATIONS = (
         "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
         r"scale = 1\.0 / divisor",
         "scale = 1.0",
-        (DDP,),
+        (FLAT,),
     ),
     Mutation(
         "the first bucket is not reduced",
         "core.distributed.flat.bucket.Bucket.start_grad_sync",
         r"else:(\s+self\._lane\.run)",
         r"elif self.offset:\1",
-        (DDP, CONTRACT),
+        (FLAT, CONTRACT),
     ),
     Mutation(
         "only the first bucket's parameters are gathered",
@@ -238,21 +239,21 @@ MUTATIONS = (
         "core.distributed.engine.bucket_reduction.BucketReduction.reduce",
         r"reduce\(part, self\.replica_group",
         "reduce(part, self.shard_group",
-        (DDP, CONTRACT, _EQUALITY),
+        (_BUFFERS, CONTRACT, _EQUALITY),
     ),
     Mutation(
         "gradients of the step before are not cleared",
         "core.distributed.flat.grad_slot.GradSlot.clear",
         r"self\.counts, self\.has_arrived, (.*) = \(False, False, None\)",
         r"self.counts, self.has_arrived, \1 = (self.counts and not self.is_written_by_layer, False, None)",
-        (DDP, CONTRACT),
+        (FLAT, CONTRACT),
     ),
     Mutation(
         "a gradient that has not arrived is not zero",
         "core.distributed.flat.grad_slot.GradSlot.complete",
         r"\.zero_\(\)",
         ".add_(1)",
-        (DDP, CONTRACT),
+        (FLAT, CONTRACT),
     ),
     # ---- units
     Mutation(
@@ -324,7 +325,7 @@ MUTATIONS = (
         "core.distributed.fsdp2.fsdp2_engine.Fsdp2Engine.prepare_forward",
         r"(if self\._writes_to_shards\.find\(\)):",
         r"\1 and (not self._has_allocated):",
-        ("tests/unit/distributed/fsdp2/test_sharded_model.py",),
+        ("tests/unit/distributed/fsdp2/test_shard_model.py",),
     ),
     Mutation(
         "a backward that raised is forgotten",
@@ -345,7 +346,7 @@ MUTATIONS = (
         "core.distributed.model.initial_values.parameter_attributes_kept",
         r"setattr\(parameter, key, value\)",
         "pass",
-        ("tests/unit/optimizer/test_muon_over_ranks.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
+        ("tests/unit/optimizer/test_matrix_owners.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
     ),
     Mutation(
         "gathered codes have nothing to be unpacked by",
@@ -493,7 +494,7 @@ MUTATIONS = (
         "core.distributed.plan.parts.sent_bytes",
         r"2 if",
         "1 if",
-        ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_traffic.py"),
+        ("tests/unit/planner/test_simulation.py", "tests/unit/distributed/plan/test_parts.py"),
     ),
     Mutation(
         "groups given to a wrapper are those of its replicas alone",

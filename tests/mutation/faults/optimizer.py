@@ -10,7 +10,7 @@ _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
 _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
 _MUON = "tests/unit/optimizer/test_muon.py"
-_MUON_OVER_RANKS = "tests/unit/optimizer/test_muon_over_ranks.py"
+_MUON_OVER_RANKS = "tests/unit/optimizer/test_matrix_owners.py"
 _AVERAGED = "tests/unit/optimizer/test_averaged_weights.py"
 
 MUTATIONS = (
@@ -120,7 +120,7 @@ MUTATIONS = (
         "core.optimizer.matrices.matrices_of",
         "fused is not None and is_split",
         "False",
-        (_MUON,),
+        ("tests/unit/optimizer/test_matrices.py",),
     ),
     Mutation(
         "Muon leaves a matrix of one row to AdamW",
@@ -204,6 +204,6 @@ MUTATIONS = (
         "core.optimizer.distrib_optimizer.get_megatron_optimizer",
         r"stages\.all_gather\((\{.*?\})\)",
         r"[\1]",
-        ("tests/unit/optimizer/test_muon_over_ranks.py::test_checks_are_of_all_stages",),
+        ("tests/unit/optimizer/test_matrix_owners.py::test_checks_are_of_all_stages",),
     ),
 )

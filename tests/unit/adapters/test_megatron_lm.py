@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
-from tests.functional._program import run_program
+from tests.unit._program import run_program
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters import _megatron

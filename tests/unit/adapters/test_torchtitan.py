@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import ParallelConfigError, WrapError
-from tests.functional._program import REPOSITORY, programs_in
+from tests.unit._program import REPOSITORY, programs_in
 from tests.unit._quick import needs
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.adapters import _megatron, _titan

@@ -1,122 +1,30 @@
-"""Collectives on flat buffers: sums in one order to the last bit, in place, and no byte more than a ring sends."""
+"""Collectives on flat buffers: sums, means and parts in rank order, and no byte more than a ring sends."""
 
 from __future__ import annotations
 
-import os
 from itertools import product
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.comm import collectives, gloo
+from core.comm import collectives
 from core.comm.gloo import Sum
-from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import CountedTraffic, batches, build, gradients, loss_of, toy
-
-SHARD = 37  # elements a rank
-WHAT = "numbers"
-
-
-def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `[size * SHARD]`, of magnitudes so different that every order of adding shows."""
-    generator = torch.Generator().manual_seed(rank)
-    exponents = torch.randint(-6, 7, (size * SHARD,), generator=generator)
-    return (torch.randn(size * SHARD, generator=generator) * 2.0**exponents).to(dtype)
-
-
-def _sum(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Adds all ranks' addends in a tree, or in rank order if the precision differs from that of the addends."""
-    addends = [_addend(rank, size, dtype).to(accumulate_in) for rank in range(size)]
-    if accumulate_in == dtype:
-        return _added_in_pairs(addends)
-    total = addends[0]
-    for addend in addends[1:]:
-        total = total + addend
-    return total.to(dtype)
-
-
-def _added_in_pairs(addends: list[torch.Tensor]) -> torch.Tensor:
-    while len(addends) > 1:
-        addends = [sum(addends[i + 1 : i + 2], addends[i]) for i in range(0, len(addends), 2)]
-    return addends[0]
-
-
-def _scatters(dtype: torch.dtype, in_place: bool, chunk_bytes: int) -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    whole = _addend(rank, size, dtype)
-    before = whole.clone()
-    own = whole.chunk(size)[rank]
-    output = own if in_place else torch.full_like(own, float("nan"))
-    with mock.patch.multiple(gloo, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
-        collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT)
-    expected = _sum(size, dtype, dtype).chunk(size)[rank]
-    assert torch.equal(output, expected)
-    for part in range(size):
-        if part != rank:
-            assert torch.equal(whole.chunk(size)[part], before.chunk(size)[part])
-
-
-def _scatters_each(chunk_bytes: int) -> None:
-    for dtype, in_place in product((torch.float32, torch.float64, torch.bfloat16), (True, False)):
-        _scatters(dtype, in_place, chunk_bytes)
-
-
-@pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
-def test_reduce_scatter_adds_in_one_order(world_size: int, chunk_bytes: int):
-    run_distributed(_scatters_each, world_size, chunk_bytes)
-
-
-def _inboxes_of_reductions() -> list[tuple[int, int]]:
-    """Returns address and bytes of what each of several reductions received into, the largest first."""
-    gloo._idle_inboxes.clear()
-    actual = []
-    for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):
-        whole = torch.ones(numel, dtype=dtype)
-        collectives.reduce_scatter(whole.chunk(2)[dist.get_rank()], whole, dist.group.WORLD, what=WHAT)
-        (saved,) = gloo._idle_inboxes
-        actual.append((saved.data_ptr(), saved.numel()))
-    return actual
-
-
-def test_reductions_of_any_size_and_dtype_reuse_memory():
-    for inboxes in run_distributed(_inboxes_of_reductions, 2):
-        assert len(set(inboxes)) == 1
-        assert inboxes[0][1] == 2 * gloo.CHUNK_BYTES
-
-
-def test_inbox_memory_is_exclusive_and_not_reused_after_an_error():
-    gloo._idle_inboxes.clear()
-    with torch.inference_mode(), gloo._inbox_memory(64) as first, gloo._inbox_memory(64) as second:
-        assert first.data_ptr() != second.data_ptr()
-    (saved,) = gloo._idle_inboxes
-    assert not saved.is_inference()
-    with pytest.raises(RuntimeError, match="a rank has gone"), gloo._inbox_memory(32) as third:
-        assert third.data_ptr() == saved.data_ptr()
-        raise RuntimeError("a rank has gone")
-    assert gloo._idle_inboxes == []
-
-
-def test_inputs_reveal_order_and_precision():
-    exact = _sum(4, torch.float32, torch.float64)
-    assert not torch.equal(_sum(4, torch.float32, torch.float32), exact)
-    rounded = _sum(4, torch.bfloat16, torch.bfloat16)
-    assert not torch.equal(rounded, _sum(4, torch.bfloat16, torch.float32))
+from tests.unit.comm._sums import SHARD, WHAT, addend_of, sum_of
+from tests.unit.distributed._toys import CountedTraffic
 
 
 def _means_and_accumulates() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    expected = _sum(size, torch.float32, torch.float32).chunk(size)[rank]
+    expected = sum_of(size, torch.float32, torch.float32).chunk(size)[rank]
     output = torch.ones(SHARD)
     for op, scale, factor in ((dist.ReduceOp.AVG, 1.0, 1 / size), (dist.ReduceOp.SUM, 0.5, 0.5)):
-        whole = _addend(rank, size, torch.float32)
+        whole = addend_of(rank, size, torch.float32)
         collectives.reduce_scatter(output, whole, dist.group.WORLD, Sum(op=op, scale=scale), what=WHAT)
         assert torch.equal(output, expected * factor)
     saved = output.clone()
-    whole = _addend(rank, size, torch.float32)
+    whole = addend_of(rank, size, torch.float32)
     collectives.reduce_scatter(output, whole, dist.group.WORLD, Sum(scale=0.25, accumulate=True), what=WHAT)
     assert torch.equal(output, saved + expected * 0.25)
 
@@ -143,7 +51,7 @@ def test_all_gather_puts_parts_in_rank_order(world_size):
 
 def _all_reduces() -> None:
     for dtype, length in product((torch.float32, torch.bfloat16), (4 * SHARD, 4 * SHARD - 3, 3)):
-        addend, expected = _addend(dist.get_rank(), 4, dtype)[:length], 0.25 * _sum(4, dtype, dtype)[:length]
+        addend, expected = addend_of(dist.get_rank(), 4, dtype)[:length], 0.25 * sum_of(4, dtype, dtype)[:length]
         for of_four in (Sum(scale=0.25), Sum(op=dist.ReduceOp.AVG)):
             actual = addend.clone()
             collectives.all_reduce(actual, dist.group.WORLD, of_four, what=WHAT)
@@ -156,7 +64,7 @@ def test_all_reduce_is_bitwise_on_all_ranks():
 
 def _sent_bytes() -> list[int]:
     size = dist.get_world_size()
-    whole = _addend(dist.get_rank(), size, torch.float32)
+    whole = addend_of(dist.get_rank(), size, torch.float32)
     own = whole.chunk(size)[dist.get_rank()]
     counts = []
     for run in (
@@ -174,49 +82,3 @@ def _sent_bytes() -> list[int]:
 def test_bytes_sent_equal_ideal_ring(world_size):
     one_way = (world_size - 1) * SHARD * 4  # (n - 1) / n of the buffer
     assert run_distributed(_sent_bytes, world_size) == [[one_way, one_way, 2 * one_way]] * world_size
-
-
-def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    addends = [_addend(other, size, torch.float32) for other in range(size)]
-    expected = _added_in_pairs([_added_in_pairs([addends[i] for i in members]) for members in order])
-    assert not torch.equal(expected, _added_in_pairs(addends))
-    whole, output = addends[rank].clone(), torch.empty(SHARD)
-    with mock.patch.object(gloo, "exchanges_directly", lambda *unused: directly):
-        collectives.reduce_scatter(output, whole.clone(), dist.group.WORLD, Sum(order=order), what=WHAT)
-        uneven = whole[:-1].clone()  # every rank adds the rest
-        collectives.all_reduce(uneven, dist.group.WORLD, Sum(order=order), what=WHAT)
-    assert torch.equal(output, expected.chunk(size)[rank])
-    assert torch.equal(uneven, expected[:-1])
-
-
-@pytest.mark.parametrize("directly", [True, False], ids=["direct exchange", "all-to-all and a local sum"])
-@pytest.mark.parametrize(("size", "order"), [(4, ((0, 2), (1, 3))), (6, ((0, 3), (1, 4), (2, 5)))])
-def test_reduction_follows_sum_order(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
-    run_distributed(_sums_in_order, size, order, directly)
-
-
-TRAINED: list[tuple[str, dict[str, Any]]] = [*((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2"))]
-
-
-def _trains(switch: str) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """Returns the gradients of a step of each wrapper, and how many messages were sent directly."""
-    found = []
-    for kind, fields in TRAINED:
-        with (
-            mock.patch.dict(os.environ, SHARDSTACK_DIRECT_EXCHANGE=switch),
-            mock.patch.object(gloo, "_send", wraps=gloo._send) as sent,  # on all threads
-        ):
-            model = build(kind, toy(), **fields)
-            loss_of(model, batches(dist.get_rank())[0]).backward()
-            finalize_model_grads([model])
-            model.engine.settle()
-        found.append((gradients(model), sent.call_count))
-    return found
-
-
-def test_gloo_without_direct_exchange_is_bitwise():
-    for direct, plain in zip(*(run_distributed(_trains, 2, switch) for switch in "10"), strict=True):
-        for case, (expected, messages), (actual, none) in zip(TRAINED, direct, plain, strict=True):
-            assert all(torch.equal(actual[name], expected[name]) for name in expected), case
-            assert messages > 0 and none == 0, case

@@ -289,28 +289,3 @@ def test_a_parameter_few_ranks_reach_has_the_mean_gradient(kind: str) -> None:
     for branch in range(2):  # each of two micro-batches adds one, and the ranks' mean halves it
         assert torch.equal(found[f"branches.{branch}.weight"], torch.ones(3, 3)), found
     assert torch.equal(found["branches.2.weight"], torch.zeros(3, 3))
-
-
-@on_ranks(2)
-def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
-    model = build(kind, toy(tied=False))
-    part, planned = model.plan.shard_index, {p.name: p for unit in model.plan.units for p in unit.params}
-    cuts = model.plan.shards_parameters
-    for name, parameter in model.module.named_parameters():
-        bounds = planned[name].bounds
-        held = bounds[part + 1] - bounds[part] if cuts else bounds[-1]
-        assert model.engine.shard(parameter).numel() == held
-    accumulate(model)
-    assert sum(tensor.numel() for tensor in model.engine.held()["gradients"])
-    finalize_model_grads([model])
-    for name, parameter in model.module.named_parameters():
-        gradient = model.local_gradient(parameter)
-        assert (gradient is not None) == parameter.requires_grad
-        if gradient is not None:
-            bounds = planned[name].bounds
-            assert gradient.numel() == bounds[part + 1] - bounds[part]
-    model.engine.recover()  # of nothing: gradients stay
-    assert model.gradient_state.is_reduced
-    model.engine.settle()
-    with model.whole_parameters():
-        assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))

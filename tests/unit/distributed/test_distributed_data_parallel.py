@@ -1,9 +1,10 @@
-"""What is particular to the wrapper on buffers; the contract is tested in `test_data_parallel_base.py`."""
+"""What is particular to the wrapper on buffers: ZeRO-2, hybrids and precision.
+
+The contract of all wrappers is in `test_data_parallel_base.py`, how gradients arrive in `flat/test_flat_engine.py`.
+"""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -12,89 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 from core import parallel_state
-from core.base.errors import ParallelConfigError, ShardstackError, WrapError
+from core.base.errors import ParallelConfigError, ShardstackError
 from core.distributed import DistributedDataParallel, finalize_model_grads, wrap_model
 from core.distributed.flat.bucket import Bucket
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import on_ranks
-from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients
-from tests.unit.distributed._toys import (
-    BUFFERED,
-    accumulate,
-    batches,
-    build,
-    full,
-    gradients,
-    loss_of,
-    oracle,
-    settings,
-    toy,
-)
-
-OVERLAPPING = [kind for kind in BUFFERED if kind.endswith("overlap")]
-
-
-# ---- however gradients arrive
-
-
-@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2", "zero2_overlap"])
-@on_ranks(2)
-def test_however_gradients_arrive_they_are_the_serial_ones(kind: str) -> None:
-    for scenario in SCENARIOS.values():
-        for step, found in enumerate(wrapped_gradients(kind, scenario)):
-            assert_same(found, serial_gradients(scenario, step))
-
-
-@on_ranks(2)
-def test_a_bucket_sent_before_its_gradients_would_be_noticed() -> None:
-    model = build("ddp_overlap", toy())
-    with (
-        mock.patch.object(Bucket, "is_complete", True),
-        pytest.raises(ShardstackError, match="a backward added gradients after"),
-    ):
-        accumulate(model)
-        model.finish_grad_sync()
-
-
-def _add_here(weight: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    weight.main_grad.add_(gradient)
-    weight.grad_added_to_main_grad = True
-    return torch.full_like(gradient, float("nan"))  # what the wrapper must not add
-
-
-@pytest.mark.parametrize("kind", BUFFERED)
-@on_ranks(2)
-def test_a_gradient_that_a_layer_has_added_itself_is_respected(kind: str) -> None:
-    config = SimpleNamespace(gradient_accumulation_fusion=True)
-    model = build(kind, toy(tied=False), config=config)
-    weight = model.module.head.weight
-    for _ in range(2):
-        model.zero_grad_buffer()
-        assert not weight.main_grad.any()
-        hook = weight.register_hook(lambda gradient: _add_here(weight, gradient))
-        accumulate(model)
-        hook.remove()
-        finalize_model_grads([model])
-        assert_same(gradients(model), oracle(tied=False))
-        assert not weight.grad_added_to_main_grad
-
-
-@pytest.mark.parametrize("kind", OVERLAPPING)
-@on_ranks(2)
-def test_a_gradient_after_its_bucket_is_an_error_naming_no_sync(kind: str) -> None:
-    model = build(kind, toy())
-    accumulate(model)
-    loss_of(model, batches(0)[0]).backward()
-    with pytest.raises(ShardstackError, match=r"a backward added gradients after.*, the first of parameter .*no_sync"):
-        model.finish_grad_sync()
-    model.zero_grad_buffer()
-    accumulate(model)
-    model.finish_grad_sync()
-    assert_same(gradients(model), oracle())
-
+from tests.unit.distributed._toys import accumulate, batches, build, full, gradients, loss_of, oracle, settings, toy
 
 # ---- ZeRO-2
 
@@ -181,47 +107,6 @@ def test_fp16_is_scaled_before_it_is_added() -> None:
     (model.module.weight * 40_000.0).sum().backward()  # twice that is more than fp16 holds
     model.finish_grad_sync()
     assert model.module.weight.main_grad.item() == 40_000.0
-
-
-# ---- what is left behind
-
-
-@on_ranks(1)
-def test_an_unreferenced_wrapper_is_freed_with_its_model() -> None:
-    for kind in BUFFERED:
-        model = build(kind, toy())
-        accumulate(model)
-        model.finish_grad_sync()
-        left = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
-        del model
-        gc.collect()
-        assert not any(reference() is not None for reference in left), kind
-
-
-@on_ranks(1)
-def test_a_backward_after_the_wrapper_has_gone_is_an_error() -> None:
-    inner = build("ddp", toy(), config=SimpleNamespace(gradient_accumulation_fusion=False)).module
-    gc.collect()
-    with pytest.raises(WrapError, match="no longer exists"):
-        loss_of(inner, batches(0)[0]).backward()
-
-
-# ---- what it cannot honour
-
-
-@on_ranks(2)
-def test_what_buffers_cannot_honour_is_refused_by_name() -> None:
-    world = {"process_group": dist.group.WORLD}
-    three = settings("ddp", data_parallel_sharding_strategy="optim_grads_params")
-    with pytest.raises(ParallelConfigError, match="'optim_grads_params'; use wrap_model"):
-        DistributedDataParallel(object(), three, toy(), **world)
-    with pytest.raises(ParallelConfigError, match=r"config\.bf16 is set, but every parameter is fp32"):
-        build("ddp", toy(), config=SimpleNamespace(bf16=True))
-    parallel_state.initialize_model_parallel()
-    module = toy()
-    module.blocks[0].gain = nn.Parameter(distribute_tensor(torch.ones(2), parallel_state.get_data_parallel_mesh()))
-    with pytest.raises(WrapError, match=r"parameter blocks\.0\.gain is a DTensor"):
-        DistributedDataParallel(object(), settings("ddp"), module)
 
 
 @pytest.mark.parametrize("kind", ["zero1", "fsdp2"])

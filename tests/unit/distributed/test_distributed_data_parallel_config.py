@@ -72,14 +72,6 @@ def test_accumulation_in_fp32_of_some_gradients_or_of_all():
         )
 
 
-@pytest.mark.parametrize(
-    "fields", [{"use_distributed_optimizer": True}, {"data_parallel_sharding_strategy": "no_shard"}], ids=str
-)
-def test_fsdp2_settings_refuse_another_strategy_by_name(fields):
-    with pytest.raises(ParallelConfigError, match=f"^{next(iter(fields))} is .* in a TorchFullySharded"):
-        TorchFullyShardedDataParallelConfig(**fields)
-
-
 @on_ranks(1)
 def test_wrap_model_chooses_by_config_type_and_strategy() -> None:
     for ddp_config, name in (

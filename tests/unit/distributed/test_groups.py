@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
-from core.distributed.groups import find_groups
+from core.distributed.groups import find_groups, twin_group
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.process_groups import current
 from core.process_groups_config import ProcessGroupCollection
 from tests.unit._spawn import on_ranks
+from tests.unit.distributed._toys import Stack, build
 
 
 def _alone() -> dist.ProcessGroup:
@@ -84,3 +85,19 @@ def test_a_step_does_not_ask_for_the_state_again() -> None:
         assert optimizer.step()[1] == 6.0  # which both ranks hold, and one counts
     finally:
         current.set_groups(groups)
+
+
+@on_ranks(2)
+def test_a_group_has_one_twin_of_the_same_ranks() -> None:
+    world = dist.group.WORLD
+    twin = twin_group(world)
+    assert twin is not world and twin is twin_group(world)
+    assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(world)
+
+
+@on_ranks(2, limit_s=90.0)
+def test_a_group_of_some_ranks_made_earlier_is_no_hang() -> None:
+    dist.new_group([0])  # every rank calls it, as torch asks
+    model = build("zero3", Stack(layers=2), unit_classes=(nn.Linear,), group=dist.new_group([0, 1]))
+    model(torch.ones(2, 6)).sum().backward()
+    model.finish_grad_sync()

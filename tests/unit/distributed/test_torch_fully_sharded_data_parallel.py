@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from core import parallel_state
-from core.base.errors import ParallelConfigError, WrapError
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel, wrap_model
-from tests.functional._runs import build_gpt, micro_batches
 from tests.unit._rounding import assert_same, assert_same_sums
+from tests.unit._runs import build_gpt, micro_batches
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import CountedTraffic, batches, build, full, gradients, loss_of, oracle, toy
@@ -66,43 +63,12 @@ def test_the_fp32_shard_is_the_master(grad_reduce_in_fp32: bool) -> None:
     assert exact != grad_reduce_in_fp32  # a mean of two bf16 values needs more bits than bf16 has
 
 
-@on_ranks(1)
-def test_fields_that_only_buffers_have_warn_once() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            build("fsdp2", toy(), overlap_grad_reduce=True, bucket_size=7)
-    (said,) = [str(warning.message) for warning in caught if "gradient buffers" in str(warning.message)]
-    assert said.startswith("overlap_grad_reduce, bucket_size: ")
-
-
 @on_ranks(2)
 def test_a_plain_config_takes_the_defaults_of_fsdp2() -> None:
     model = TorchFullyShardedDataParallel(
         object(), DistributedDataParallelConfig(), toy(), _toys.UNITS, process_group=dist.group.WORLD
     )
     assert_same(_toys.reduced(model), oracle())
-
-
-@on_ranks(1)
-def test_what_fsdp2_cannot_honour_is_refused_by_name() -> None:
-    world = {"process_group": dist.group.WORLD}
-    for strategy in ("optim", "optim_grads"):
-        with pytest.raises(ParallelConfigError, match=f"'{strategy}'"):
-            TorchFullyShardedDataParallel(
-                object(), DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy), toy(), **world
-            )
-    with pytest.raises(ParallelConfigError, match=r"param_name_patterns_for_fp32_local_.* set grad_reduce"):
-        build("fsdp2", toy(), param_name_patterns_for_fp32_local_accumulation=("all",))
-    model = build("fsdp2", toy())
-    with pytest.raises(WrapError, match=r"its module 'blocks\.0' \(Block\) is sharded already"):
-        build("fsdp2", nn.ModuleDict({"blocks": model.module.blocks}))
-    scalar = nn.Linear(2, 2)
-    scalar.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))
-    with pytest.raises(WrapError, match=r"parameter gain is a scalar.*shape \(1,\)"):
-        build("fsdp2", scalar)
-    with pytest.raises(ParallelConfigError, match="force_all_reduce"):
-        model.finish_grad_sync(force_all_reduce=True)
 
 
 def _starts_on_meta(kind: str) -> None:

@@ -12,7 +12,7 @@ from core.models.gpt.architecture import model_fields
 from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
 from core.training.config.arguments import parse_arguments
 from examples.gpt.convert import flags_of, run_from_hugging_face
-from tests.functional._program import load_program
+from tests.unit._program import load_program
 from tests.unit.models.gpt.test_hugging_face import KINDS, build
 
 

@@ -20,7 +20,7 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
-from tests.functional._program import load_program
+from tests.unit._program import load_program
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 

@@ -23,7 +23,7 @@ from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module
 from examples.gpt.convert import save_weights, settings_of
 from examples.gpt.pretrained import load_pretrained
-from tests.functional._runs import _whole
+from tests.unit._runs import _whole
 from tests.unit._spawn import run_distributed
 from tests.unit.models.gpt.test_hugging_face import build
 

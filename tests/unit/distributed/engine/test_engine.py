@@ -10,8 +10,10 @@ from core.distributed import finalize_model_grads
 from core.distributed.engine.engine import Engine
 from core.distributed.flat.flat_engine import FlatEngine
 from core.distributed.fsdp2.fsdp2_engine import Fsdp2Engine
+from tests.unit._quick import quick
+from tests.unit._rounding import assert_same
 from tests.unit._spawn import on_ranks
-from tests.unit.distributed._toys import accumulate, build, full, toy
+from tests.unit.distributed._toys import WRAPPERS, accumulate, build, full, toy
 
 ENGINES = {"ddp": FlatEngine, "zero1": FlatEngine, "zero2": FlatEngine, "zero3": FlatEngine, "fsdp2": Fsdp2Engine}
 
@@ -48,3 +50,29 @@ def test_both_engines_have_all_that_callers_use():
     implemented = ("settle", "updated", "reopen", "finish_reduction", "zero_gradients", "check_direct_step", "held")
     assert abstract == set(implemented)
     assert not FlatEngine.__abstractmethods__ and not Fsdp2Engine.__abstractmethods__
+
+
+@pytest.mark.parametrize("kind", quick(WRAPPERS, lambda kind: kind not in ("ddp_overlap", "zero1")))
+@on_ranks(2)
+def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
+    model = build(kind, toy(tied=False))
+    part, planned = model.plan.shard_index, {p.name: p for unit in model.plan.units for p in unit.params}
+    cuts = model.plan.shards_parameters
+    for name, parameter in model.module.named_parameters():
+        bounds = planned[name].bounds
+        held = bounds[part + 1] - bounds[part] if cuts else bounds[-1]
+        assert model.engine.shard(parameter).numel() == held
+    accumulate(model)
+    assert sum(tensor.numel() for tensor in model.engine.held()["gradients"])
+    finalize_model_grads([model])
+    for name, parameter in model.module.named_parameters():
+        gradient = model.local_gradient(parameter)
+        assert (gradient is not None) == parameter.requires_grad
+        if gradient is not None:
+            bounds = planned[name].bounds
+            assert gradient.numel() == bounds[part + 1] - bounds[part]
+    model.engine.recover()  # of nothing: gradients stay
+    assert model.gradient_state.is_reduced
+    model.engine.settle()
+    with model.whole_parameters():
+        assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))

@@ -16,7 +16,9 @@ from core.base.errors import ConfigError, WrapError
 from core.base.foreign_initialization import ModuleToFill, reset
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.groups import DataParallelGroups
-from core.distributed.model.initial_values import InitialValues
+from core.distributed.model.initial_values import InitialValues, apply_to_buffers
+from core.transformer.moe.router import TopKRouter
+from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed import _toys
@@ -285,3 +287,23 @@ def test_every_layout_and_dtype_starts_as_on_rank_0(kind: str) -> None:
         model.broadcast_params()
     model(torch.ones(4, 6)).sum().backward()
     model.finish_grad_sync()
+
+
+def test_buffers_of_a_module_that_keeps_them_stay():
+    """A router's bias moves by steps that bf16 would round away."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        num_moe_experts=3,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
+    router = TopKRouter(config)
+    before = {name: buffer.clone() for name, buffer in router.named_buffers()}
+    for cast in (router.bfloat16, router.double):
+        cast()
+        for name, buffer in router.named_buffers():
+            assert buffer.dtype == before[name].dtype and torch.equal(buffer, before[name]), name
+    apply_to_buffers(router, lambda buffer: buffer.to("meta", torch.bfloat16))
+    assert router.expert_bias.is_meta and router.expert_bias.dtype == torch.float32

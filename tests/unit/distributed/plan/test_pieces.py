@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.base.errors import ParallelConfigError
-from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.fully_sharded_data_parallel_config import ShardCut, parse_cut
 from core.distributed.plan.layout import PARAM_ALIGNMENT, BucketLayout, lay_out_unit
 from tests.unit._spawn import on_ranks
@@ -84,16 +84,6 @@ def test_the_page_has_the_padding_of_a_layer():
         ends = [lay_out_unit(shapes, ranks, parse_cut(cut)).end for ranks in (2, 8, 64)]
         padding = ", ".join(f"{100 * (end / sum(map(math.prod, shapes)) - 1):.2f}" for end in ends)
         assert re.search(rf"\| `{cut}` \|.*\| {padding} % \|", page), (cut, padding)
-
-
-@pytest.mark.parametrize("value", ["row", "block", "block:0", "block:x", "tensor:2", ""])
-def test_other_cuts_are_refused(value):
-    with pytest.raises(ParallelConfigError, match=r"a cut is auto, flat, rows, tensor, or block:N"):
-        FullyShardedDataParallelConfig(shard_cut=value)
-    with pytest.raises(ParallelConfigError, match=re.escape(f"shard_cut holds 'blocks.*={value}'")):
-        FullyShardedDataParallelConfig(shard_cut=f"rows,blocks.*={value}")
-    with pytest.raises(ParallelConfigError, match=r"shard_cut holds 'blocks'"):
-        FullyShardedDataParallelConfig(shard_cut="auto,blocks")
 
 
 def _bounds_by_unit(**settings: object) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]:

@@ -172,7 +172,7 @@ def test_only_stages_that_are_named_run(pretended: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize("ends_by", ["a signal", "a kill"])
 def test_an_interrupted_run_has_its_archive(ends_by: str, tmp_path: Path) -> None:
     code = (
-        "import sys; from tests.unit import test_gpu_first as t; from tests.gpu_first import __main__ as program\n"
+        "import sys; from tests.gpu_first import __main__ as program, test_gpu_first as t\n"
         "program.reason_against = lambda: None; program.unpack_missing = lambda: []\n"
         "program.this_machine = lambda environment: t.Machine(t.GPU, {})\n"
         "program.stages = lambda: [t.Stage('one', '', (t.PASSES, t.replace(t.HANGS, minutes=5)))]\n"

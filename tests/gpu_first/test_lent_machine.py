@@ -75,7 +75,7 @@ def lent_machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Returns a Python and a copy of the files, with what `make gpu-wheels` adds."""
     python = bare_python(tmp_path_factory.mktemp("bare"))
     (site,) = python.parents[1].glob("lib/python*/site-packages")
-    shutil.copy(Path(__file__).with_name("_pretended_gpu.py"), site / "sitecustomize.py")
+    shutil.copy(ROOT / "tests/unit/_pretended_gpu.py", site / "sitecustomize.py")
     copy = tmp_path_factory.mktemp("copy") / "checkout"
     for name in (*FILES, *FOLDERS):
         source = ROOT / name

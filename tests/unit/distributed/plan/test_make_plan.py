@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +20,13 @@ from core.base._torch_compat import fsdp_param_groups
 from core.dist_checkpointing import local_tensor
 from core.distributed import (
     DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     wrap_model,
 )
 from core.distributed.distributed_data_parallel_config import EngineKind
-from core.distributed.groups import DataParallelGroups, find_groups
-from core.distributed.plan import GradientReduction, PieceKind, Plan, UnitPlan, plan_model
-from core.distributed.plan.settings import Settings
-from core.transformer import TransformerConfig
-from tests.unit._ranks import fake_world
+from core.distributed.groups import DataParallelGroups
+from core.distributed.plan import GradientReduction, plan_model
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import UNITS, toy
 
@@ -171,38 +166,3 @@ def test_one_function_says_which_engine_a_strategy_means():
     before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/prepared.py", "adapters/nemo/__init__.py"}
     plans = {f"distributed/plan/{file}.py" for file in ("values", "pieces", "contradictions")}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
-
-
-def test_a_plan_ends_with_the_model_and_has_each_parameter_once():
-    module = toy(tied=False)
-    module.embedding.requires_grad_(False)
-    with fake_world(rank=0, world_size=2):
-        for settings in ALL_SETTINGS:
-            plan = plan_model(module, None, settings, find_groups("test", 1, dist.group.WORLD), UNITS)
-            assert plan.root is plan.units[-1] and plan.root.modules == (module,) and plan.root.names == ("",)
-            names = [param.name for unit in plan.units for param in unit.params]
-            assert sorted(names) == sorted(name for name, _ in module.named_parameters())
-            assert plan.trained_params.keys() == {name for name, p in module.named_parameters() if p.requires_grad}
-            for index, buckets in enumerate(plan.buffers):
-                assert [bucket.bucket for bucket in buckets] == [(index, number) for number in range(len(buckets))]
-                assert (
-                    len({PieceKind(**{f.name: getattr(b, f.name) for f in fields(PieceKind)}) for b in buckets}) == 1
-                )
-
-
-ALL_SETTINGS = [
-    *(DistributedDataParallelConfig(data_parallel_sharding_strategy=s) for s in ("no_shard", "optim", "optim_grads")),
-    FullyShardedDataParallelConfig(),
-    TorchFullyShardedDataParallelConfig(),
-]
-
-
-@pytest.mark.parametrize("settings", ALL_SETTINGS)
-def test_advice_names_settings_that_there_are(settings: DistributedDataParallelConfig):
-    with fake_world(rank=0, world_size=2):
-        plan = plan_model(toy(), None, settings, find_groups("test", 1, dist.group.WORLD), UNITS)
-    names = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
-    said = {f.name for kind in (Plan, UnitPlan, Settings) for f in fields(kind)} | set(dir(plan))
-    for name, asked_by in plan.asked_by.items():
-        assert name in said
-        assert {part.partition("=")[0] for part in asked_by.split(", ")} <= names

@@ -21,7 +21,7 @@ from core.training.launch.link import LAUNCHER_FD
 from core.training.launch.messages import Generation
 from core.training.launch.processes import ECHO_S
 from tests._forked import FORKED
-from tests.functional._forked_launcher import ForkedLauncher
+from tests.unit._forked_launcher import ForkedLauncher
 
 LIMIT_S = 300.0
 """Seconds in which what takes a moment happens on any machine."""
