@@ -13,12 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..base._torch_compat import flight_recorder, group_time_limit
 from . import streams
+
+T = TypeVar("T")
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
 """Calls that each rank keeps per group, and the maximum, counted from the first call that still runs on an
@@ -171,6 +173,27 @@ class Collective:
         """Returns the fields that are published to other ranks."""
         fixed = [self.number, self.occurrence, self.kind, self.what, self.num_bytes, self.started_at]
         return [*fixed, self.ended_at if self.is_over else None, self.has_failed]
+
+
+Wait = Callable[[], T]
+"""Waits for what was started, and returns it. Called once."""
+
+
+class FunctionWork(dist.Work):
+    """Work that a function waits for, which is then dropped with the tensors that it refers to. Waiting again does
+    nothing, unless the function raised: it is then called again.
+    """
+
+    def __init__(self, end: Wait[None]) -> None:
+        super().__init__()
+        # `wait` clears it.
+        self._end: Wait[None] | None = end
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._end is not None:
+            self._end()
+            self._end = None
+        return True
 
 
 class _RecordedWork(dist.Work):

@@ -13,14 +13,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from .call import message_tag
+from .call import FunctionWork, message_tag
 
 SumOrder = Sequence[Sequence[int]]
 """Ranks of a group in groups of neighbours: each is added up in a tree, then the sums are. See `add_in_tree`."""
@@ -103,25 +102,15 @@ def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> dis
     if parts[own].data_ptr() != input_.data_ptr():
         parts[own].copy_(input_)
     peers = _peers(group)
-    receives = [_receive(parts[peer], peer, group, GATHER_TAG) for peer in reversed(peers)]
-    return _Messages(receives + [_send(parts[own], peer, group, GATHER_TAG) for peer in peers], output)
+    messages = [_receive(parts[peer], peer, group, GATHER_TAG) for peer in reversed(peers)]
+    messages += [_send(parts[own], peer, group, GATHER_TAG) for peer in peers]
 
+    def end(memory: Tensor = output) -> None:  # which the running gather owns
+        while messages:  # after an error again: gloo would wait for ever for a message that has been waited for
+            messages[0].wait()
+            del messages[0]
 
-class _Messages(dist.Work):
-    """The messages of a running all-gather into `output`, as one piece of work."""
-
-    def __init__(self, messages: Sequence[dist.Work], output: Tensor) -> None:
-        super().__init__()
-        # The memory of a running gather, owned here until `wait`, which drops both; waiting again does nothing. After
-        # an error it raises again: gloo would wait for ever for a message that has been waited for.
-        self._messages, self._output = list(messages), [output]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        while self._messages:
-            self._messages[0].wait()
-            del self._messages[0]
-        self._output = []
-        return True
+    return FunctionWork(end)
 
 
 def exchange_and_add(output: Tensor, input_: Tensor, group: ProcessGroup, how: Sum) -> None:

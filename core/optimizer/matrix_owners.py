@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import OptimizerError
+from ..comm.call import Wait
 from ..comm.collectives import all_to_all_by_backend
 from ..dist_checkpointing.agreement import Ranks, held_parts
 from ..dist_checkpointing.gathering import in_buckets
@@ -74,8 +75,8 @@ _Route = tuple[list[list[_Part]], list[list[_Part]], bool]
 something to another one."""
 
 
-Arrival = Callable[[], Iterable[tuple[_Part, Tensor]]]
-"""Waits for an exchange. Returns the parts that this rank receives, each with its `[rows, columns]`."""
+Arrival = Wait[Iterable[tuple[_Part, Tensor]]]
+"""The wait for the parts that this rank receives in an exchange, each with its `[rows, columns]`."""
 
 
 class MatrixOwners:

@@ -6,13 +6,12 @@ first dimension.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
 from .. import parallel_state
 from ..base.errors import ConfigError, DataError, ParallelConfigError
+from ..comm.call import FunctionWork
 from ..comm.collectives import all_gather_by_backend, all_to_all_by_backend, reduce_scatter_by_backend
 from ..comm.gloo import exchanges_directly
 from ..model_parallel_config import ModelParallelConfig
@@ -181,23 +180,13 @@ def reduce_scatter_first_dim(
         return part, reduce_scatter_by_backend(part, tensor.contiguous(), group, what=what, async_op=async_op)
     addends = tensor.new_empty(tensor.shape)
     work = all_to_all_by_backend(addends, tensor.contiguous(), group, what=what, async_op=async_op)
-    adding = _SumOnWait(work, addends.view(size, *part.shape), part)
+
+    def add() -> None:
+        if work is not None:
+            work.wait()
+        torch.sum(addends.view(size, *part.shape), 0, out=part)
+
     if async_op:
-        return part, adding
-    adding.wait()
+        return part, FunctionWork(add)
+    add()
     return part, None
-
-
-class _SumOnWait(dist.Work):
-    """Sums the parts of all ranks, `[ranks, ...]`, once they have arrived."""
-
-    def __init__(self, arriving: dist.Work | None, parts: torch.Tensor, total: torch.Tensor) -> None:
-        super().__init__()
-        # Work that receives `parts`, None if they are there; and the output, which `wait` fills. Fixed.
-        self.arriving, self.parts, self.total = arriving, parts, total
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self.arriving is not None:
-            self.arriving.wait()
-        torch.sum(self.parts, 0, out=self.total)
-        return True

@@ -20,6 +20,7 @@ from ..base import device
 from ..base.errors import ConfigError, DataError
 from ..base.micro_batch_tree import MicroBatchTree
 from ..comm import streams
+from ..comm.call import Wait
 from ..datasets.data_samplers import build_pretraining_data_loader
 from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
@@ -176,17 +177,14 @@ def to_device(batch: Batch) -> Batch:
     return {name: value.to(host if name in READ_ON_HOST else here, non_blocking=True) for name, value in batch.items()}
 
 
-Wait = Callable[[], Batch]
-"""Returns a batch that is being copied to the device, which work that is queued from here on may read."""
-
-
 class SideStream:
     """Copies batches to this process's GPU on a stream of its own, so that they do not queue behind computation."""
 
     def __init__(self) -> None:
         self._stream = streams.Stream()  # of the GPU that is current here, which the reading thread takes over
 
-    def start(self, batch: Batch) -> Wait:
+    def start(self, batch: Batch) -> Wait[Batch]:
+        """Begins to copy a batch. What is queued after the wait for it may read it."""
         with streams.stream(self._stream):
             # In the side stream's memory, which a later batch may get once all streams that use it are past it.
             copies, event = to_device(batch), streams.record_event()
@@ -220,12 +218,12 @@ class DeviceBatches(Iterator[Batch]):
             the trainer's; None chooses by the device, and on CPU there are no copies.
     """
 
-    def __init__(self, batches: Iterator[Batch], start_copy: Callable[[Batch], Wait] | None = None) -> None:
+    def __init__(self, batches: Iterator[Batch], start_copy: Callable[[Batch], Wait[Batch]] | None = None) -> None:
         if start_copy is None and streams.is_asynchronous(device.current_device()):
             start_copy = SideStream().start
         self._batches, self._copies = batches, None if start_copy is None else map(start_copy, batches)
         # Futures of the next batches, in order. `__next__` appends and takes them; the reading thread fulfils them.
-        self._ahead: deque[Future[Wait]] = deque()
+        self._ahead: deque[Future[Wait[Batch]]] = deque()
         # The reading thread. Set here, and shut down by `close`; None if batches are not read ahead.
         self._reader: ThreadPoolExecutor | None = None
         if self._copies is not None:

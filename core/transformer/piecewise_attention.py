@@ -21,7 +21,7 @@ from ..base._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
 from .attention_backend import PartialAttention, attend, attend_backward, combine
 from .document_attention import define_attention
-from .sequences import GatheringKeys, QueryPiece, ScatteringGradients, causal_pieces, document_pieces
+from .sequences import QueryPiece, causal_pieces, document_pieces, start_gathering_keys, start_scattering_gradients
 
 _Random = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """The random states of a piece: for its own keys, and for those before."""
@@ -83,9 +83,9 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[QueryPiece], dropout: float, group: Group
 ) -> tuple[Tensor, Tensor, list[_Random]]:
     """Returns the output, the log-sum-exp `[b, heads, s / cp]`, and the random states of each piece."""
-    gathering = GatheringKeys(key, value, group)
+    wait_for_keys = start_gathering_keys(key, value, group)
     diagonals = [_attend_to_own(query, key, value, piece, dropout) for piece in pieces]
-    whole_key, whole_value = gathering.wait()
+    whole_key, whole_value = wait_for_keys()
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [s / cp, b, heads, d]
     logsumexp = diagonals[0].logsumexp.new_empty(query.shape[1], query.shape[2], query.shape[0])  # [b, heads, s / cp]
     random = []
@@ -140,9 +140,9 @@ def _backward(
                 _queries(total, piece).add_(part)
 
     half = len(pieces) // 2
-    gathering = GatheringKeys(key, value, group)
+    wait_for_keys = start_gathering_keys(key, value, group)
     add_own(0, half)
-    whole_key, whole_value = gathering.wait()
+    whole_key, whole_value = wait_for_keys()
     grad_whole = key.new_zeros(len(whole_key), 2, *key.shape[1:])  # [s, key and value, b, groups, d]
     for piece, (_, state) in zip(pieces, random, strict=True):
         if _sees_before(piece):
@@ -151,10 +151,10 @@ def _backward(
             for total, part in zip(grad_whole.unbind(1), grads, strict=True):
                 _heads_first(total[piece.before, piece.rows]).add_(part)
     del whole_key, whole_value
-    scattering = ScatteringGradients(grad_whole, group)
+    wait_for_gradients = start_scattering_gradients(grad_whole, group)
     del grad_whole
     add_own(half, len(pieces))
-    for total, part in zip((grad_key, grad_value), scattering.wait(), strict=True):
+    for total, part in zip((grad_key, grad_value), wait_for_gradients(), strict=True):
         total.add_(part)
     return grad_query, grad_key, grad_value
 

@@ -23,6 +23,7 @@ from ..base.device import current_device
 from ..base.errors import DataError
 from ..base.text import nearest_multiples
 from ..comm import streams
+from ..comm.call import Wait
 from ..tensor_parallel.groups import Group, gather_first_dim, group_size, reduce_scatter_first_dim
 
 
@@ -71,44 +72,46 @@ def gather_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor if group_size(group) == 1 else _GatherSequence.apply(tensor, group)
 
 
-class GatheringKeys:
-    """Gathers keys and values of all ranks in one collective."""
+def start_gathering_keys(
+    key: torch.Tensor, value: torch.Tensor, group: Group
+) -> Wait[tuple[torch.Tensor, torch.Tensor]]:
+    """Starts to gather keys and values of all ranks in one collective.
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, group: Group) -> None:
-        # The collective under way; None for a rank alone, whose result is `own`. Fixed after the constructor.
-        self.group, self.own, self.work = group, (key, value), None
-        if group is not None and group_size(group) > 1:
-            # Owns the gathered memory `[ranks x s, 2, ...]` until `wait`, which drops it; there only with `work`.
-            self.both, self.work = gather_first_dim(
-                torch.stack((key, value), 1), group, what="keys and values", async_op=True
-            )
+    Returns:
+        the wait for keys and values, `[s, b, groups, d]`, in the order of the sequence.
+    """
+    if group is None or group_size(group) == 1:
+        return lambda: (key, value)
+    both = torch.stack((key, value), 1)
+    gathered, work = gather_first_dim(both, group, what="keys and values", async_op=True)
+    memory = [gathered]  # `[ranks x s, 2, ...]`, which the wait drops
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits, and returns keys and values, `[s, b, groups, d]`, in the order of the sequence."""
-        if self.work is None or self.group is None:
-            return self.own
-        self.work.wait()
-        key, value = _in_sequence(self.both, self.group).unbind(1)
-        del self.both
-        return key, value
+    def wait() -> tuple[torch.Tensor, torch.Tensor]:
+        if work is not None:
+            work.wait()
+        whole_key, whole_value = _in_sequence(memory.pop(), group).unbind(1)
+        return whole_key, whole_value
+
+    return wait
 
 
-class ScatteringGradients:
-    """Reduce-scatters gradients of all keys and values, `[s, 2, b, groups, d]`, to the ranks that have these."""
+def start_scattering_gradients(grad: torch.Tensor, group: Group) -> Wait[tuple[torch.Tensor, ...]]:
+    """Starts to reduce-scatter gradients of all keys and values, `[s, 2, b, groups, d]`, to the ranks that have these.
 
-    def __init__(self, grad: torch.Tensor, group: Group) -> None:
-        # The result, `[s / cp, 2, b, groups, d]`, valid after `wait`; and its collective, None for a rank alone.
-        self.both, self.work = grad, None
-        if group is not None and group_size(group) > 1:
-            self.both, self.work = reduce_scatter_first_dim(
-                _by_rank(grad, group), group, what="the gradient of keys and values", async_op=True
-            )
+    Returns:
+        the wait for the gradients of this rank's keys and values, `[s / cp, b, groups, d]` each.
+    """
+    if group is None or group_size(group) == 1:
+        return lambda: grad.unbind(1)
+    what = "the gradient of keys and values"
+    own, work = reduce_scatter_first_dim(_by_rank(grad, group), group, what=what, async_op=True)
 
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        """Waits, and returns the gradients of this rank's keys and values, `[s / cp, b, groups, d]` each."""
-        if self.work is not None:
-            self.work.wait()
-        return self.both.unbind(1)
+    def wait() -> tuple[torch.Tensor, ...]:
+        if work is not None:
+            work.wait()
+        return own.unbind(1)
+
+    return wait
 
 
 @dataclass(frozen=True)

@@ -239,15 +239,15 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "streams: keys are used before they are gathered",
-        "core.transformer.sequences.GatheringKeys.wait",
-        r"self\.work\.wait\(\)",
+        "core.transformer.sequences.start_gathering_keys",
+        r"work\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),
     ),
     Mutation(
         "streams: gradients of keys are used before they are added up",
-        "core.transformer.sequences.ScatteringGradients.wait",
-        r"self\.work\.wait\(\)",
+        "core.transformer.sequences.start_scattering_gradients",
+        r"work\.wait\(\)",
         "pass",
         (STREAMS_OF_LAYERS,),
     ),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core.base.errors import OutOfStepError
+from core.comm.call import FunctionWork
 from core.comm.collectives import (
     all_gather_by_backend,
     all_reduce_by_backend,
@@ -122,3 +123,19 @@ def test_every_collective_of_core_has_a_name() -> None:
         if call.search(line) and not str(path.relative_to(CORE)).startswith(tuple(UNNAMED))
     }
     assert not actual, "call these through core.comm, with what="
+
+
+def test_what_a_wait_refers_to_is_dropped_after_it() -> None:
+    tensor, fails = torch.zeros(1), [True, False]
+    alive = weakref.ref(tensor)
+
+    def end(memory: torch.Tensor = tensor) -> None:
+        if fails.pop(0):
+            raise RuntimeError("a rank has gone")
+
+    work = FunctionWork(end)
+    del tensor, end
+    with pytest.raises(RuntimeError, match="a rank has gone"):
+        work.wait()
+    assert alive() is not None and work.wait()
+    assert alive() is None and work.wait() and fails == []
