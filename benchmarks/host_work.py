@@ -52,7 +52,7 @@ def bare_fully_shard(module: nn.Module) -> tuple[nn.Module, Step]:
 
 
 def wrapped(config: str, **settings: Any) -> Callable[[nn.Module], tuple[nn.Module, Step]]:
-    """Returns what wraps a model by a config of `core.distributed`, and builds the end of a step with its optimizer."""
+    """Returns what wraps a model by a config of `core.distributed`, with its optimizer at the end of a step."""
 
     def wrap(module: nn.Module) -> tuple[nn.Module, Step]:
         from core import distributed
