@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, get_type_hints
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .base.errors import ParallelConfigError
@@ -112,7 +111,7 @@ class ProcessGroupCollection:
         names = list(_FIELDS) if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
         current.groups("a collection of groups")
-        return cls(**{name: _group(name) for name in names})
+        return cls(**{name: group_of_name(name) for name in names})
 
 
 def groups_in_effect(
@@ -135,7 +134,8 @@ def groups_in_effect(
 _FIELDS = get_type_hints(ProcessGroupCollection, include_extras=True)
 
 
-def _group(name: str) -> Group:
+def group_of_name(name: str) -> Group:
+    """Returns the group of `core.parallel_state` that a field has, or None before initialisation."""
     kinds = getattr(_FIELDS[name], "__metadata__", None)
     return None if kinds is None else current.process_group(kinds[0], check_initialized=False)
 
@@ -143,29 +143,3 @@ def _group(name: str) -> Group:
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:
     if wrong := sorted(groups.keys() - _FIELDS):
         raise ParallelConfigError(f"a ProcessGroupCollection has no group {wrong[0]!r}; it has {sorted(_FIELDS)}")
-
-
-def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names: Sequence[str]) -> None:
-    """Checks that given groups have the ranks of `core.parallel_state`, whose groups the caller uses.
-
-    Args:
-        caller: name of the caller, for the error.
-        groups: the given groups.
-        names: names of the groups to check.
-
-    Raises:
-        ParallelConfigError: a group has other ranks.
-    """
-    if groups is None:
-        return
-    for name in names:
-        theirs, own = getattr(groups, name), _group(name)
-        if theirs is None:
-            continue
-        ranks = dist.get_process_group_ranks(theirs)
-        own_ranks = dist.get_process_group_ranks(own) if own is not None else [dist.get_rank()]
-        if ranks != own_ranks:
-            raise ParallelConfigError(
-                f"{caller}: pg_collection.{name} has the ranks {ranks}, but core.parallel_state has {own_ranks}; "
-                "initialise that with the same sizes"
-            )

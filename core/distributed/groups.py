@@ -18,7 +18,7 @@ from ..base._torch_compat import num_groups_of_this_rank
 from ..base.errors import ParallelConfigError
 from ..comm.collectives import all_reduce_by_backend
 from ..process_groups import current
-from ..process_groups.make_groups import ParallelGroups
+from ..process_groups.current import ParallelGroups
 from ..process_groups_config import ProcessGroupCollection, groups_in_effect
 
 Ranks = dist.ProcessGroup | DeviceMesh
