@@ -75,7 +75,8 @@ class Training:
     def _train_wrapped(self, gpt: Any, config: Any, fields: dict[str, Any], wrapper: str) -> None:
         from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
         from core.distributed.fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
-        from core.optimizer import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
+        from core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from core.optimizer_param_scheduler import OptimizerParamScheduler
         from core.training.train_step import train_step
         from core.transformer.module import Float16Module
 

@@ -1,7 +1,6 @@
 """Optimizers that do not know, or show, how the model is sharded."""
 
 from ..base.megatron_names import absent_names
-from ..optimizer_param_scheduler import OptimizerParamScheduler
 from .averaged_weights import AveragedWeights
 from .distrib_optimizer import DistributedOptimizer, get_megatron_optimizer
 from .optimizer import MegatronOptimizer
@@ -20,7 +19,6 @@ __all__ = [
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
-    "OptimizerParamScheduler",
     "ParamGroupOverride",
     "ParamKey",
     "ParamPredicate",

@@ -1,4 +1,4 @@
-"""Collects the parameters to update, under their names, and groups them by weight decay and learning rate.
+"""Groups parameters by weight decay and learning rate.
 
 Settings of single parameters come from Megatron's ``config_overrides``, whose keys select the parameters.
 """
@@ -13,9 +13,7 @@ from typing import Any, TypedDict, TypeGuard, TypeVar
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, ConfigError
-from ..base.module_protocol import unwrap_model
 from ..dist_checkpointing.format.json_values import decode, encode
-from ..distributed.groups import kind_of
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
 
@@ -138,29 +136,6 @@ def _as_tuple(value: Item | tuple[Item, ...]) -> tuple[Item, ...]:
 
 ParamCondition = Callable[[str, nn.Parameter], bool]
 """Takes a parameter's name in the unwrapped model and the parameter, which has its full shape even if sharded."""
-
-
-def collect_main_params(
-    model_chunks: Sequence[nn.Module], make: Callable[[str, nn.Parameter, nn.Module, str], MainParam] = MainParam
-) -> list[MainParam]:
-    """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
-
-    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. `make` is
-    called with the name, the parameter, the module that holds it, and its name there.
-    """
-    main_params: list[MainParam] = []
-    identities: set[int] = set()
-    names = [name for chunk in model_chunks for name, _ in unwrap_model(chunk).named_parameters()]
-    for index, chunk in enumerate(model_chunks):
-        model = unwrap_model(chunk)
-        prefix = f"chunk{index}." if len(set(names)) < len(names) else ""
-        for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in identities or kind_of(param) == "ignored":
-                continue
-            identities.add(id(param))
-            owner, _, attribute = name.rpartition(".")
-            main_params.append(make(prefix + name, param, model.get_submodule(owner), attribute))
-    return main_params
 
 
 def build_param_groups(

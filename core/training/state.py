@@ -22,7 +22,8 @@ from ..base.rendezvous import set_launcher_variables
 from ..distributed import _BaseDataParallel
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
-from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+from ..optimizer import MegatronOptimizer
+from ..optimizer_param_scheduler import OptimizerParamScheduler
 from ..tensor_parallel.random import seed_everything
 from ..transformer.moe_config import OPTIONS_OF_FUNCTION
 from ..transformer.pipeline_stages import pipeline_stage

@@ -17,13 +17,17 @@ LIBRARY = {
     "distributed",
     "model_parallel_config",
     "optimizer",
-    "optimizer_param_scheduler",
     "process_groups",
     "process_groups_config",
 }
 """Rooms of `core` below the wall, as in ``[tool.importlinter]`` of `pyproject.toml`, without `parallel_state`, which
 none of them imports."""
-PLUG_INS = {"process_groups.make_groups": "a wrapper takes groups as values, whoever made them"}
+PLUG_INS = {
+    "dist_checkpointing.format.torch_files": "own checkpoints have no pickles",
+    "optimizer.muon": "the optimizer knows update rules by an interface",
+    "optimizer.muon_recipe": "the config of another optimizer has none",
+    "process_groups.make_groups": "a wrapper takes groups as values, whoever made them",
+}
 """Modules of the library that a training without their subject does not load, and why."""
 
 

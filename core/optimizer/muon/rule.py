@@ -17,17 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..base.device import current_device
-from ..base.errors import ParallelConfigError, warn_once
-from ..comm.lane import known_on_host
-from ..distributed.engine.owners import owner_of
-from ..distributed.groups import whole_group
-from ..process_groups_config import ProcessGroupCollection
-from . import update_rules as rules
-from .main_params import MainParam
+from ...base.device import current_device
+from ...base.errors import ParallelConfigError, warn_once
+from ...comm.lane import known_on_host
+from ...distributed.engine.owners import owner_of
+from ...distributed.groups import whole_group
+from ...process_groups_config import ProcessGroupCollection
+from .. import update_rules as rules
+from ..main_params import MainParam
+from ..muon_recipe import MuonRecipe, recipe_of
+from ..optimizer_config import OptimizerConfig
 from .matrices import describe_matrices, matrices_of, orthogonalize
 from .matrix_owners import Arrival, MatrixOwners
-from .optimizer_config import MuonRecipe, OptimizerConfig, recipe_of
 
 _MOMENTUM = "momentum_buffer"
 _OWNED = "owned."
@@ -50,9 +51,9 @@ class Muon(rules.SkippableRule):
 
     Args:
         groups: groups of main tensors, with weight decay and learning rate.
-        reasons: of all parameters of the groups, as of `choose_optimizers`. All ranks that share them make an instance
-            together.
-        model_groups: those of the model, of which it reads `tp` and `tp_dp_cp`.
+        reasons: result of `MuonBuilder.choose` for all parameters of the groups. All ranks that share them make an
+            instance together.
+        model_groups: groups of the model, of which it reads `tp` and `tp_dp_cp`.
 
     Attributes:
         recipe: what decides the numbers of an update.

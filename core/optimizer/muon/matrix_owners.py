@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import OptimizerError
-from ..comm.call import Wait
-from ..comm.collectives import all_to_all_by_backend
-from ..dist_checkpointing.agreement import Ranks, held_parts
-from ..dist_checkpointing.gathering import in_buckets
+from ...base.errors import OptimizerError
+from ...comm.call import Wait
+from ...comm.collectives import all_to_all_by_backend
+from ...dist_checkpointing.agreement import Ranks, held_parts
+from ...dist_checkpointing.gathering import in_buckets
 from .matrices import Matrix, cost
 
 BUCKET_ELEMENTS = 2**23
