@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -75,6 +75,9 @@ class ModelParallelConfig:
     """Compute a weight's gradient in the buffer of `DistributedDataParallel` while that is empty, and add only the
     rows of an embedding's gradient that are not zero: faster, with less memory, and bitwise equal. No effect without
     gradient buffers (FSDP2)."""
+
+    fusion_lends_memory: ClassVar[bool] = True
+    """Tells wrappers what `gradient_accumulation_fusion` means in this config (`core.base.module_protocol`)."""
 
     cross_entropy_loss_fusion: bool = False
     """Fuse the loss as `cross_entropy_fusion_impl` says."""

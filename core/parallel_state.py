@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import process_groups
 from .base.errors import ParallelConfigError
 from .base.megatron_names import absent_names
-from .process_groups import current, make_groups
-from .process_groups.current import RankGroup
+from .process_groups import RankGroup, make_groups
 from .process_groups_config import ProcessGroupCollection, group_of_name
 
 initialize_model_parallel = make_groups.initialize_model_parallel
 destroy_model_parallel = make_groups.destroy_model_parallel
-get_virtual_pipeline_model_parallel_rank = current.get_virtual_pipeline_model_parallel_rank
-set_virtual_pipeline_model_parallel_rank = current.set_virtual_pipeline_model_parallel_rank
+get_virtual_pipeline_model_parallel_rank = process_groups.get_virtual_pipeline_model_parallel_rank
+set_virtual_pipeline_model_parallel_rank = process_groups.set_virtual_pipeline_model_parallel_rank
 
 
 def is_initialized() -> bool:
     """Returns whether the groups exist."""
-    return current.groups_or_none() is not None
+    return process_groups.groups_or_none() is not None
 
 
 def model_parallel_is_initialized() -> bool:
@@ -47,7 +47,7 @@ def _group(kind: str, text: str) -> _GroupGetter:
     """Makes a getter of this rank's process group. `text` is its docstring."""
 
     def getter(check_initialized: bool = True) -> ProcessGroup | None:
-        return current.process_group(kind, check_initialized)
+        return process_groups.process_group(kind, check_initialized)
 
     getter.__doc__ = text
     return getter
@@ -65,7 +65,7 @@ def _rank(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
 
 def _number(of: Callable[[RankGroup], int], kind: str, what: str, alone: int | None) -> Callable[[], int]:
     def getter() -> int:
-        return of(current.member(kind)) if alone is None or is_initialized() else alone
+        return of(process_groups.member(kind)) if alone is None or is_initialized() else alone
 
     getter.__doc__ = f"Returns {what}{'' if alone is None else f'; {alone} before initialisation'}."
     return getter
@@ -77,7 +77,7 @@ def _number(of: Callable[[RankGroup], int], kind: str, what: str, alone: int | N
 def get_device_mesh() -> DeviceMesh:
     """Returns the grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order
     first."""
-    return current.groups("the device mesh").mesh
+    return process_groups.groups("the device mesh").mesh
 
 
 def get_data_parallel_mesh() -> DeviceMesh:
@@ -85,12 +85,12 @@ def get_data_parallel_mesh() -> DeviceMesh:
 
     It spans this rank's data-parallel x context-parallel group, and uses the process groups that the getters return.
     """
-    return current.groups("the data-parallel mesh").data_parallel_mesh
+    return process_groups.groups("the data-parallel mesh").data_parallel_mesh
 
 
 def get_expert_data_parallel_mesh() -> DeviceMesh:
     """Returns the same for experts: ``(expert_dp,)``, or ``(dp_replicate, expert_dp_shard)``."""
-    return current.groups("the experts' data-parallel mesh").expert_data_parallel_mesh
+    return process_groups.groups("the experts' data-parallel mesh").expert_data_parallel_mesh
 
 
 # ---- tensor, context and pipeline parallelism: one rank of one before initialisation
@@ -121,7 +121,7 @@ get_position_embedding_group = _group(
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Returns the global rank of the first member of the tensor-parallel group."""
-    return current.member("tp").ranks[0]
+    return process_groups.member("tp").ranks[0]
 
 
 # ---- pipeline stages
@@ -129,7 +129,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Returns the number of pipeline stages of each rank, or None where it is one."""
-    groups = current.groups_or_none()
+    groups = process_groups.groups_or_none()
     return None if groups is None else groups.virtual_pipeline_size
 
 
@@ -158,23 +158,23 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Returns the global rank with the first stage of this rank's pipeline."""
-    return current.member("pp").ranks[0]
+    return process_groups.member("pp").ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Returns the global rank with the last stage of this rank's pipeline."""
-    return current.member("pp").ranks[-1]
+    return process_groups.member("pp").ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Returns the global rank with the stage after this rank's, of the last one the first."""
-    pipeline = current.member("pp")
+    pipeline = process_groups.member("pp")
     return pipeline.ranks[(pipeline.rank + 1) % len(pipeline.ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Returns the global rank with the stage before this rank's, of the first one the last."""
-    pipeline = current.member("pp")
+    pipeline = process_groups.member("pp")
     return pipeline.ranks[pipeline.rank - 1]
 
 
@@ -223,38 +223,38 @@ def get_data_parallel_group(
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
     are none, so that both values name one group.
     """
-    return current.member(_data_kind(with_context_parallel, partial_data_parallel)).process_group
+    return process_groups.member(_data_kind(with_context_parallel, partial_data_parallel)).process_group
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns the size of `get_data_parallel_group` with the same arguments."""
-    return len(current.member(_data_kind(with_context_parallel, partial_data_parallel)).ranks)
+    return len(process_groups.member(_data_kind(with_context_parallel, partial_data_parallel)).ranks)
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns this rank's place in `get_data_parallel_group` with the same arguments."""
-    return current.member(_data_kind(with_context_parallel, partial_data_parallel)).rank
+    return process_groups.member(_data_kind(with_context_parallel, partial_data_parallel)).rank
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first member of the data-parallel group."""
-    return current.member(_data_kind(with_context_parallel, False)).ranks[0]
+    return process_groups.member(_data_kind(with_context_parallel, False)).ranks[0]
 
 
 def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
     """Returns the global ranks of the data-parallel group."""
-    return list(current.member(_data_kind(with_context_parallel, False)).ranks)
+    return list(process_groups.member(_data_kind(with_context_parallel, False)).ranks)
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """Returns the tensor x data group, or tensor x data x context."""
-    return current.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+    return process_groups.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 # ---- experts
@@ -273,7 +273,7 @@ get_expert_tensor_and_model_parallel_rank = _rank("expert_tp_ep", "experts' tens
 def experts_are_apart() -> bool:
     """Returns whether experts are cut over other ranks than dense layers. Their parameters then have replicas of their
     own, and carry Megatron-LM's mark ``allreduce=False``."""
-    groups = current.groups_or_none()
+    groups = process_groups.groups_or_none()
     return groups is not None and groups.experts_are_apart
 
 
@@ -281,7 +281,7 @@ def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
     """Returns the experts' tensor x expert x pipeline group: one copy of the model's experts."""
-    return current.process_group("expert_tp_ep_pp", check_initialized)
+    return process_groups.process_group("expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -289,17 +289,17 @@ def get_expert_data_parallel_group(
 ) -> ProcessGroup | None:
     """Returns the replicas of this rank's experts. `partial_expert_data_parallel`: those within one optimizer
     instance."""
-    return current.process_group(_expert_data_kind(partial_expert_data_parallel), check_initialized)
+    return process_groups.process_group(_expert_data_kind(partial_expert_data_parallel), check_initialized)
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """Returns the size of `get_expert_data_parallel_group` with the same argument."""
-    return len(current.member(_expert_data_kind(partial_expert_data_parallel)).ranks)
+    return len(process_groups.member(_expert_data_kind(partial_expert_data_parallel)).ranks)
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """Returns this rank's place in `get_expert_data_parallel_group` with the same argument."""
-    return current.member(_expert_data_kind(partial_expert_data_parallel)).rank
+    return process_groups.member(_expert_data_kind(partial_expert_data_parallel)).rank
 
 
 def _expert_data_kind(is_partial: bool) -> str:

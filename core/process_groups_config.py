@@ -8,8 +8,8 @@ from typing import Annotated, get_type_hints
 
 from torch.distributed import ProcessGroup
 
+from . import process_groups
 from .base.errors import ParallelConfigError
-from .process_groups import current
 
 Group = ProcessGroup | None
 
@@ -110,7 +110,7 @@ class ProcessGroupCollection:
         """
         names = list(_FIELDS) if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
-        current.groups("a collection of groups")
+        process_groups.groups("a collection of groups")
         return cls(**{name: group_of_name(name) for name in names})
 
 
@@ -125,7 +125,7 @@ def groups_in_effect(
     Args:
         names: names of the groups to look up; by default all.
     """
-    is_initialized = current.groups_or_none() is not None
+    is_initialized = process_groups.groups_or_none() is not None
     groups = ProcessGroupCollection.use_mpu_process_groups(names) if is_initialized else ProcessGroupCollection()
     return groups if given is None else given.filled_from(groups)
 
@@ -137,7 +137,7 @@ _FIELDS = get_type_hints(ProcessGroupCollection, include_extras=True)
 def group_of_name(name: str) -> Group:
     """Returns the group of `core.parallel_state` that a field has, or None before initialisation."""
     kinds = getattr(_FIELDS[name], "__metadata__", None)
-    return None if kinds is None else current.process_group(kinds[0], check_initialized=False)
+    return None if kinds is None else process_groups.process_group(kinds[0], check_initialized=False)
 
 
 def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]) -> None:

@@ -108,8 +108,8 @@ class DistributedOptimizer(MegatronOptimizer):
 def collect_main_params(model_chunks: Sequence[nn.Module], *, has_master: bool = True) -> list[MainParam]:
     """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
 
-    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. Of a wrapper
-    that shards buffers the parameters are this rank's runs of them.
+    Where chunks have a name in common a name starts with ``chunk<i>.``; virtual pipeline stages have none. A wrapper
+    that shards buffers gives this rank's run of each parameter.
 
     Raises:
         OptimizerError: a parameter that is in no buffers of its wrapper, or whose wrapper is none of the chunks.
@@ -215,8 +215,23 @@ def get_megatron_optimizer(
     rule = builder.build(groups, reasons, model_groups)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     is_exact = any(wrapper.plan.settings.reproducible_across_ranks for wrapper in wrappers)
-    statistics = GradientStatistics(params, model_groups, is_exact=is_exact)
+    statistics = gradient_statistics(params, model_groups, is_exact=is_exact)
     return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers, groups=model_groups)
+
+
+def gradient_statistics(
+    params: Sequence[MainParam], groups: ProcessGroupCollection, *, is_exact: bool
+) -> GradientStatistics:
+    """Makes the statistics of a model's gradient.
+
+    Args:
+        is_exact: the same bits on any number of ranks.
+    """
+    if is_exact:
+        from .exact_sums import ExactStatistics  # a plug-in of `reproducible_across_ranks`
+
+        return ExactStatistics(params, groups)
+    return GradientStatistics(params, groups)
 
 
 def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) -> RuleBuilder:

@@ -19,11 +19,10 @@ from ..distributed.engine.owners import owner_of
 from ..distributed.gradient_state import Phase
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
-from .grad_scaler import DynamicGradScaler, GradScaler
+from .grad_scaler import DynamicGradScaler, GradScaler, PendingOutcome, StepOutcome
 from .main_params import MainParam, refresh_parameters, take_gradients
 from .optimizer_config import OptimizerConfig
 from .optimizer_state import OptimizerState
-from .step_outcome import PendingOutcome, StepOutcome
 from .update_rules import skips_on_device, take_back_step
 
 

@@ -27,8 +27,7 @@ from ..base._torch_compat import forget_sharding_decisions
 from ..base.device import device_type, set_backend_defaults
 from ..base.errors import ParallelConfigError, ParallelStateError, check_positive
 from ..base.megatron_names import checks_arguments, refuse
-from . import current
-from .current import ParallelGroups, RankGroup
+from . import ParallelGroups, RankGroup, groups_or_none, set_groups
 
 _KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("group_kinds.json").read_text("utf-8"))
 """Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
@@ -304,7 +303,7 @@ def initialize_model_parallel(
             "torch.distributed is not initialised; call core.base.default_group.init_process_group() before "
             "initialize_model_parallel()"
         )
-    if current.groups_or_none() is not None:
+    if groups_or_none() is not None:
         raise ParallelStateError(
             "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
         )
@@ -326,12 +325,12 @@ def initialize_model_parallel(
         optimizer_instances=num_distributed_optimizer_instances,
         order=order,
     )
-    current.set_groups(make_parallel_groups(world, sizes, timedelta(minutes=distributed_timeout_minutes)))
+    set_groups(make_parallel_groups(world, sizes, timedelta(minutes=distributed_timeout_minutes)))
 
 
 def destroy_model_parallel() -> None:
     """Destroys the groups of `initialize_model_parallel`, if any. Keeps the default group."""
-    if (groups := current.groups_or_none()) is not None:
+    if (groups := groups_or_none()) is not None:
         groups.destroy()
         forget_sharding_decisions()
-    current.set_groups(None)
+    set_groups(None)

@@ -21,8 +21,8 @@ from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
 from ...distributed.engine.owners import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
-from ...optimizer.distrib_optimizer import collect_main_params
+from ...optimizer.clip_grads import clip_coefficient, multiply_gradients
+from ...optimizer.distrib_optimizer import collect_main_params, gradient_statistics
 from ...optimizer.optimizer_state import scalars_of
 from ...optimizer.param_groups import groups_to_json, load_groups, saved_settings
 
@@ -216,7 +216,7 @@ class GradientNorm:
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
         self._params = collect_main_params([wrapper], has_master=False)
-        self._statistics = GradientStatistics(
+        self._statistics = gradient_statistics(
             self._params, wrapper.plan.groups.model, is_exact=wrapper.plan.settings.reproducible_across_ranks
         )
 

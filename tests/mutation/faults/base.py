@@ -30,8 +30,8 @@ MUTATIONS = (
     ),
     Mutation(
         "adapters of PEFT start as layers where the model was on meta",
-        "core.base.foreign_initialization.ModuleToFill.resets",
-        r"adapters, name, True\) for name in self\.module\.r\]",
+        "core.base.foreign_initialization._resets",
+        r"adapters, name, True\) for name in foreign\.module\.r\]",
         "adapters, name, True) for name in ()]",
         ("tests/unit/distributed/test_hugging_face_experts.py::test_adapters_train_next_to_experts_over_ranks",),
     ),

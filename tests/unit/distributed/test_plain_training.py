@@ -15,7 +15,6 @@ LIBRARY = {
     "diagnostics",
     "dist_checkpointing",
     "distributed",
-    "model_parallel_config",
     "optimizer",
     "process_groups",
     "process_groups_config",
@@ -23,7 +22,9 @@ LIBRARY = {
 """Rooms of `core` below the wall, as in ``[tool.importlinter]`` of `pyproject.toml`, without `parallel_state`, which
 none of them imports."""
 PLUG_INS = {
+    "base.foreign_initialization": "no parameter starts on meta",
     "dist_checkpointing.format.torch_files": "own checkpoints have no pickles",
+    "optimizer.exact_sums": "sums are exact with `reproducible_across_ranks` alone",
     "optimizer.muon": "the optimizer knows update rules by an interface",
     "optimizer.muon_recipe": "the config of another optimizer has none",
     "process_groups.make_groups": "a wrapper takes groups as values, whoever made them",
