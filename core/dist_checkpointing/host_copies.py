@@ -127,13 +127,16 @@ class HostCopies:
         self.num_bytes_sent = 0 if self._partner is None else num_bytes
         """Bytes that this rank sends to its partner in each copy."""
         self.start(tensors, metadata, step)
+        self._replace_older(ranks, sizes, root if is_first_of_node else None)
+
+    def _replace_older(self, ranks: Ranks, sizes: dict[str, int], root: Path | None) -> None:
+        """Waits for the first copy, and removes those of other generations from `root`, for the second version."""
         self.wait()
         if self._is_behind:
             raise CheckpointError(f"{self._folder}: the first copy cannot be written; use --on-lost-rank restart")
-        if is_first_of_node:
-            for folder in root.glob("generation_*"):
-                if folder != self._folder:
-                    shutil.rmtree(folder, ignore_errors=True)
+        for folder in root.glob("generation_*") if root is not None else ():
+            if folder != self._folder:
+                shutil.rmtree(folder, ignore_errors=True)
         ranks.all_gather(None)  # the old versions make room for the second one
         self._allocate(ranks, sizes)
 

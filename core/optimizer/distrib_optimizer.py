@@ -179,10 +179,9 @@ def get_megatron_optimizer(
             and exclude `no_weight_decay_cond` and `scale_lr_cond`.
         use_gloo_process_groups, dump_param_to_param_group_map: Megatron-LM's arguments; the first is not read, because
             optimizers use the wrappers' groups, and the second must be None.
-        pg_collection: process groups of the model; by default those of the wrapper, or without one of
-            `core.parallel_state`.
-        no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
-            and parameters of at most one dimension.
+        pg_collection: groups of the model; by default the wrapper's, or without one those of `core.parallel_state`.
+        no_weight_decay_cond: whether a parameter, by name and full shape, has no weight decay; by default biases and
+            vectors.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
         lr_mult: factor of the learning rates that `scale_lr_cond` selects.
         tp_group: ranks that share parameters marked ``tensor_model_parallel``, in place of `pg_collection`.

@@ -127,16 +127,9 @@ class MegatronOptimizer(OptimizerState):
             ShardstackError, OptimizerError: see :meth:`step`, and :meth:`finish_step` for the previous step.
         """
         self._conclude()
-        self.check_whole()
-        if self.average is not None:
-            self.average.check_may_step()
 
         # Gather and check.
-        for wrapper in self._wrappers:
-            wrapper.engine.check_step(type(self).__name__)
-            _check_updated(wrapper)
-        for p in self._checked_here:
-            p.check_storage()
+        self._check_may_step()
         if self._has_unfinished_step and not self._written_params.were_counted():
             written_flags = self._written_params.find_written()  # to wait for it would leave the device without work
         else:
@@ -161,10 +154,7 @@ class MegatronOptimizer(OptimizerState):
         # Clip.
         if self.config.clip_grad > 0.0 or scale != 1.0:
             factor = clip_coefficient(norm, self.config.clip_grad) / torch.full_like(norm, scale)
-            factor = torch.where(is_finite, factor, torch.ones_like(factor))
-            multiply_gradients([grad for grad in grads if grad is not None], factor)
-            for wrapper in self._wrappers:
-                wrapper.engine.gather_gradients(again=True)
+            self._multiply_gradients(grads, torch.where(is_finite, factor, torch.ones_like(factor)))
 
         # Update.
         self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
@@ -178,6 +168,21 @@ class MegatronOptimizer(OptimizerState):
             wrapper.engine.updated()
             if self.grad_scaler is not None:
                 wrapper.gradient_state.note_unscaled()
+
+    def _check_may_step(self) -> None:
+        self.check_whole()
+        if self.average is not None:
+            self.average.check_may_step()
+        for wrapper in self._wrappers:
+            wrapper.engine.check_step(type(self).__name__)
+            _check_updated(wrapper)
+        for p in self._checked_here:
+            p.check_storage()
+
+    def _multiply_gradients(self, grads: Sequence[Tensor | None], factor: Tensor) -> None:
+        multiply_gradients([grad for grad in grads if grad is not None], factor)
+        for wrapper in self._wrappers:
+            wrapper.engine.gather_gradients(again=True)
 
     def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
         """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""

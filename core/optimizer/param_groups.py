@@ -168,30 +168,32 @@ def build_param_groups(
             "config_overrides and no_weight_decay_cond or scale_lr_cond are both given; put the conditions into "
             "overrides, by ParamKey(with_name_predicate=...)"
         )
-    check_overrides(config_overrides or {}, config)
-    has_no_decay = no_weight_decay_cond or _is_bias_or_vector
-    groups: dict[tuple[float | None, ...], dict[str, Any]] = {}
-    if not params:  # a frozen pipeline stage; schedules and the log find the config's rates
-        groups[()] = {"default_config": True, "wd_mult": 1.0, "lr_mult": 1.0, "lr": config.lr, "params": []}
-        groups[()] |= {"weight_decay": config.weight_decay, "max_lr": config.lr, "min_lr": config.min_lr}
+    overrides = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+    check_overrides(overrides, config)
+    of_config = (1.0, 1.0, config.lr, config.min_lr)
+    # A frozen pipeline stage has a group without parameters, in which schedules and the log find the config's rates.
+    members: dict[tuple[Any, ...], list[Tensor]] = {} if params else {of_config: []}
     for p in params:
         scale = lr_mult if scale_lr_cond is not None and scale_lr_cond(p.name, p.param) else 1.0
-        if config_overrides is None:
-            override: ParamGroupOverride = {"wd_mult": 0.0} if has_no_decay(p.name, p.param) else {}
+        if no_weight_decay_cond is None:
+            override = override_of(overrides, p.name, p.param)
         else:
-            override = override_of(config_overrides, p.name, p.param)
-        wd, max_lr = override.get("wd_mult", 1.0), override.get("max_lr", config.lr)
-        min_lr = override.get("min_lr", config.min_lr)
-        own, of_config = (wd, scale, max_lr, min_lr), (1.0, 1.0, config.lr, config.min_lr)
-        rates = {"lr": max_lr * scale, "weight_decay": config.weight_decay * wd, "max_lr": max_lr, "min_lr": min_lr}
-        if own not in groups:
-            groups[own] = {"params": [], "default_config": own == of_config, "wd_mult": wd, "lr_mult": scale, **rates}
-        groups[own]["params"].append(p.main)
-    return list(groups.values())
-
-
-def _is_bias_or_vector(name: str, param: nn.Parameter) -> bool:
-    return name.rpartition(".")[2] == "bias" or param.ndim <= 1
+            override = {"wd_mult": 0.0} if no_weight_decay_cond(p.name, p.param) else {}
+        rates = override.get("max_lr", config.lr), override.get("min_lr", config.min_lr)
+        members.setdefault((override.get("wd_mult", 1.0), scale, *rates), []).append(p.main)
+    return [
+        {
+            "params": tensors,
+            "default_config": (wd, scale, max_lr, min_lr) == of_config,
+            "wd_mult": wd,
+            "lr_mult": scale,
+            "lr": max_lr * scale,
+            "weight_decay": config.weight_decay * wd,
+            "max_lr": max_lr,
+            "min_lr": min_lr,
+        }
+        for (wd, scale, max_lr, min_lr), tensors in members.items()
+    ]
 
 
 _OF_CONFIG = ("params", "wd_mult", "lr_mult", "max_lr", "min_lr", "default_config")

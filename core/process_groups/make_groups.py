@@ -294,8 +294,7 @@ def initialize_model_parallel(
 
     Raises:
         ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.
-        ParallelConfigError: sizes or the order contradict each other or do not divide the world; or an argument is
-            refused.
+        ParallelConfigError: sizes or the order contradict each other, or do not divide the world, or are refused.
     """
     world = dist.group.WORLD
     if world is None:
@@ -307,13 +306,12 @@ def initialize_model_parallel(
         raise ParallelStateError(
             "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
         )
-    num_ranks = world.size()
-    is_whole = (local_world_size or num_ranks, num_ranks, "groups span the whole world")
+    is_whole = (local_world_size or world.size(), world.size(), "groups span the whole world")
     refuse("initialize_model_parallel", local_world_size=is_whole)
     if distributed_timeout_minutes <= 0:
         raise ParallelConfigError(f"distributed_timeout_minutes is {distributed_timeout_minutes}; make it positive")
     sizes = ParallelSizes(
-        world=num_ranks,
+        world=world.size(),
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,
         virtual_pipeline=virtual_pipeline_model_parallel_size,
