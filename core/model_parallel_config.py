@@ -30,7 +30,7 @@ class ModelParallelConfig:
     """
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of every layer. 1: those of the tensor-parallel group."""
+    """Ranks that share the matrices of every layer. 1: the ranks of the tensor-parallel group."""
 
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers, one after the other (Huang et al., 2019)."""
@@ -154,5 +154,5 @@ class ModelParallelConfig:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products: fp16, bf16, or that of the parameters."""
+        """The dtype of matrix products: fp16, bf16, or the parameters' dtype."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else self.params_dtype

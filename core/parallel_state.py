@@ -89,7 +89,7 @@ def get_data_parallel_mesh() -> DeviceMesh:
 
 
 def get_expert_data_parallel_mesh() -> DeviceMesh:
-    """Returns the same for experts: ``(expert_dp,)``, or ``(dp_replicate, expert_dp_shard)``."""
+    """Returns the mesh of experts' replicas: ``(expert_dp,)``, or ``(dp_replicate, expert_dp_shard)``."""
     return process_groups.groups("the experts' data-parallel mesh").expert_data_parallel_mesh
 
 

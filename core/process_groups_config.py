@@ -102,7 +102,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Returns the groups of `core.parallel_state`, all or only those named. Those that it lacks are None.
+        """Returns the groups of `core.parallel_state`, all or only the named ones. A group that it lacks is None.
 
         Raises:
             ParallelConfigError: a name does not exist.
@@ -117,7 +117,7 @@ class ProcessGroupCollection:
 def groups_in_effect(
     given: ProcessGroupCollection | None = None, names: Sequence[str] | None = None
 ) -> ProcessGroupCollection:
-    """Returns the given groups, and for the others those of `core.parallel_state` if it is initialised.
+    """Returns the given groups, filled up with the groups of `core.parallel_state` if it is initialised.
 
     Wrappers, optimizers and functions of checkpoints call it where their caller gives no groups. What is below them
     gets groups as values.

@@ -77,7 +77,7 @@ def _filled_by(foreign: ModuleToFill, resets: list[Callable[[], Any]], seed: int
 
 @contextmanager
 def _whole_tensors(foreign: ModuleToFill) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Gives the module whole, blank tensors on the CPU inside the block, and yields those to fill."""
+    """Gives the module whole, blank tensors on the CPU inside the block, and yields the tensors to fill."""
     module = foreign.module
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     blank: dict[str, torch.Tensor] = {}

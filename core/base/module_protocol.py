@@ -72,7 +72,7 @@ class CountsInStep(Protocol):
     """A module that counts during a step, as a router counts the tokens of its experts."""
 
     step_sums: Tensor
-    """`[n]`: the counts of this rank. `finalize_model_grads` adds those of all replicas, once a step."""
+    """`[n]`: the counts of this rank. `finalize_model_grads` adds the counts of all replicas, once a step."""
 
     @property
     def step_sums_group(self) -> ProcessGroup | None:
@@ -174,6 +174,6 @@ def fused_rows(parameter: Tensor) -> FusedRows | None:
 
 
 def _of_class(module: nn.Module, name: str, default: Any) -> Any:
-    """Returns an attribute of a module's class. Of an instance it may be that of another: wrappers such as
+    """Returns an attribute of a module's class. On an instance it may be another module's: wrappers such as
     ``torch.compile``'s pass unknown names on to the module inside."""
     return getattr(type(module), name, default)

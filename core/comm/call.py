@@ -50,7 +50,7 @@ class CollectiveRecord:
         self.published_table: dict[str, Any] = {}
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
-        """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
+        """Counts a new call. Returns its number among all calls, and among calls of its kind and payload."""
         self.num_calls += 1
         self._counts[kind, what] += 1
         return self.num_calls, self._counts[kind, what]
@@ -293,7 +293,7 @@ class Position:
 
 
 def positions() -> dict[str, Position]:
-    """Returns this rank's position in each group by the group's name, that of its last collective last.
+    """Returns this rank's position in each group by the group's name. The group of its last collective comes last.
 
     Empty where the backend or the build of torch has no recorder."""
     latest: dict[str, Position] = {}

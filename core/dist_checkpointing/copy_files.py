@@ -1,4 +1,4 @@
-"""The files of copies in memory (`host_copies`): what a rank writes, and what of it can be read after a loss.
+"""The files of copies in memory (`host_copies`): writes them, and finds what can be read after a loss.
 
 A mark says of which step a rank's pieces are, and has their sums. It is JSON, signed with the secret of the job for
 its place: generation, version and rank. Its file has its memory before the first step, and is written in place: a

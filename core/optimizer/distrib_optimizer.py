@@ -244,7 +244,7 @@ def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) ->
 def _groups_of_model(
     wrappers: Sequence[_BaseDataParallel], given: ProcessGroupCollection | None, tp_group: dist.ProcessGroup | None
 ) -> ProcessGroupCollection:
-    """Returns the groups given, else the wrappers', or without a wrapper those of `core.parallel_state`."""
+    """Returns the groups given, else the wrappers', or without a wrapper the groups of `core.parallel_state`."""
     groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
     if given is not None:
         groups = given.filled_from(groups)

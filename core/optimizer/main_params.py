@@ -156,7 +156,7 @@ def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
 
 
 def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
-    """Returns the step's gradients in the dtypes of the main tensors, copying those of other dtypes in one call.
+    """Returns the step's gradients in the dtypes of the main tensors, casting all others in one call.
 
     Raises:
         OptimizerError: see `MainParam.take_gradient`.

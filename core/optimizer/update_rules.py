@@ -228,7 +228,7 @@ def _group_of(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
 
 
 def count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:
-    """Counts a step for every parameter with a gradient, and sorts those with elements by their count."""
+    """Counts a step for every parameter with a gradient, and groups non-empty parameters by their count."""
     batches: dict[int, list[Tensor]] = {}
     for p in params:
         if p.grad is None:

@@ -28,7 +28,7 @@ class PieceReader:
         """The piece that was unpacked last, and its tensor. `piece_values` replaces it by the next one."""
 
     def fill(self, targets: Mapping[str, Tensor]) -> set[str]:
-        """Fills this rank's part of each tensor. Returns those assembled from other pieces than they were saved in.
+        """Fills this rank's part of each tensor. Returns the names of tensors that were saved in other pieces.
 
         Args:
             targets: tensors of the whole model by name, each in the index with this shape and dtype.
@@ -50,7 +50,7 @@ class PieceReader:
         return resharded_names
 
     def files_of(self, targets: Mapping[str, Tensor]) -> set[str]:
-        """Returns the files that `fill` reads for tensors, those that the index lacks left out."""
+        """Returns the files that `fill` reads for tensors. Tensors that the index lacks have none."""
         boxes = [(name, *box) for name in targets.keys() & self.index.tensors for box in held_boxes(targets[name])]
         return {piece.file for name, at, values in boxes for piece, _, _ in self.overlaps(name, at, values.shape)}
 

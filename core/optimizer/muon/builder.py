@@ -23,7 +23,7 @@ class MuonBuilder(RuleBuilder):
     """Gives matrices to Muon, and the rest to the scalar optimizer."""
 
     def choose(self, params: Sequence[MainParam]) -> dict[MainParam, str]:
-        """Returns why each parameter is the scalar optimizer's, or empty text for those that Muon updates.
+        """Returns why each parameter is the scalar optimizer's, or empty text if Muon updates it.
 
         An override decides, else the config's patterns, else the rule. The rule gives Muon all matrices, and batches
         of matrices `[n, rows, columns]`, but for embeddings, outputs, and what the model marks by Megatron-LM's

@@ -31,9 +31,9 @@ class Matrix:
     """Rows of one parameter that are orthogonalized together."""
 
     param: int
-    """Index of its parameter among those that Muon updates."""
+    """Index of the matrix's parameter among the parameters that Muon updates."""
     split: str
-    """Its name among the matrices of the parameter. Empty if it is the only one."""
+    """Name among the matrices of the parameter. Empty for the only matrix."""
     rows: Tensor
     """`[n]`, ascending: its rows in the whole tensor."""
     columns: int
@@ -119,7 +119,7 @@ et al., 2025 (CANS); Boissin et al., 2025 (Turbo-Muon); DeepSeek-V4.
 """
 
 _LAST_REPEATS = ("polar_express", "cans", "deepseekv4")
-"""Types whose last coefficients are those of all further steps. Of the others the first come again."""
+"""Types whose last coefficients serve all further steps. Other types begin again with the first."""
 
 
 def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:

@@ -62,7 +62,7 @@ class _Part:
 
     @property
     def window(self) -> tuple[slice, slice]:
-        """Its place in the matrix."""
+        """The part's place in the matrix."""
         return slice(self.first, self.end), slice(*self.box[2:])
 
     @property
@@ -197,7 +197,7 @@ class MatrixOwners:
         return self._route(to_owners), self._route(to_holders)
 
     def _route(self, transfers: Sequence[tuple[_Part, int, int]]) -> _Route:
-        """Sorts transfers, each with its source and target, into those of this rank."""
+        """Returns what this rank sends and receives of transfers, each with its source and target."""
         sends: list[list[_Part]] = [[] for _ in range(self.num_ranks)]
         receives: list[list[_Part]] = [[] for _ in range(self.num_ranks)]
         for part, source, target in transfers:

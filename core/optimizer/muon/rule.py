@@ -179,7 +179,7 @@ class Muon(rules.SkippableRule):
             self._run(partial(_descend, *factors), same, columns=(0,))
 
     def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], columns: tuple[int, ...]) -> None:
-        """Runs `kernel` over columns of tensors, and restores those that it writes if the device skips the step.
+        """Runs `kernel` over columns of tensors, and restores the written columns if the device skips the step.
 
         Args:
             columns: indices of those that it writes.
