@@ -40,7 +40,8 @@ class Training:
         self, preset: Preset, model_fields: dict[str, Any], wrapper_fields: dict[str, Any], wrapper: str = "ddp"
     ) -> None:
         from core import parallel_state
-        from core.base import default_group, device
+        from core.base import device
+        from core.rendezvous import default_group
         from core.transformer import TransformerConfig
 
         default_group.init_process_group()

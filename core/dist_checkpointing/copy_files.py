@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.files import JSON_BYTES, BoundsError, open_in_place, parse_json, read_file
-from ..base.job_secret import is_signed, signature
+from ..rendezvous.job_secret import is_signed, signature
 from .format.index import CheckpointIndex, decode_index, is_size
 
 PLAN_FILE, GENERATION, VERSIONS = "plan.json", "generation_{:05d}", ("version_0", "version_1")

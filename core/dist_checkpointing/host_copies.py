@@ -39,7 +39,7 @@ from torch import Tensor
 from ..base import device
 from ..base.errors import CheckpointError
 from ..base.files import write_durably
-from ..base.job_secret import job_secret
+from ..rendezvous.job_secret import job_secret
 from . import agreement, copy_files
 from .agreement import Key, Offer, Ranks
 from .copy_files import PLAN_FILE, VERSIONS, map_file, word_sum, write_mark

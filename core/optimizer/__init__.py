@@ -1,7 +1,10 @@
-"""Optimizers that do not know, or show, how the model is sharded."""
+"""Optimizers that do not know, or show, how the model is sharded.
+
+What a training may add to its optimizer is imported from its own module: `averaged_weights.AveragedWeights`, and
+`run_state.RunState`, which saves and loads a training whole.
+"""
 
 from ..base.megatron_names import absent_names
-from .averaged_weights import AveragedWeights
 from .distrib_optimizer import DistributedOptimizer, get_megatron_optimizer
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
@@ -12,10 +15,8 @@ from .param_groups import (
     ParamWithNamePredicate,
     get_standard_config_overrides,
 )
-from .run_state import RunState
 
 __all__ = [
-    "AveragedWeights",
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
@@ -23,7 +24,6 @@ __all__ = [
     "ParamKey",
     "ParamPredicate",
     "ParamWithNamePredicate",
-    "RunState",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
 ]

@@ -43,7 +43,7 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any], groups: l
 
 
 class Average(Protocol):
-    """An average of the weights, as the optimizer knows it: `core.optimizer.AveragedWeights`."""
+    """An average of the weights, as the optimizer knows it: `core.optimizer.averaged_weights.AveragedWeights`."""
 
     num_averaged: int
 
@@ -187,7 +187,7 @@ class OptimizerState(torch.optim.Optimizer, ABC):
             raise OptimizerError(
                 "tensors of the optimizer's state were loaded from a checkpoint, and its step counts, learning rates, "
                 "decay and loss scale were not; call load_state_scalars() with what state_scalars() returned when it "
-                "was saved, or save and load by core.optimizer.RunState, which does both"
+                "was saved, or save and load by core.optimizer.run_state.RunState, which does both"
             )
 
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")

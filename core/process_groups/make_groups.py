@@ -299,7 +299,7 @@ def initialize_model_parallel(
     world = dist.group.WORLD
     if world is None:
         raise ParallelStateError(
-            "torch.distributed is not initialised; call core.base.default_group.init_process_group() before "
+            "torch.distributed is not initialised; call core.rendezvous.default_group.init_process_group() before "
             "initialize_model_parallel()"
         )
     if groups_or_none() is not None:

@@ -17,7 +17,8 @@ from core.base.module_protocol import unwrap_model
 from core.base.parameters import local_part
 from core.dist_checkpointing import load, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.optimizer import AveragedWeights, MegatronOptimizer, get_megatron_optimizer
+from core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
 from tests.unit._on_gpu import ON_GPU, run_on_one_rank
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums

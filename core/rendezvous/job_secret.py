@@ -18,8 +18,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ConfigError
-from .files import brief, read_file
+from ..base.errors import ConfigError
+from ..base.files import brief, read_file
 
 SECRET, SECRET_FILE = "SHARDSTACK_JOB_SECRET", "SHARDSTACK_JOB_SECRET_FILE"
 """Environment variables: the secret, or the file that has it."""

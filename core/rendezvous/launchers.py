@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from .errors import ConfigError, ParallelStateError
+from ..base.errors import ConfigError, ParallelStateError
 
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
 """Above the ports of services, and for most jobs below the ports that Linux gives to clients (32768 on)."""
