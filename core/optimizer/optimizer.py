@@ -6,7 +6,7 @@ The device decides the outcome of a step, and the host learns it later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -64,11 +64,11 @@ class MegatronOptimizer(OptimizerState):
         self._wrappers = wrappers
         for wrapper in wrappers:
             wrapper.updated_parameters.update(p.param for p in params)
-        # Parameters whose storage is checked here, because their engine's `check_step` does not; fixed.
+        # Parameters whose storage is checked here, because their engine's `check_step` does not.
         checking = [wrapper for wrapper in wrappers if wrapper.engine.checks_placement]
-        self._checked_here = [p for p in params if owner_of(p.param) not in checking]
-        # Whether the norm stays in double, instead of being rounded to fp32; fixed.
-        self._is_double = bool(params) and all(p.main.dtype == torch.float64 for p in params)
+        self._checked_here: Final = [p for p in params if owner_of(p.param) not in checking]
+        # Whether the norm stays in double, instead of being rounded to fp32.
+        self._is_double: Final = bool(params) and all(p.main.dtype == torch.float64 for p in params)
         # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
         # it, and so does `_update` if the rule raised.
         self._pending: PendingOutcome | None = None
@@ -78,7 +78,7 @@ class MegatronOptimizer(OptimizerState):
         # it.
         self._has_unfinished_step = False
         # The phase of each wrapper's gradients before the last update. `start_step` sets it; `_conclude` restores the
-        # phases if the device skipped the update. Never cleared.
+        # phases if the device skipped the update.
         self._phases: list[Phase] = []
 
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:  # type: ignore[override]

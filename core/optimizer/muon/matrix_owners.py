@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -120,8 +121,8 @@ class MatrixOwners:
         sizes = [whole.numel() for whole in wholes.values()]
         order = sorted(range(len(sizes)), key=lambda param: -sum(costs[index] for index in of_param[param]))
         self.buckets = in_buckets([(param, sizes[param]) for param in order], BUCKET_ELEMENTS * self.num_ranks)
-        # Of each bucket: the routes to the owners and back. Fixed.
-        self._routes = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
+        # Of each bucket: the routes to the owners and back.
+        self._routes: Final = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
 
     def start_bringing(self, bucket: int, memory: Mapping[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to bring a bucket's matrices, in `dtype`, to their owners.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -95,10 +95,10 @@ class Muon(rules.SkippableRule):
         self._is_shared = False
         # Whether the device may skip the update of this step, by `found_inf`. `step` sets it.
         self._may_skip = False
-        # Factor of each parameter's updates, of its first matrix, and that of each matrix relative to it. Fixed.
+        # Factor of each parameter's updates, of its first matrix, and that of each matrix relative to the first.
         scales = [recipe.scale(matrix.shape) for matrix in self._matrices]
-        self._scales = {m.param: scale for m, scale in reversed(list(zip(self._matrices, scales, strict=True)))}
-        self._relative = [s / self._scales[m.param] for m, s in zip(self._matrices, scales, strict=True)]
+        self._scales: Final = {m.param: scale for m, scale in reversed(list(zip(self._matrices, scales, strict=True)))}
+        self._relative: Final = [s / self._scales[m.param] for m, s in zip(self._matrices, scales, strict=True)]
 
     def state_names_of(self, param: Tensor) -> tuple[str, ...]:
         return (_MOMENTUM,) if any(param is main for main in self._mains) else self.state_names
