@@ -54,7 +54,7 @@ setup(
         "core.distributed.plan": ["not_of_fsdp2.json"],
         "core.distributed.report": ["page.html", "table.html"],
         "core.models.gpt": ["hf_layouts.json"],
-        "core.optimizer": ["muon_coefficients.json"],
+        "core.optimizer.muon": ["muon_coefficients.json"],
         "core.planner": ["hardware.json"],
         "core.process_groups": ["group_kinds.json"],
         "core.training.config": ["flags.json"],

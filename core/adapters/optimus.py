@@ -17,13 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ..base import default_group, device
+from ..base import device
 from ..base._torch_compat import fsdp_param_groups
 from ..base.dtypes import as_dtype
-from ..base.environment import environment_int
 from ..base.errors import ParallelConfigError, warn_once
 from ..distributed.fully_sharded_data_parallel_config import Reshard
 from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
+from ..rendezvous import default_group
+from ..rendezvous.environment import environment_int
 from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")

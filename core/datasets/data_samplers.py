@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..base.device import device_type
 from ..base.errors import ConfigError, DataError, ParallelConfigError
-from ..base.micro_batch_tree import MicroBatchTree, num_microbatches
+from ..base.micro_batch_tree import MicroBatchTree
+from ..num_microbatches_calculator import num_microbatches
 
 
 class PretrainingSampler(Sampler[list[int]]):

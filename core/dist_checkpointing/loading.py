@@ -75,17 +75,7 @@ def load(
     stand_ins = {name: _of_stored_dtype(t, index, name) for name, t in state.items()} if cast else {}
     casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
     state |= {name: stand_in for name, (_, stand_in) in casts.items()}
-    problems = _mismatches(state, index)
-    names_there = index.tensors.keys() | index.others
-    absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
-    own = problems + absent if strict else problems, names_there - state.keys(), len(absent) == len(state)
-    answers = ranks.all_gather(own)
-    problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))
-    unclaimed = sorted(set.intersection(*(names for _, names, _ in answers))) if strict else []
-    unclaimed = [name for name in unclaimed if optional is None or not name.startswith(optional)]
-    problems += [f"not asked for, but in the checkpoint: {name}" for name in unclaimed]
-    if not problems and all(nothing for _, _, nothing in answers):
-        problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
+    problems = _problems(state, index, strict, optional, ranks)
     refuse(f"{folder} is a checkpoint of another model or layout", problems)
     targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
     moved_names = ranks.on_all(lambda: PieceReader(source, index).fill(targets), f"loading {folder}: ")
@@ -281,6 +271,23 @@ def _of_stored_dtype(tensor: Tensor, index: CheckpointIndex, name: str) -> Tenso
     if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
         return None
     return torch.empty_like(tensor.detach(), dtype=entry.dtype) if can_be_cast(entry.dtype, tensor) else None
+
+
+def _problems(
+    state: Mapping[str, Tensor], index: CheckpointIndex, strict: bool, optional: str | None, ranks: Ranks
+) -> list[str]:
+    """Returns what keeps tensors of all ranks from being loaded, the same on each. Collective."""
+    absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
+    unclaimed = (index.tensors.keys() | index.others) - state.keys() if strict else set[str]()
+    own = _mismatches(state, index) + (absent if strict else []), unclaimed, len(absent) == len(state)
+    answers = ranks.all_gather(own)
+    problems = list(dict.fromkeys(problem for of_rank, _, _ in answers for problem in of_rank))
+    for name in sorted(set.intersection(*(names for _, names, _ in answers))):
+        if optional is None or not name.startswith(optional):
+            problems.append(f"not asked for, but in the checkpoint: {name}")
+    if not problems and all(nothing for _, _, nothing in answers):
+        problems.append(f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint")
+    return problems
 
 
 def _mismatches(state: Mapping[str, Tensor], index: CheckpointIndex) -> list[str]:

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base import default_group, device
+from ..base import device
 from ..base.checked_json import checked
 from ..base.device import barrier
-from ..base.environment import environment_int
 from ..base.errors import ConfigError
 from ..base.files import brief, read_json
 from ..comm import collectives, streams
+from ..rendezvous import default_group
+from ..rendezvous.environment import environment_int
 from .recorder import HOST, Ranks, Transfer, Work
 
 _MOST = 1e30

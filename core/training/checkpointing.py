@@ -31,7 +31,7 @@ from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.loading import advice, another_offered, held_hashes, newest_good
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
-from ..optimizer import RunState
+from ..optimizer.run_state import RunState
 from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..tokenizers import Tokenizer
 from .config import PretrainConfig

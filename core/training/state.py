@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..base import default_group, device
+from ..base import device
 from ..base.errors import CheckpointError, check_range
-from ..base.rendezvous import set_launcher_variables
 from ..distributed import _BaseDataParallel
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
-from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+from ..optimizer import MegatronOptimizer
+from ..optimizer_param_scheduler import OptimizerParamScheduler
+from ..rendezvous import default_group
+from ..rendezvous.launchers import set_launcher_variables
 from ..tensor_parallel.random import seed_everything
 from ..transformer.moe_config import OPTIONS_OF_FUNCTION
 from ..transformer.pipeline_stages import pipeline_stage

@@ -19,9 +19,10 @@ from ..comm.lane import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.finalize_model_grads import is_last_stage, sum_of_last_stage
-from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+from ..optimizer import MegatronOptimizer
 from ..optimizer.exact_sums import exact_totals
-from ..optimizer.step_outcome import StepOutcome
+from ..optimizer.grad_scaler import StepOutcome
+from ..optimizer_param_scheduler import OptimizerParamScheduler
 from ..pipeline_parallel.stages import run_stages
 from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.moe.moe_layer import logged_statistics

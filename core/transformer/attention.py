@@ -10,7 +10,8 @@ import torch
 from ..base.megatron_names import checks_arguments
 from ..base.module_protocol import FusedRows
 from ..base.recomputation import recompute
-from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..parallel_state import check_same_groups
+from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.groups import group_rank, group_size, resolve_group
 from ..tensor_parallel.initialization import mark_parameter
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

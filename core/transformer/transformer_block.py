@@ -10,7 +10,8 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.recomputation import recompute
-from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..parallel_state import check_same_groups
+from ..process_groups_config import ProcessGroupCollection
 from .attention import Rotation, packing
 from .module import MegatronModule
 from .norms import build_norm

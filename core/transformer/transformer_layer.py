@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from .. import parallel_state
 from ..base.errors import ConfigError
 from ..base.megatron_names import checks_arguments, refuse
-from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..parallel_state import check_same_groups
+from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
 from .attention import Rotation, SelfAttention, packing
 from .mlp import MLP

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..base import default_group, device
-from ..base.rendezvous import set_launcher_variables
+from ..base import device
+from ..rendezvous import default_group
+from ..rendezvous.launchers import set_launcher_variables
 from ..training.launch.__main__ import run_ranks
 from ..training.launch.entry import environment_threads, run_command
 from . import WRAPPERS, Options, load_model_under_test, verify

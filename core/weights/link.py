@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from ..base.checked_json import as_json
-from ..base.environment import MOST_PORT
 from ..base.errors import ConfigError, WeightsError
-from ..base.job_secret import SECRET, SECRET_FILE, job_secret, listen
-from ..base.rendezvous import fresh_store
-from ..base.signed_store import SignedStore
 from ..base.text import first_line, join_parts, rank_list
 from ..comm.messages import as_bytes
+from ..rendezvous.environment import MOST_PORT
+from ..rendezvous.job_secret import SECRET, SECRET_FILE, job_secret, listen
+from ..rendezvous.launchers import fresh_store
+from ..rendezvous.signed_store import SignedStore
 from .messages import parse_message, plain
 
 Backend = Literal["gloo", "nccl"]
@@ -33,7 +33,7 @@ class Link:
 
     Args:
         meeting: ``host:port``, at which the sender listens, and all prove that they have the secret of the job
-            (`core.base.job_secret`); or a store, which is used as it is.
+            (`core.rendezvous.job_secret`); or a store, which is used as it is.
         limit_s: seconds to meet, and for each message and tensor.
 
     Raises:

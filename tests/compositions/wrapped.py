@@ -18,7 +18,9 @@ from core.dist_checkpointing.global_view import global_view, whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.distributed.flat.unit import POISONS
 from core.distributed.model import offloaded_activations
-from core.optimizer import AveragedWeights, MegatronOptimizer, RunState, get_megatron_optimizer
+from core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
+from core.optimizer.run_state import RunState
 from core.training.train_step import train_step
 from core.weights import WeightStream
 from tests.compositions.composition import Composition

@@ -28,7 +28,8 @@ from core.dist_checkpointing.model_state import stages_state_dict
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import load_hugging_face, save_hugging_face
-from core.optimizer import AveragedWeights, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
 from core.pipeline_parallel import get_forward_backward_func, stages
 from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.pipeline_stages import pipeline_stage

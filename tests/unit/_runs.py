@@ -23,7 +23,8 @@ from core.distributed import (
     wrap_model,
 )
 from core.models.gpt import GPTModel
-from core.optimizer import MegatronOptimizer, OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer_param_scheduler import OptimizerParamScheduler
 from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig
 

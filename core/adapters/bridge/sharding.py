@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import parallel_state
-from ...base import default_group, device
+from ...base import device
 from ...base.errors import ParallelConfigError, WrapError
 from ...base.text import choices
 from ...distributed.plan.unit_choice import CONTAINERS
+from ...rendezvous import default_group
 
 TENSOR_AXES = ("tensor_parallel", "tp")
 CONTEXT_AXES = ("context_parallel", "cp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
 from ...distributed.engine.owners import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
-from ...optimizer.distrib_optimizer import collect_main_ranges
-from ...optimizer.main_params import MainParam
+from ...optimizer.clip_grads import clip_coefficient, multiply_gradients
+from ...optimizer.distrib_optimizer import collect_main_params, gradient_statistics
 from ...optimizer.optimizer_state import scalars_of
-from ...optimizer.param_groups import collect_main_params, groups_to_json, load_groups, saved_settings
+from ...optimizer.param_groups import groups_to_json, load_groups, saved_settings
 
 _ABSENT = {"amsgrad": False, "maximize": False, "differentiable": False, "nesterov": False, "dampening": 0}
 """Settings of torch's optimizers with the one value that `core.optimizer`'s have."""
@@ -216,11 +215,8 @@ class GradientNorm:
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
-        if wrapper.plan.shards_buffers:
-            self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
-        else:
-            self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
-        self._statistics = GradientStatistics(
+        self._params = collect_main_params([wrapper], has_master=False)
+        self._statistics = gradient_statistics(
             self._params, wrapper.plan.groups.model, is_exact=wrapper.plan.settings.reproducible_across_ranks
         )
 

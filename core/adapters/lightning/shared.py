@@ -21,7 +21,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from torch import nn
 from torch.optim import Optimizer
 
-from ...base import default_group, device
+from ...base import device
 from ...base.errors import CheckpointError, ConfigError, OptimizerError, WrapError, warn_once
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.folders import existing_folder
@@ -31,6 +31,7 @@ from ...dist_checkpointing.format.reader import read_index
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
 from ...distributed.gradient_state import Phase
 from ...distributed.plan.unit_choice import UnitChoice
+from ...rendezvous import default_group
 from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import load_trained, save_trained
 from ..bridge.sharding import units_by_class, world_mesh

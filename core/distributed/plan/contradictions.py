@@ -16,7 +16,7 @@ from torch import nn
 from ...base.dtypes import dtype_name
 from ...base.errors import ParallelConfigError, warn_once
 from ...base.micro_batch_tree import odd_part
-from ...model_parallel_config import ModelParallelConfig
+from ...base.module_protocol import fusion_lends_memory
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
@@ -144,7 +144,7 @@ def _reorderings(config: Any, ddp_config: DistributedDataParallelConfig, pieces:
     """Yields the settings that add gradients in another order, or round in between."""
     if getattr(ddp_config, "collectives", "auto") == "torch":
         yield "collectives='torch' leaves the order of additions to the backend; set collectives='auto'"
-    if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
+    if getattr(config, "gradient_accumulation_fusion", False) and not fusion_lends_memory(config):
         yield (
             "gradient_accumulation_fusion in this config says that layers add into main_grad themselves; set "
             "gradient_accumulation_fusion=False"

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import nn
 
 from ...base import device
+from ...base.module_protocol import fusion_lends_memory
 from ...comm import streams
-from ...model_parallel_config import ModelParallelConfig
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups
@@ -81,10 +81,10 @@ def resolve_settings(
     """
     # A training forward of such a module, as of BatchNorm, changes its buffers by its own batch.
     has_statistics = any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
-    # The layers of this library compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In
-    # a config of another library True says that layers add to ``main_grad`` themselves.
+    # Layers compute gradients in lent memory, unless ``gradient_accumulation_fusion`` is False. In a config of another
+    # library, as Megatron-LM's, True says that layers add to ``main_grad`` themselves.
     is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
-    is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
+    adds_itself = hasattr(config, "gradient_accumulation_fusion") and not fusion_lends_memory(config)
     is_fsdp2 = engine is EngineKind.FSDP2
     overlaps_grads, overlaps_params = _overlaps(ddp_config, module, groups)
     settings = Settings(
@@ -95,7 +95,7 @@ def resolve_settings(
         overlap_grad_reduce=overlaps_grads,
         overlap_param_gather=overlaps_params,
         lend_gradients=is_fused,
-        layers_add_gradients=is_fused and is_of_another,
+        layers_add_gradients=is_fused and adds_itself,
         finish_in_backward=finish_in_backward,
     )
     if not isinstance(ddp_config, FullyShardedDataParallelConfig):

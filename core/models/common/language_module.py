@@ -7,7 +7,8 @@ import torch
 from ... import tensor_parallel
 from ...base.errors import ConfigError
 from ...base.megatron_names import refuse
-from ...process_groups_config import ProcessGroupCollection, check_same_groups
+from ...parallel_state import check_same_groups
+from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.cross_entropy import linear_cross_entropy
 from ...tensor_parallel.groups import Group, resolve_group
 from ...tensor_parallel.layers import ColumnParallelLinear, Output

@@ -17,11 +17,12 @@ import torch
 from ...base.dtypes import DTYPES
 from ...base.errors import ConfigError, ParallelConfigError, ShardstackError, raise_together
 from ...base.files import brief
-from ...base.micro_batch_tree import num_microbatches, rank_counts
+from ...base.micro_batch_tree import rank_counts
 from ...base.text import nearest_multiples
 from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import EngineKind
 from ...distributed.fully_sharded_data_parallel_config import config_class
+from ...num_microbatches_calculator import num_microbatches
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.groups import pad_vocab_size
 from ...transformer.attention_backend import takes_pieces

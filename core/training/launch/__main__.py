@@ -26,10 +26,10 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from ...base.environment import MOST_PORT
 from ...base.errors import ConfigError
-from ...base.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, listen
 from ...base.text import rank_list
+from ...rendezvous.environment import MOST_PORT
+from ...rendezvous.job_secret import SECRET, SECRET_FILE, is_loopback, job_secret, listen
 from .copies_folder import memory_for_copies
 from .entry import USER_ERROR_STATUS
 from .follower import Follower

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ... import parallel_state
 from ...base.device import barrier
-from ...base.environment import MOST_RANKS, environment_int, num_threads
 from ...base.errors import MemoryLimitError, OutOfStepError, ShardstackError
-from ...base.rendezvous import GENERATION, set_launcher_variables
+from ...rendezvous.environment import MOST_RANKS, environment_int, num_threads
+from ...rendezvous.launchers import GENERATION, set_launcher_variables
 from .generations import current_generation
 from .link import tell_launcher
 from .messages import Began, Leaves

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...base.errors import ConfigError
-from ...base.job_secret import is_signed, signature
+from ...rendezvous.job_secret import is_signed, signature
 from . import messages
 from .joining import JOIN_S, Job, signed_parts
 from .lines import HELLO_S, Events, Lines

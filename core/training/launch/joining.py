@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ...base.errors import ConfigError
 from ...base.files import brief
-from ...base.job_secret import is_signed, signature
+from ...rendezvous.job_secret import is_signed, signature
 from .lines import HELLO_S, Events, Lines
 from .messages import MOST_RANKS, Challenge, Hello, Refused, Welcome, encode
 from .nodes import OtherNode, Take, machine_name

@@ -15,7 +15,8 @@ from ... import parallel_state
 from ...base.device import current_device
 from ...base.megatron_names import checks_arguments
 from ...comm.collectives import all_reduce_by_backend
-from ...process_groups_config import ProcessGroupCollection, check_same_groups
+from ...parallel_state import check_same_groups
+from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel import mappings
 from ...tensor_parallel.groups import Group, check_degrees, expert_tensor_group, group_size, resolve_group
 from ..module import MegatronModule

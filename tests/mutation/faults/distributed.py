@@ -346,7 +346,7 @@ MUTATIONS = (
         "core.distributed.model.initial_values.parameter_attributes_kept",
         r"setattr\(parameter, key, value\)",
         "pass",
-        ("tests/unit/optimizer/test_matrix_owners.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
+        ("tests/unit/optimizer/muon/test_matrix_owners.py::test_a_model_that_starts_on_meta_keeps_its_matrices",),
     ),
     Mutation(
         "gathered codes have nothing to be unpacked by",

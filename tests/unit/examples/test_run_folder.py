@@ -12,8 +12,8 @@ import pytest
 import run_folder
 from run_folder import STARTED_FILE, run_folder_named
 
-from core.base import default_group
 from core.base.errors import ConfigError
+from core.rendezvous import default_group
 from core.training.config.build import build_config
 from core.training.launch.messages import RUN_STARTED
 from tests.unit._spawn import run_distributed

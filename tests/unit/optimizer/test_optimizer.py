@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from core.base.errors import ConfigError, OptimizerError
-from core.optimizer import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests.unit._spawn import run_distributed
 from tests.unit.optimizer._model import Model, batch, full, local, optimizer_config
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -116,8 +116,7 @@ def _loads_states_of_ranks(strategy: str) -> tuple[str, bool]:
         optimizer.load_state_dict(of_first[0])
     optimizer.load_state_dict(own)
     again = optimizer.state_dict()
-    tensors = [t for state in again["optimizer"]["state"].values() for t in state.values() if isinstance(t, Tensor)]
-    return str(caught.value), again["cut"] == own["cut"] and len(tensors) > 0
+    return str(caught.value), again["cut"] == own["cut"] and len(again["tensors"]) > 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -17,7 +17,9 @@ from core.base.errors import CheckpointError, OptimizerError
 from core.base.module_protocol import unwrap_model
 from core.dist_checkpointing import AsyncSaver, load, load_metadata, model_state_dict, save
 from core.distributed import finalize_model_grads
-from core.optimizer import AveragedWeights, OptimizerConfig, RunState, get_megatron_optimizer
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer.averaged_weights import AveragedWeights
+from core.optimizer.run_state import RunState
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import build, full
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ....base.errors import DataError
 from ....base.megatron_names import checks_arguments, refuse
-from ....process_groups_config import ProcessGroupCollection, check_same_groups
+from ....parallel_state import check_same_groups
+from ....process_groups_config import ProcessGroupCollection
 from ....tensor_parallel.groups import Group
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred, mark_parameter
 from ....tensor_parallel.layers import VocabParallelEmbedding

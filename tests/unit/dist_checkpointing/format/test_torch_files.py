@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import resource
+import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import torch.distributed.checkpoint as dcp
 
 from core.base.dtypes import DTYPES
 from core.base.errors import CheckpointError
+from core.base.files import BoundsError
 from core.dist_checkpointing import load, save
-from core.dist_checkpointing.format.torch_files import read_tensor_archive
+from core.dist_checkpointing.format.torch_files import check_pickle, read_tensor_archive
 
 
 def archive_of(value: object) -> bytes:
@@ -219,3 +222,35 @@ def test_a_payload_of_ours_is_bytes_of_any_content(tmp_path):
     load(state, tmp_path / "it", verify=False)
     assert bytes(state["w"].tolist()) == attack
     assert not bomb.exists()
+
+
+def anything(_module: str, _name: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".", "numbers a value 4294967295 after 2 instructions"),
+        (b"\x80\x02N" + b"\x85" * 100_000 + b".", "nested more than 64 deep"),
+        (b"\x80\x02N" + b"q\x00h\x00\x86" * 100_000 + b".", "nested more than 64 deep"),
+        (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".", "expected 4611686018427387904 bytes"),
+        (b"\x80\x04\x8f.", "EMPTY_SET"),
+        (b"\x80\x02)\x81.", "IndexError"),
+        (b"", "pickle exhausted"),
+        (pickle.dumps({"a": (1, 2)})[:-3], "no pickle, or a damaged one"),
+    ],
+)
+def test_a_pickle_asks_for_no_more_than_it_has(data: bytes, said: str):
+    tracemalloc.start()
+    with pytest.raises(BoundsError, match=said):
+        check_pickle(data, anything)
+    assert tracemalloc.get_traced_memory()[1] < 10 * len(data) + (1 << 20)
+    tracemalloc.stop()
+
+
+def test_an_honest_pickle_passes_and_an_unknown_name_does_not():
+    for protocol in range(2, 6):
+        check_pickle(pickle.dumps([{"a": (1, ("b", [2.5, None]))}, Path("x")], protocol), anything)
+    with pytest.raises(BoundsError, match=r"it names 'builtins\.eval'; nothing was run"):
+        check_pickle(b"cbuiltins\neval\n.", lambda module, name: False)

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.base import initialization
+from core.base import foreign_initialization
 from core.base.errors import ConfigError, WrapError
-from core.base.foreign_initialization import ModuleToFill, reset
+from core.base.foreign_initialization import reset
+from core.base.module_protocol import ModuleToFill
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.groups import DataParallelGroups
 from core.distributed.model.initial_values import InitialValues, apply_to_buffers
@@ -236,7 +237,7 @@ def test_from_the_meta_device_one_tensor_is_whole_at_a_time() -> None:
         most = max(most, sum(held.values()))
         reset(foreign, seed)
 
-    with mock.patch.object(initialization, "reset", measured):
+    with mock.patch.object(foreign_initialization, "reset", measured):
         build("zero3", module, unit_classes=(nn.Linear,))
     assert most == 16  # of each parameter one element
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from core.base.errors import ConfigError
-from core.base.job_secret import signature
+from core.rendezvous.job_secret import signature
 from core.training.launch import follower, joining, lines, nodes
 from core.training.launch.__main__ import main
 from core.training.launch.follower import Follower

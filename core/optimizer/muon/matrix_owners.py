@@ -11,16 +11,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import OptimizerError
-from ..comm.call import Wait
-from ..comm.collectives import all_to_all_by_backend
-from ..dist_checkpointing.agreement import Ranks, held_parts
-from ..dist_checkpointing.gathering import in_buckets
+from ...base.errors import OptimizerError
+from ...comm.call import Wait
+from ...comm.collectives import all_to_all_by_backend
+from ...dist_checkpointing.agreement import Ranks, held_parts
+from ...dist_checkpointing.gathering import in_buckets
 from .matrices import Matrix, cost
 
 BUCKET_ELEMENTS = 2**23
@@ -62,7 +63,7 @@ class _Part:
 
     @property
     def window(self) -> tuple[slice, slice]:
-        """Its place in the matrix."""
+        """The part's place in the matrix."""
         return slice(self.first, self.end), slice(*self.box[2:])
 
     @property
@@ -120,8 +121,8 @@ class MatrixOwners:
         sizes = [whole.numel() for whole in wholes.values()]
         order = sorted(range(len(sizes)), key=lambda param: -sum(costs[index] for index in of_param[param]))
         self.buckets = in_buckets([(param, sizes[param]) for param in order], BUCKET_ELEMENTS * self.num_ranks)
-        # Of each bucket: the routes to the owners and back. Fixed.
-        self._routes = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
+        # Of each bucket: the routes to the owners and back.
+        self._routes: Final = [self._make_routes([m for p in bucket for m in of_param[p]]) for bucket in self.buckets]
 
     def start_bringing(self, bucket: int, memory: Mapping[int, Tensor], dtype: torch.dtype) -> Arrival:
         """Starts to bring a bucket's matrices, in `dtype`, to their owners.
@@ -197,7 +198,7 @@ class MatrixOwners:
         return self._route(to_owners), self._route(to_holders)
 
     def _route(self, transfers: Sequence[tuple[_Part, int, int]]) -> _Route:
-        """Sorts transfers, each with its source and target, into those of this rank."""
+        """Returns what this rank sends and receives of transfers, each with its source and target."""
         sends: list[list[_Part]] = [[] for _ in range(self.num_ranks)]
         receives: list[list[_Part]] = [[] for _ in range(self.num_ranks)]
         for part, source, target in transfers:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from .device import BACKENDS, device_type, set_backend_defaults
+from ..base.device import BACKENDS, device_type, set_backend_defaults
+from ..base.errors import ConfigError
 from .environment import check_environment, environment_int
-from .errors import ConfigError
 from .job_secret import job_secret
-from .rendezvous import set_launcher_variables, store_of_round
+from .launchers import set_launcher_variables, store_of_round
 from .signed_store import SignedStore
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are Muon's, which matrices they are, and the Newton-Schulz iteration."""
+"""The matrices of Muon's parameters, and the Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core.base.errors import ConfigError
 from core.base.module_protocol import FusedRows
-from core.optimizer import ParamKey, get_megatron_optimizer, matrices, optimizer_config
-from core.optimizer.muon import Muon
+from core.optimizer import get_megatron_optimizer, muon_recipe, optimizer_config
+from core.optimizer.muon import matrices
 from core.transformer.lora import add_lora
-from tests.unit.optimizer._muon import (
+from tests.unit.optimizer.muon._muon import (
     GATED,
     GATED_QKV,
     QKV,
     Fused,
-    Matrices,
     config_of,
     give_gradients,
     gpt,
@@ -31,7 +29,7 @@ from tests.unit.optimizer._muon import (
 @pytest.mark.parametrize("kind", get_args(optimizer_config.CoefficientType))
 def test_coefficients_bring_singular_values_near_one(kind: Any):
     steps = {"polar_express": 8, "aol": 8, "deepseekv4": 10}.get(kind, 5)
-    recipe = optimizer_config.recipe_of(config_of(muon_coefficient_type=kind, muon_num_ns_steps=steps))
+    recipe = muon_recipe.recipe_of(config_of(muon_coefficient_type=kind, muon_num_ns_steps=steps))
     matrix = torch.randn(24, 60, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(matrices.orthogonalize(matrix, recipe).float())
     assert values.min() > 0.6 and values.max() < 1.3
@@ -43,7 +41,7 @@ def test_coefficients_bring_singular_values_near_one(kind: Any):
 )
 def test_further_steps_begin_again_or_repeat_the_last(kind: Any, order: list[int]):
     recipe = replace(
-        optimizer_config.PRESETS["torch"], coefficient_type=kind, num_ns_steps=len(order), fp32_matmul_prec="highest"
+        muon_recipe.PRESETS["torch"], coefficient_type=kind, num_ns_steps=len(order), fp32_matmul_prec="highest"
     )
     row = torch.tensor([[0.6, 0.8]], dtype=torch.float64)  # its norm is 1, and each step a polynomial of it
     value = 1.0
@@ -56,7 +54,7 @@ def test_further_steps_begin_again_or_repeat_the_last(kind: Any, order: list[int
 @pytest.mark.parametrize(("kind", "steps"), [("simple", 5), ("quintic", 5), ("cans", 5), ("polar_express", 8)])
 def test_noise_of_a_gradient_grows_by_the_slope_at_zero(kind: Any, steps: int):
     """The bound of docs/muon.md, which noise in a direction that the gradient almost lacks reaches."""
-    preset = optimizer_config.PRESETS["torch"]
+    preset = muon_recipe.PRESETS["torch"]
     recipe = replace(preset, coefficient_type=kind, num_ns_steps=steps, fp32_matmul_prec="highest")
     slope = math.prod(a for a, _, _ in (matrices.COEFFICIENTS[kind] * steps)[:steps])
     left, _, right = torch.linalg.svd(
@@ -76,32 +74,6 @@ def test_noise_of_a_gradient_grows_by_the_slope_at_zero(kind: Any, steps: int):
     for seed in range(5):
         random = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         assert growth(random) < 1.01 * slope
-
-
-def test_hidden_matrices_are_muons_and_all_others_in_the_table():
-    model = gpt()
-    optimizer = get_megatron_optimizer(config_of(), [model])
-    rule = optimizer.optimizer
-    assert isinstance(rule, Muon)
-    ours = {name for name, kind in optimizers_by_name(optimizer).items() if kind == "muon"}
-    hidden = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
-    assert ours == {name for name, _ in model.named_parameters() if name.endswith(hidden)}
-    for name in optimizers_by_name(optimizer):
-        assert name.replace(".0.", ".*.").replace(".1.", ".*.") in rule.table, name
-    assert "embedding or output" in rule.table and "vector" in rule.table
-
-
-def test_overrides_by_name_and_attribute():
-    model = gpt()
-    overrides = {ParamKey(name="*layers.0.mlp.linear_fc1.weight"): {"optimizer": "adam"}}
-    config = config_of(muon_include=("output_layer.weight",), muon_exclude=("*linear_proj.weight",))
-    model.get_parameter("decoder.layers.1.mlp.experts.linear_fc2.weight").use_muon = False  # type: ignore[attr-defined]
-    names = optimizers_by_name(get_megatron_optimizer(config, [model], overrides))  # type: ignore[arg-type]
-    assert names["output_layer.weight"] == "muon"
-    assert names["decoder.layers.0.self_attention.linear_proj.weight"] == "adam"
-    assert names["decoder.layers.0.mlp.linear_fc1.weight"] == "adam"
-    assert names["decoder.layers.1.mlp.experts.linear_fc1.weight"] == "muon"
-    assert names["decoder.layers.1.mlp.experts.linear_fc2.weight"] == "adam"
 
 
 @pytest.mark.parametrize(
@@ -159,26 +131,3 @@ def test_lora_factors_are_matrices_and_frozen_weights_stay():
     optimizer.step()
     assert all(torch.equal(before[name], p) != p.requires_grad for name, p in model.named_parameters())
     assert "q" in {matrix.split for matrix in optimizer.optimizer._matrices}  # type: ignore[attr-defined]
-
-
-class _Vectors(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.conv = nn.Conv1d(2, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "overrides", "message"),
-    [
-        (_Vectors(), {}, None, "none of the 4 trained parameters is a matrix"),
-        (_Vectors(), {"muon_include": ("conv.weight",)}, None, "muon is requested for parameter conv.weight"),
-        (Matrices(), {"muon_exclude": ("head.*",)}, None, "'head.*' matches no parameter"),
-        (Matrices(), {}, {ParamKey(name="tall"): {"optimizer": "lion"}}, "tall the optimizer 'lion'; it takes"),
-        (Fused(QKV, 12), {}, None, "parameter weight has 12 rows, and its layout"),
-    ],
-)
-def test_unfit_models_are_one_line(model: nn.Module, settings: Any, overrides: Any, message: str):
-    with pytest.raises(ConfigError) as error:
-        get_megatron_optimizer(config_of(**settings), [model], overrides)
-    assert message in str(error.value) and "\n" not in str(error.value)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from .errors import ParallelStateError
-from .files import brief
+from ..base.errors import ParallelStateError
+from ..base.files import brief
 from .job_secret import is_signed, signature
 
 _SIGNATURE_BYTES = 64

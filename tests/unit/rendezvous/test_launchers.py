@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from core.base.default_group import init_process_group
 from core.base.errors import ConfigError, ParallelStateError
-from core.base.rendezvous import GENERATION, first_host, set_launcher_variables, store_of_round
+from core.rendezvous.default_group import init_process_group
+from core.rendezvous.launchers import GENERATION, first_host, set_launcher_variables, store_of_round
 from tests._forked import FORKED
 
 TASK = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.base.errors import ConfigError
-from core.base.job_secret import SECRET, SECRET_FILE, job_secret
+from core.rendezvous.job_secret import SECRET, SECRET_FILE, job_secret
 
 
 @pytest.fixture

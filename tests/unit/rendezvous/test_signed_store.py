@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from core.base.errors import ParallelStateError
-from core.base.signed_store import SignedStore
+from core.rendezvous.signed_store import SignedStore
 
 
 def test_torch_reaches_what_is_signed():

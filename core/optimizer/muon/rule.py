@@ -10,24 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..base.device import current_device
-from ..base.errors import ParallelConfigError, warn_once
-from ..comm.lane import known_on_host
-from ..distributed.engine.owners import owner_of
-from ..distributed.groups import whole_group
-from ..process_groups_config import ProcessGroupCollection
-from . import update_rules as rules
-from .main_params import MainParam
+from ...base.device import current_device
+from ...base.errors import ParallelConfigError, warn_once
+from ...comm.lane import known_on_host
+from ...distributed.engine.owners import owner_of
+from ...distributed.groups import whole_group
+from ...process_groups_config import ProcessGroupCollection
+from .. import update_rules as rules
+from ..main_params import MainParam
+from ..muon_recipe import MuonRecipe, recipe_of
+from ..optimizer_config import OptimizerConfig
 from .matrices import describe_matrices, matrices_of, orthogonalize
 from .matrix_owners import Arrival, MatrixOwners
-from .optimizer_config import MuonRecipe, OptimizerConfig, recipe_of
 
 _MOMENTUM = "momentum_buffer"
 _OWNED = "owned."
@@ -50,9 +51,9 @@ class Muon(rules.SkippableRule):
 
     Args:
         groups: groups of main tensors, with weight decay and learning rate.
-        reasons: of all parameters of the groups, as of `choose_optimizers`. All ranks that share them make an instance
-            together.
-        model_groups: those of the model, of which it reads `tp` and `tp_dp_cp`.
+        reasons: result of `MuonBuilder.choose` for all parameters of the groups. All ranks that share them make an
+            instance together.
+        model_groups: groups of the model, of which it reads `tp` and `tp_dp_cp`.
 
     Attributes:
         recipe: what decides the numbers of an update.
@@ -94,10 +95,10 @@ class Muon(rules.SkippableRule):
         self._is_shared = False
         # Whether the device may skip the update of this step, by `found_inf`. `step` sets it.
         self._may_skip = False
-        # Factor of each parameter's updates, of its first matrix, and that of each matrix relative to it. Fixed.
+        # Factor of each parameter's updates, of its first matrix, and that of each matrix relative to the first.
         scales = [recipe.scale(matrix.shape) for matrix in self._matrices]
-        self._scales = {m.param: scale for m, scale in reversed(list(zip(self._matrices, scales, strict=True)))}
-        self._relative = [s / self._scales[m.param] for m, s in zip(self._matrices, scales, strict=True)]
+        self._scales: Final = {m.param: scale for m, scale in reversed(list(zip(self._matrices, scales, strict=True)))}
+        self._relative: Final = [s / self._scales[m.param] for m, s in zip(self._matrices, scales, strict=True)]
 
     def state_names_of(self, param: Tensor) -> tuple[str, ...]:
         return (_MOMENTUM,) if any(param is main for main in self._mains) else self.state_names
@@ -178,7 +179,7 @@ class Muon(rules.SkippableRule):
             self._run(partial(_descend, *factors), same, columns=(0,))
 
     def _run(self, kernel: rules.Kernel, rows: list[list[Tensor]], columns: tuple[int, ...]) -> None:
-        """Runs `kernel` over columns of tensors, and restores those that it writes if the device skips the step.
+        """Runs `kernel` over columns of tensors, and restores the written columns if the device skips the step.
 
         Args:
             columns: indices of those that it writes.

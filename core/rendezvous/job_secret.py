@@ -18,8 +18,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ConfigError
-from .files import brief, read_file
+from ..base.errors import ConfigError
+from ..base.files import brief, read_file
 
 SECRET, SECRET_FILE = "SHARDSTACK_JOB_SECRET", "SHARDSTACK_JOB_SECRET_FILE"
 """Environment variables: the secret, or the file that has it."""
@@ -64,7 +64,7 @@ def _of_file(path: Path) -> bytes:
 
 
 def signature(secret: bytes, *parts: str | bytes) -> str:
-    """Returns what only those can compute that know the secret: of the parts, in this order and with these borders."""
+    """Returns the HMAC of the parts, in this order and with these borders, by the job's secret."""
     signed = hmac.new(secret, digestmod="sha256")
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from core.base import default_group, environment
-from core.base.environment import MOST_THREADS, environment_int
 from core.base.errors import ConfigError
-from core.base.rendezvous import GENERATION
+from core.rendezvous import default_group, environment
+from core.rendezvous.environment import MOST_THREADS, environment_int
+from core.rendezvous.launchers import GENERATION
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 NAMES = (*ALONE, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")

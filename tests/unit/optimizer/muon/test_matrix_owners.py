@@ -16,7 +16,8 @@ from core.base.errors import ConfigError, warn_once
 from core.base.module_protocol import FusedRows
 from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
-from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, matrices, matrix_owners, muon
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer.muon import matrices, matrix_owners, rule
 from core.optimizer.param_groups import ParamKey
 from core.transformer import TransformerConfig
 from tests.unit._quick import quick
@@ -170,11 +171,11 @@ def _updates_of_micro_batches(wrapper: str, expected: dict[str, Tensor]) -> tupl
         counted.append(matrix)
         return matrices.orthogonalize(matrix, recipe)
 
-    muon.orthogonalize = orthogonalize
+    rule.orthogonalize = orthogonalize
     try:
         train(model, optimizer, STEPS, micro_batches=2)
     finally:
-        muon.orthogonalize = matrices.orthogonalize
+        rule.orthogonalize = matrices.orthogonalize
     state = state_of(model, optimizer)
     return [name for name, t in expected.items() if not torch.equal(t, whole(state[name]))], len(counted)
 

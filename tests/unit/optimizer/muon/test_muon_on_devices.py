@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from core.optimizer.matrices import COEFFICIENTS, orthogonalize
-from core.optimizer.optimizer_config import PRESETS, MuonRecipe
+from core.optimizer.muon.matrices import COEFFICIENTS, orthogonalize
+from core.optimizer.muon_recipe import PRESETS, MuonRecipe
 from core.transformer import TransformerConfig
 from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
 from tests.unit._rounding import assert_same

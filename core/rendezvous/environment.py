@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from .errors import ConfigError
-from .files import brief
-from .rendezvous import GENERATION
+from ..base.errors import ConfigError
+from ..base.files import brief
+from .launchers import GENERATION
 
 MOST_RANKS, MOST_THREADS, MOST_PORT = 1 << 20, 4096, 65535
 """Of a run, of a rank (no machine has as many cores), and of a machine."""

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates, which matrices they are, the table that shows both, and the Newton-Schulz iteration.
+"""The matrices of Muon's parameters, the table that shows them, and the Newton-Schulz iteration.
 
 A parameter's whole tensor, before any sharding, is viewed as `[rows, columns]`, with all dimensions but the last as
 rows. A matrix is some of these rows. Layers declare rows that they have fused by an attribute of the parameter,
@@ -13,21 +13,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..base.errors import ConfigError
-from ..base.module_protocol import fused_rows
-from ..base.text import aligned
-from .main_params import MainParam
-from .optimizer_config import CoefficientType, MuonRecipe, OptimizerConfig
-from .param_groups import ConfigOverrides, override_of
-
-_OUTPUT_LAYERS = ("lm_head", "output_layer")
-"""Names of modules of other libraries that project to the vocabulary."""
+from ...base.errors import ConfigError
+from ...base.module_protocol import fused_rows
+from ...base.text import aligned
+from ..main_params import MainParam
+from ..muon_recipe import MuonRecipe
+from ..optimizer_config import OptimizerConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +31,9 @@ class Matrix:
     """Rows of one parameter that are orthogonalized together."""
 
     param: int
-    """Index of its parameter among those that Muon updates."""
+    """Index of the matrix's parameter among the parameters that Muon updates."""
     split: str
-    """Its name among the matrices of the parameter. Empty if it is the only one."""
+    """Name among the matrices of the parameter. Empty for the only matrix."""
     rows: Tensor
     """`[n]`, ascending: its rows in the whole tensor."""
     columns: int
@@ -45,81 +41,6 @@ class Matrix:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), self.columns
-
-
-def choose_optimizers(
-    params: Sequence[MainParam], config: OptimizerConfig, overrides: ConfigOverrides | None
-) -> dict[MainParam, str]:
-    """Returns why each parameter is the scalar optimizer's, or empty text for those that Muon updates.
-
-    An override decides, else the config's patterns, else the rule. The rule gives Muon all matrices, and batches of
-    matrices `[n, rows, columns]`, but for embeddings, outputs, and what the model marks by Megatron-LM's attribute
-    ``use_muon`` as False, as routers.
-
-    Raises:
-        ConfigError: an override names an unknown optimizer, or Muon is requested for a parameter that is no matrix.
-    """
-    return {p: _reason(p, config, overrides) for p in params}
-
-
-def check_choice(whole_model: Mapping[str, str], config: OptimizerConfig) -> None:
-    """Checks what `choose_optimizers` has chosen for the parameters of all pipeline stages.
-
-    Raises:
-        ConfigError: no parameter is trained, a pattern of Muon's matches none, or it gets none.
-    """
-    if not whole_model:
-        raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
-    if config.optimizer != "muon":
-        return
-    if all(whole_model.values()):
-        raise ConfigError(
-            f"optimizer is muon, and none of the {len(whole_model)} trained parameters is a matrix of a hidden layer; "
-            "set optimizer to adam, or name parameters in muon_include"
-        )
-    for pattern in (*config.muon_include, *config.muon_exclude):
-        if not any(fnmatchcase(name, pattern) for name in whole_model):
-            first, *_, last = [*whole_model] * 2
-            raise ConfigError(
-                f"muon_include or muon_exclude {pattern!r} matches no parameter that is trained; names are as "
-                f"{first} and {last}"
-            )
-
-
-def _reason(p: MainParam, config: OptimizerConfig, overrides: ConfigOverrides | None) -> str:
-    patterns = {"muon": config.muon_include, config.muon_scalar_optimizer: config.muon_exclude}
-    matching = [name for name, of in patterns.items() if any(fnmatchcase(p.name, pattern) for pattern in of)]
-    rule = override_of(overrides or {}, p.name, p.param).get("optimizer", next(iter(matching), None))
-    if rule not in (None, *patterns):
-        raise ConfigError(
-            f"config_overrides gives parameter {p.name} the optimizer {rule!r}; it takes "
-            f"{' or '.join(map(repr, patterns))}"
-        )
-    if rule == "muon" and not _is_matrix(p):
-        raise ConfigError(
-            f"muon is requested for parameter {p.name} of shape {list(p.param.shape)}; it takes matrices, or "
-            "batches of them in three dimensions"
-        )
-    return _reason_against(p) if rule is None else "" if rule == "muon" else "requested"
-
-
-def _is_matrix(p: MainParam) -> bool:
-    return p.param.ndim in (2, 3) and not isinstance(p.owner, nn.modules.conv._ConvNd)
-
-
-def _reason_against(p: MainParam) -> str:
-    """Returns why the rule does not give a parameter to Muon. Empty if it does."""
-    if p.param.ndim < 2 or p.attribute == "bias":  # that of experts is a batch of vectors
-        return "vector"
-    if (
-        getattr(p.param, "is_embedding_or_output_parameter", False)
-        or isinstance(p.owner, nn.Embedding)
-        or any(part in _OUTPUT_LAYERS for part in p.name.split("."))
-    ):
-        return "embedding or output"
-    if not getattr(p.param, "use_muon", True):
-        return "marked use_muon=False"
-    return "" if _is_matrix(p) else "convolution"
 
 
 def matrices_of(index: int, p: MainParam, config: OptimizerConfig, recipe: MuonRecipe) -> list[Matrix]:
@@ -163,8 +84,8 @@ def describe_matrices(
     """Returns the table of all parameters: matrix, shape, split, owner and optimizer, layers in one row.
 
     Args:
-        reasons: as of `choose_optimizers`.
-        scalar_optimizer: that of parameters with a reason.
+        reasons: as of `MuonBuilder.choose`.
+        scalar_optimizer: the optimizer of parameters with a reason.
         owners: rank of each matrix.
     """
     names = [_without_numbers(p.name) for p, reason in reasons.items() if not reason]
@@ -188,7 +109,7 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"(?<![a-zA-Z_])\d+|(?<=^[qkv])\d+", "*", name)
 
 
-COEFFICIENTS: dict[CoefficientType, list[list[float]]] = json.loads(
+COEFFICIENTS: dict[str, list[list[float]]] = json.loads(
     Path(__file__).with_name("muon_coefficients.json").read_text("utf-8")
 )
 """Coefficients (a, b, c) of the steps, by Megatron-LM's names.
@@ -198,7 +119,7 @@ et al., 2025 (CANS); Boissin et al., 2025 (Turbo-Muon); DeepSeek-V4.
 """
 
 _LAST_REPEATS = ("polar_express", "cans", "deepseekv4")
-"""Types whose last coefficients are those of all further steps. Of the others the first come again."""
+"""Types whose last coefficients serve all further steps. Other types begin again with the first."""
 
 
 def orthogonalize(update: Tensor, recipe: MuonRecipe) -> Tensor:

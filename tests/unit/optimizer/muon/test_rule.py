@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from core.base.errors import ConfigError
-from core.optimizer import ParamKey, get_megatron_optimizer, optimizer_config
-from tests.unit.optimizer._muon import Matrices, config_of, give_gradients, gpt, optimizers_by_name
+from core.optimizer import ParamKey, get_megatron_optimizer, muon_recipe
+from tests.unit.optimizer.muon._muon import Matrices, config_of, give_gradients, gpt, optimizers_by_name
 
 CLASSIC = (3.4445, -4.7750, 2.0315)
 QUINTIC = (
@@ -66,7 +66,7 @@ def _published(preset: str, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return m, scale * x
 
 
-@pytest.mark.parametrize("preset", list(optimizer_config.PRESETS))
+@pytest.mark.parametrize("preset", list(muon_recipe.PRESETS))
 @pytest.mark.parametrize(("precision", "tolerance"), [("highest", 1e-12), ("medium", 0.06)])
 def test_presets_equal_published_formulas(preset: Any, precision: Any, tolerance: float):
     model, expected = Matrices(torch.float64), dict(Matrices(torch.float64).named_parameters())
@@ -157,7 +157,7 @@ def test_infinite_gradient_skips_the_step(holder: Any):
 
 
 def test_device_skips_the_step_without_the_host(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("core.optimizer.muon.known_on_host", lambda value: None)
+    monkeypatch.setattr("core.optimizer.muon.rule.known_on_host", lambda value: None)
     test_infinite_gradient_skips_the_step("shards")
     test_infinite_gradient_skips_the_step("owners")
 
@@ -200,10 +200,10 @@ def test_bad_settings_are_one_line(settings: Any, message: str):
 
 
 def test_settings_without_a_preset_replace_moonlights():
-    recipe = optimizer_config.recipe_of(config_of(muon_scale_mode="shape_scaling", muon_momentum=0.9))
+    recipe = muon_recipe.recipe_of(config_of(muon_scale_mode="shape_scaling", muon_momentum=0.9))
     assert (recipe.scale_mode, recipe.momentum, recipe.extra_scale_factor) == ("shape_scaling", 0.9, 0.2)
     assert recipe.adds_eps and recipe.nesterov
-    assert optimizer_config.recipe_of(config_of(muon_momentum=0.0)).momentum == 0.0  # not the preset's
+    assert muon_recipe.recipe_of(config_of(muon_momentum=0.0)).momentum == 0.0  # not the preset's
 
 
 def test_state_of_torch_is_that_of_every_preset():

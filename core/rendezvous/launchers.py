@@ -21,10 +21,10 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from .errors import ConfigError, ParallelStateError
+from ..base.errors import ConfigError, ParallelStateError
 
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
-"""Above the ports of services, below those that Linux gives to clients (32768 on) for most jobs."""
+"""Above the ports of services, and for most jobs below the ports that Linux gives to clients (32768 on)."""
 
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 """Set in tasks that ``srun`` started, and not in the batch script, which has a task's other variables."""
