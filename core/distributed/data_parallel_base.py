@@ -188,8 +188,9 @@ class _BaseDataParallel(WrappedModel):
         return self.engine.gradients.syncs
 
     require_backward_grad_sync = property(
-        syncs_gradients.fget, lambda self, on: self.engine.gradients.set_sync(bool(on))
-    )  # type: ignore[attr-defined]
+        syncs_gradients.fget,  # type: ignore[attr-defined]
+        lambda self, on: self.engine.gradients.set_sync(bool(on)),
+    )
     """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, to True as
     leaving it."""
 
