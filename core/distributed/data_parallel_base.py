@@ -19,8 +19,7 @@ from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
 from ..process_groups_config import ProcessGroupCollection
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
-from .engine.engine import Engine
-from .engine.owners import WrappedModel, own_parameters
+from .engine.engine import Engine, WrappedModel, own_parameters
 from .gradient_state import GradientState
 from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
 from .model import unfit_models
@@ -162,7 +161,7 @@ class _BaseDataParallel(WrappedModel):
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
-        return self.engine.sums_gradients
+        return self.plan.sums_gradients
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. `raise_explained` explains its errors."""
@@ -175,19 +174,23 @@ class _BaseDataParallel(WrappedModel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets backward accumulate on this rank alone: no gradient crosses ranks. Nests, and is restored on errors."""
-        before = self.engine.syncs
-        self.engine.set_sync(False)
+        gradients = self.engine.gradients
+        before = gradients.syncs
+        gradients.set_sync(False)
         try:
             yield
         finally:
-            self.engine.set_sync(before)
+            gradients.set_sync(before)
 
     @property
     def syncs_gradients(self) -> bool:
         """Whether a backward may communicate. False inside `no_sync`."""
-        return self.engine.syncs
+        return self.engine.gradients.syncs
 
-    require_backward_grad_sync = property(syncs_gradients.fget, lambda self, on: self.engine.set_sync(bool(on)))  # type: ignore[attr-defined]
+    require_backward_grad_sync = property(
+        syncs_gradients.fget,  # type: ignore[attr-defined]
+        lambda self, on: self.engine.gradients.set_sync(bool(on)),
+    )
     """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, to True as
     leaving it."""
 
@@ -203,8 +206,8 @@ class _BaseDataParallel(WrappedModel):
             ConfigError: `count` is below one, or `divides_by_ranks` is False without ``reproducible_across_ranks``.
             ShardstackError: a step has begun.
         """
-        self.engine.expect_micro_batches(count, divides_by_ranks)
-        if self.engine.tree is None and not divides_by_ranks:
+        self.engine.gradients.expect_micro_batches(count, divides_by_ranks)
+        if self.engine.gradients.tree is None and not divides_by_ranks:
             raise ConfigError(
                 "expect_micro_batches was given divides_by_ranks=False without reproducible_across_ranks, where "
                 "gradients are averaged over ranks in any case; leave it out"
@@ -217,7 +220,7 @@ class _BaseDataParallel(WrappedModel):
         choose samples and seed dropout by the index.
         """
         rank = self.process_group.rank() // self.plan.context_parallel_size
-        tree = self.engine.tree
+        tree = self.engine.gradients.tree
         if tree is None:
             return number * (self.process_group.size() // self.plan.context_parallel_size) + rank
         return tree.shape.index(rank, number, tree.count)
@@ -234,27 +237,27 @@ class _BaseDataParallel(WrappedModel):
             ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad``.
             ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
-        engine, tree = self.engine, self.engine.tree
-        if not engine.syncs:
+        gradients, tree = self.engine.gradients, self.engine.gradients.tree
+        if not gradients.syncs:
             raise ShardstackError(
                 "finish_grad_sync was called inside no_sync; leave it (or set require_backward_grad_sync)"
             )
-        engine.recover()
+        gradients.recover()
         self.gradient_state.check_may_reduce()
         if tree is not None:
             tree.check_complete()
-        engine.finish_reduction()
+        gradients.finish()
         if tree is not None and tree.factor != 1.0 and not self.gradient_state.is_reduced:
             self._scale_gradients(tree.factor)
-        engine.share_buffers()
+        self.engine.share_buffers()
         self.gradient_state.note_reduced()
-        engine.num_steps += 1
+        gradients.num_steps += 1
         if force_all_reduce:
-            engine.gather_gradients()
+            gradients.gather()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts the reduction that `finish_grad_sync` completes. Does nothing in a wrapper that does not overlap."""
-        self.engine.start_reduction()
+        self.engine.gradients.start()
 
     sharded_state_dict = sharded_state_dict
 
@@ -272,19 +275,19 @@ class _BaseDataParallel(WrappedModel):
         self._scale_gradients(scaling_factor)
 
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        self.engine.settle()
-        gradients = self.engine.gradients()
+        self.engine.parameters.settle()
+        gradients = self.engine.gradients.tensors()
         if gradients and isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
-        self.engine.gather_gradients(again=True)
+        self.engine.gradients.gather(again=True)
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
-        self.engine.zero_gradients()
-        if self.engine.tree is not None:
-            self.engine.tree.restart()
+        self.engine.gradients.zero()
+        if self.engine.gradients.tree is not None:
+            self.engine.gradients.tree.restart()
         for module in self.counting_modules:
             module.clear_step_sums()
         self.gradient_state.note_zeroed()
@@ -295,7 +298,7 @@ class _BaseDataParallel(WrappedModel):
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""
-        return self.engine.gradient(parameter)
+        return self.engine.gradients.of(parameter)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -304,7 +307,7 @@ class _BaseDataParallel(WrappedModel):
         Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
         whose parameters are always whole, or are DTensors.
         """
-        with self.engine.whole_parameters():
+        with self.engine.parameters.whole():
             yield
 
     def broadcast_params(self) -> None:
@@ -313,14 +316,14 @@ class _BaseDataParallel(WrappedModel):
         A shard is sent to its replicas across optimizer instances. Within an instance it exists once, and is not sent:
         replicas that started different were made equal before they were cut (``sync_module_states``).
         """
-        self.engine.settle()
+        self.engine.parameters.settle()
         broadcast_tensors(self.module.buffers(), self.process_group)
         for _, parameter in managed_parameters(self.module):
             groups = self.plan.groups.of(parameter)
             replicas = groups.replicate if self.plan.shards_parameters else groups.whole
             if replicas is not None:
-                broadcast_tensors([self.engine.shard(parameter)], replicas)
-        self.engine.invalidate()
+                broadcast_tensors([self.engine.parameters.shard(parameter)], replicas)
+        self.engine.parameters.invalidate()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardstackError(

@@ -120,7 +120,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def finish_param_sync(self) -> None:
         """Waits for parameters that are still being gathered."""
-        self.engine.settle()
+        self.engine.parameters.settle()
 
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, by Megatron-LM's name. They write into the buffers, so that nothing is freed."""

@@ -118,7 +118,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             recurse: False sets it for the root unit alone, as torch does.
         """
         if recurse:
-            self.engine.set_sync(requires_gradient_sync)
+            self.engine.gradients.set_sync(requires_gradient_sync)
         else:
             FSDPModule.set_requires_gradient_sync(self.engine.fsdp_modules[0], requires_gradient_sync, recurse=False)
 

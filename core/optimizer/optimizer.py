@@ -15,7 +15,7 @@ from ..base.errors import OptimizerError
 from ..base.module_protocol import unwrap_model
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
-from ..distributed.engine.owners import owner_of
+from ..distributed.engine.engine import owner_of
 from ..distributed.gradient_state import Phase
 from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
@@ -182,7 +182,7 @@ class MegatronOptimizer(OptimizerState):
     def _multiply_gradients(self, grads: Sequence[Tensor | None], factor: Tensor) -> None:
         multiply_gradients([grad for grad in grads if grad is not None], factor)
         for wrapper in self._wrappers:
-            wrapper.engine.gather_gradients(again=True)
+            wrapper.engine.gradients.gather(again=True)
 
     def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
         """Runs the update rule on this rank's shards, which the device skips if a gradient is not finite."""
@@ -245,8 +245,8 @@ class MegatronOptimizer(OptimizerState):
         self.finish_step()
         self._written_params.refresh_masters()
         for wrapper in self._wrappers:
-            wrapper.engine.check_may_write_shards()
-            wrapper.engine.settle()
+            wrapper.engine.parameters.check_may_write()
+            wrapper.engine.parameters.settle()
         for p, other in zip(self._params, others, strict=True):
             before = p.main.clone()
             p.main.copy_(other)

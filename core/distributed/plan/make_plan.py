@@ -21,7 +21,7 @@ from .precision import compute_dtype, mixed_precision_policy
 from .settings import Settings, changed_settings, resolve_settings, settings_to_compare
 from .unit_choice import UnitChoice, default_units, warn_of_large_root
 from .units import find_units, params_of_units, plan_transforms, unit_of
-from .values import GradientReduction, Plan
+from .values import Plan
 
 
 def plan_model(
@@ -82,7 +82,6 @@ def plan_model(
         if engine is EngineKind.FSDP2:
             _reject_units_in_selective_ones(transforms, units)
         options = {} if mp_policy is None else {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)}
-    sums_gradients = getattr(config, "calculate_per_token_loss", False)
     return Plan(
         caller=caller,
         engine=engine,
@@ -93,7 +92,7 @@ def plan_model(
         settings=settings,
         compared_settings=(("the wrapper", caller), *settings_to_compare(own_config, config, options)),
         changed_settings=changed_settings(own_config),
-        reduction=GradientReduction.SUM if sums_gradients else GradientReduction.MEAN,
+        sums_gradients=bool(getattr(config, "calculate_per_token_loss", False)),
         units=units,
         transforms=transforms,
     )

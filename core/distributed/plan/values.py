@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from torch import nn
 
@@ -21,14 +20,6 @@ from ..groups import DataParallelGroups, ParameterKind
 from .layout import FullParamLayout
 from .parts import ParamPlan, PiecePlan, Traffic, UnitPlan, UnitTransform
 from .settings import Settings
-
-
-class GradientReduction(Enum):
-    """How the gradients of replicas are reduced."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    """``calculate_per_token_loss``: `finalize_model_grads` divides by the number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +40,8 @@ class Plan:
     """Names and values, as text, of all settings that must be equal on all ranks."""
     changed_settings: str = ""
     """The wrapper's settings that differ from their defaults, as text for reports."""
-    reduction: GradientReduction
+    sums_gradients: bool
+    """Gradients of replicas are summed, not averaged: `finalize_model_grads` divides by the number of tokens."""
 
     units: tuple[UnitPlan, ...]
     """Children before parents. The last one is the model, with the parameters that are in no other unit."""
