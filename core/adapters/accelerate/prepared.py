@@ -18,7 +18,7 @@ from ...base import default_group
 from ...base.errors import ConfigError, OptimizerError
 from ...base.text import choices
 from ...distributed import FullyShardedDataParallelConfig, _BaseDataParallel
-from ...distributed.model.unfit_models import reject_wrapped
+from ...distributed.guards import reject_wrapped
 from ...optimizer import MegatronOptimizer
 from ..bridge.sharding import data_parallel_mesh, units_by_class
 from ..bridge.trained import Trained, build_update, replace_parameters, share_groups, unlike_ours

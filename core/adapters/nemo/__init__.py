@@ -28,7 +28,7 @@ from ...distributed.distributed_data_parallel_config import (
     shards_parameters,
 )
 from ...distributed.fully_sharded_data_parallel_config import Reshard
-from ...distributed.model.unfit_models import reject_wrapped
+from ...distributed.guards import reject_wrapped
 from ...distributed.plan.unit_choice import CONTAINERS
 from ..bridge.sharding import check_classes_are_in, import_classes_from_paths, mesh_axes
 from ..bridge.translation import FSDP2, check_settings, config_of, wrap_for_trainer

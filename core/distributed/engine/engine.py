@@ -7,20 +7,20 @@ optimizers, checkpoints, guards and reports know an engine by this interface alo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ...base.errors import ParallelConfigError
 from ...base.memory_categories import Held
 from ...base.parameters import kept_range, local_part
 from ..distributed_data_parallel_config import EngineKind
-from ..gradient_state import GradientChecks, GradientState
 from ..groups import is_summed_later, managed_parameters
 from ..model.initial_values import broadcast_buffers
 from ..plan import GradientReduction, Plan
+from ..step import Step
 from .gradient_tree import GradientTree
 from .gradients import local_gradient
 
@@ -38,10 +38,10 @@ class Engine(ABC):
         state: the phase of the gradients. The engine reports backwards to it, and the wrapper the rest of a step.
     """
 
-    checks_placement: ClassVar[bool] = False
-    """Whether `check_step` raises if a parameter was moved or replaced after wrapping."""
+    places: Mapping[nn.Parameter, tuple[int, torch.dtype]] = {}
+    """Address and dtype of each parameter that the engine keeps in memory of its own, and nobody else may move."""
 
-    def __init__(self, plan: Plan, module: nn.Module, model: nn.Module, state: GradientState) -> None:
+    def __init__(self, plan: Plan, module: nn.Module, model: nn.Module, state: Step) -> None:
         self.plan, self.module, self.model, self.gradient_state = plan, module, model, state
         # False inside `no_sync`, which sets and restores it with `set_sync`. Each backward reads it.
         self.syncs = True
@@ -50,11 +50,10 @@ class Engine(ABC):
         self.tree: GradientTree | None = None
         if plan.tree is not None:
             self.tree = GradientTree(plan.tree, 1 if self.sums_gradients else plan.groups.whole.size())
-        self.checks = GradientChecks(plan.settings.check_for_nan_in_grad)
+        # What checks gradients, with their names, before they are reduced or just after. The wrapper sets them once.
+        self.inspections: tuple[Callable[[Iterable[tuple[str, Tensor]], bool], None], ...] = ()
         # Set once, by the wrapper, where the engine keeps it alive (`_BaseDataParallel._set_engine`); never read.
         self.wrapper: nn.Module | None = None
-        # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
-        self.num_steps = 0
 
     @property
     def sums_gradients(self) -> bool:
@@ -180,26 +179,34 @@ class Engine(ABC):
     def recover(self) -> None:
         """Ends a backward that raised, if the engine detects one, and marks gradients broken."""
 
-    # ---- before a step
-
-    def check_step(self, optimizer: str) -> None:
-        """Raises unless an optimizer of `core.optimizer` may read the gradients.
+    def inspect(self, gradients: Iterable[tuple[str, Tensor]], *, are_reduced: bool = False) -> None:
+        """Lets the wrapper's guards check gradients, by name.
 
         Args:
-            optimizer: the optimizer's name, for the message.
+            are_reduced: they are reduced over ranks already, so that another rank may be at fault.
 
         Raises:
-            ShardstackError: gradients were not reduced, or are invalid.
+            ShardstackError: one is invalid.
         """
-        self.recover()
-        self.gradient_state.check_may_step(optimizer)
+        for inspect in self.inspections:
+            inspect(gradients, are_reduced)
+
+    # ---- before a step
 
     @abstractmethod
-    def check_direct_step(self, optimizer: str) -> None:
-        """Raises unless an optimizer of torch, which reads ``param.grad`` and writes the parameters, may step.
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        """Returns the name of each parameter that is trained or sharded, by all forms that modules may hold of it."""
+
+    def find_assigned_gradient(self) -> str:
+        """Returns the name of a parameter whose ``grad`` was assigned where the optimizer reads a shard, or ""."""
+        return ""
+
+    @abstractmethod
+    def prepare_direct_step(self, optimizer: str) -> None:
+        """Prepares for the step of an optimizer of torch, which reads ``param.grad`` and writes the parameters.
 
         Raises:
-            ShardstackError: as `check_step`; or ``param.grad`` is not the gradient that an optimizer has to read.
+            ShardstackError: ``param.grad`` is not the gradient that an optimizer has to read.
         """
 
     # ---- memory

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ShardstackError
 from ...base.parameters import local_part
-from ...diagnostics.step_marks import mark_of
+from ..step_marks import mark_of
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ...diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from ..plan import Plan
+from ..step_marks import MARK, StepMark, mark_of, set_mark
 from .engine import Engine
 
 WRAPPER_ATTRIBUTES = frozenset(
@@ -36,6 +36,9 @@ class WrappedModel(nn.Module):
     plan: Plan
     engine: Engine
 
+    def check_step(self, optimizer: str, *, is_torchs: bool = False) -> None:
+        """Raises unless an optimizer may step the model: see `_BaseDataParallel`."""
+
 
 class _Owner(StepMark):
     """The mark of every parameter of a wrapper, while the wrapper exists."""
@@ -47,7 +50,7 @@ class _Owner(StepMark):
 
     def check_gradients(self, optimizer: str) -> None:
         if (wrapper := self.wrapper()) is not None:
-            wrapper.engine.check_direct_step(optimizer)
+            wrapper.check_step(optimizer, is_torchs=True)
 
     def note_step(self) -> None:
         if (wrapper := self.wrapper()) is not None:

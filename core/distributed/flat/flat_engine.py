@@ -9,26 +9,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...base.device import current_device
-from ...base.errors import OptimizerError, ShardstackError, WrapError
+from ...base.errors import ShardstackError, WrapError
 from ...base.memory_categories import Held
 from ...base.parameters import kept_range, without_waiting
 from ...comm.collectives import allocator
 from ...comm.lane import comm_lane
-from ...diagnostics.step_marks import replaced_parameters_marked
 from ..engine.bucket_reduction import BucketReduction
 from ..engine.engine import Engine
-from ..engine.gradients import UNREADABLE, is_unreadable
-from ..gradient_state import GradientState, Phase
+from ..engine.gradients import is_unreadable
 from ..groups import ParameterKind, managed_parameters, twin_group
 from ..model.initial_values import InitialValues
 from ..plan import Plan
+from ..step import Phase, Step
+from ..step_marks import replaced_parameters_marked
 from .bucket import Bucket
 from .buffer import FlatBuffer
 from .sharded_parameters import ShardedParameters
-from .steps import ParamPlacement, ReductionSchedule, ShownGradients, shows_main_grad
+from .steps import ReductionSchedule, ShownGradients, shows_main_grad
 from .unit import Unit, build_units
 from .whole_parameters import WholeParameters
 
@@ -49,18 +50,10 @@ class FlatEngine(Engine):
         buckets: all buckets with gradients, in the order in which they leave.
         buffers: own all memory of gradients, and of parameters or their shards if a strategy shards.
         parameters: how parameters are kept: whole, or in shards that are gathered.
-        placement: where parameters were when the model was wrapped. `parameters` tells it when it moves them.
     """
 
-    checks_placement = True
-
     def __init__(
-        self,
-        plan: Plan,
-        module: nn.Module,
-        model: nn.Module,
-        state: GradientState,
-        finish: Callable[[], None] | None = None,
+        self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, finish: Callable[[], None] | None = None
     ) -> None:
         super().__init__(plan, module, model, state)
         self._is_sharded = not plan.is_replicated
@@ -88,8 +81,10 @@ class FlatEngine(Engine):
             )
         else:
             self.parameters = WholeParameters(plan, module, self.units)
-        slots = ((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
-        self.placement = ParamPlacement(model, slots)
+        # Of each parameter in a bucket, and of those of units that have moved since. `_note_moved` sets both.
+        self._names: dict[nn.Parameter, str] = {}
+        self.places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
+        self._note_moved((slot.name, slot.param) for bucket in self.buckets for slot in bucket.slots)
         # Sends buckets and knows which have left; `_drop_gradients` and `reopen` restart it.
         self._schedule = ReductionSchedule(self.buckets, plan, finish and _weakly(finish, plan.caller), self.tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
@@ -121,7 +116,7 @@ class FlatEngine(Engine):
                 elif has_twins:
                     groups = replace(groups, shard=twin_group(groups.shard))
                 over_ranks = replace(over_ranks, groups=groups)
-                reductions[kind] = BucketReduction(over_ranks, lane, self._inspect, self.tree)
+                reductions[kind] = BucketReduction(over_ranks, lane, self.inspect, self.tree)
             buffer = FlatBuffer(plan, pieces, on, allocate)
             self.buffers.append(buffer)
             for piece in pieces:
@@ -148,8 +143,6 @@ class FlatEngine(Engine):
         self.parameters.invalidate()
 
     def publish(self) -> None:
-        if isinstance(self.parameters, WholeParameters):
-            self.placement.check_unless_optimizer_does()
         self.parameters.publish()
 
     def invalidate(self) -> None:
@@ -170,7 +163,8 @@ class FlatEngine(Engine):
         return values[start - first : end - first] if start < end else values[:0]
 
     def _note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self.placement.note_moved(params)
+        for name, param in params:
+            self._names[param], self.places[param] = name, (param.data_ptr(), param.dtype)
 
     # ---- gradients
 
@@ -202,13 +196,10 @@ class FlatEngine(Engine):
             return
         bucket, is_added = self._bucket_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
         if not bucket.add_gradient(param, None if is_added else gradient):
-            self.gradient_state.note_late(self._name_of(param))
+            self.gradient_state.enter(Phase.LATE, self._names[param])
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         del gradient  # its memory may serve for what the reduction allocates
         self._schedule.note_gradients(bucket, (param,), self.syncs)
-
-    def _inspect(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        self.checks.check(gradients, self.num_steps)
 
     def _note_skipped(self, unit: Unit) -> None:
         """Sends the gradients of a unit that a backward does not reach on this rank."""
@@ -222,17 +213,12 @@ class FlatEngine(Engine):
 
     def finish_reduction(self) -> None:
         self.settle()
-        self.placement.check_unless_optimizer_does()
         if not self.gradient_state.is_reduced:
             self._shown_gradients.take_written()
         self.start_reduction()
         for bucket in self.buckets:
             bucket.finish_grad_sync()
-        try:
-            self._shown_gradients.show()
-        except RuntimeError:  # a parameter of another dtype than its gradient
-            self.placement.check()
-            raise
+        self._shown_gradients.show()
 
     def gather_gradients(self, *, again: bool = False) -> None:
         super().gather_gradients(again=again)
@@ -256,32 +242,20 @@ class FlatEngine(Engine):
             return None
         return bucket.local_grad(parameter)
 
-    def check_step(self, optimizer: str) -> None:
-        super().check_step(optimizer)
-        try:
-            self.placement.check_step()
-        except WrapError as error:
-            raise OptimizerError(str(error)) from None
-        if (assigned := self._shown_gradients.find_written()) is not None:
-            raise OptimizerError(
-                f"parameter {self._name_of(assigned)} has a .grad of its own, but the sharding strategy "
-                f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
-                "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
-            )
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        return self._names
 
-    def check_direct_step(self, optimizer: str) -> None:
+    def find_assigned_gradient(self) -> str:
+        assigned = self._shown_gradients.find_written()
+        return "" if assigned is None else self._names[assigned]
+
+    def prepare_direct_step(self, optimizer: str) -> None:
         if self._is_sharded:
             raise ShardstackError(
                 f"{optimizer} was to step parameters whose gradients {self.plan.caller} shards over ranks: it "
                 "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
                 "strategy 'no_shard'"
             )
-        self.check_step(optimizer)
-        if any(is_unreadable(param.grad) for param in self._bucket_of):
-            raise ShardstackError(UNREADABLE)
-
-    def _name_of(self, param: nn.Parameter) -> str:
-        return self._bucket_of[param].slot_of(param).name
 
     def gradients(self) -> list[Tensor]:
         return [tensor for bucket in self.buckets for tensor in (bucket.local_grad_shard, *bucket.accumulators)]

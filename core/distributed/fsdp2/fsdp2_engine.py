@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,17 +14,15 @@ from ...base.memory_categories import Held
 from ...base.module_protocol import set_gradient_rows
 from ...base.parameters import local_part
 from ...comm.lane import comm_lane
-from ...diagnostics.misplaced_parameters import reject_plain_state_dicts
 from ..engine.bucket_reduction import BucketReduction
 from ..engine.engine import Engine
 from ..engine.gathered_units import WriteCounts, lost_write
 from ..engine.gradients import local_gradient
-from ..gradient_state import GradientState, Phase
 from ..groups import managed_parameters
 from ..model.forward_hooks import enclose, watch_outputs
 from ..model.initial_values import InitialValues
-from ..model.unfit_models import reject_changed
 from ..plan import Plan
+from ..step import Phase, Step
 from .freed_weights import FreedWeights, reject_graph_of_gradients
 from .prefetch import UnitPrefetch
 from .shard_model import fsdp_modules, shard_model
@@ -49,7 +48,7 @@ class Fsdp2Engine(Engine):
     """
 
     def __init__(
-        self, plan: Plan, module: nn.Module, model: nn.Module, state: GradientState, *, initializes: bool = True
+        self, plan: Plan, module: nn.Module, model: nn.Module, state: Step, *, initializes: bool = True
     ) -> None:
         super().__init__(plan, module, model, state)
         self.adds_always = False
@@ -89,7 +88,6 @@ class Fsdp2Engine(Engine):
             submodule.register_forward_hook(self._keep_changes, prepend=True)  # before torch frees
         # Their counts of running forwards change; `settle` ends those that an exception has left.
         self._freed_weights = [FreedWeights(unit) for unit in plan.units[:-1] if unit.is_freed]
-        reject_plain_state_dicts(module)
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `finish_reduction` sets it, `updated` and `zero_gradients` clear it.
         self._shows_gradients = False
@@ -219,7 +217,7 @@ class Fsdp2Engine(Engine):
             self._reduce_replicated()
         named_gradients = ((name, local_gradient(p)) for name, p in managed_parameters(self.model))
         gradients = ((name, gradient) for name, gradient in named_gradients if gradient is not None)
-        self.checks.check(gradients, self.num_steps, are_reduced=True)
+        self.inspect(gradients, are_reduced=True)
 
     @torch.no_grad()
     def _reduce_replicated(self) -> None:
@@ -255,22 +253,20 @@ class Fsdp2Engine(Engine):
         has_begun = self._has_allocated and current_backward() == NO_BACKWARD
         if has_begun and self.torch_state.has_failed_in_backward():
             self.torch_state.reset_iteration()
-            self.gradient_state.note_broken()
+            self.gradient_state.enter(Phase.BROKEN)
 
     # ---- before a step
 
-    def check_step(self, optimizer: str) -> None:
-        super().check_step(optimizer)
-        reject_changed(self.module, self.torch_state.names_of_parameters())
+    def names_of_parameters(self) -> Mapping[nn.Parameter, str]:
+        return self.torch_state.names_of_parameters()
 
-    def check_direct_step(self, optimizer: str) -> None:
+    def prepare_direct_step(self, optimizer: str) -> None:
         self.recover()
         is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self.plan.groups.replicated is None
         is_accumulating = is_accumulating and all(self.adds_exactly(p) for _, p in managed_parameters(self.module))
         if is_accumulating and not any(True for _ in self.torch_state.whole_gradients()):
             self.share_buffers()
-            self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
-        self.check_step(optimizer)
+            self.gradient_state.enter(Phase.REDUCED)  # by the backward itself: finalize_model_grads would add nothing
 
     # ---- memory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 from torch import Tensor, nn
@@ -9,13 +10,15 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...base._torch_compat import reduce_parameters_without_gradient
-from ...diagnostics.step_marks import replaced_parameters_marked
 from ..groups import DataParallelGroups, kind_of
 from ..model.initial_values import parameter_attributes_kept
-from ..model.unfit_models import note_sharded
 from ..plan import GradientReduction, Plan
+from ..step_marks import replaced_parameters_marked
 from . import torch_private
 from .torch_private import as_fsdp
+
+SHARDED_HERE: weakref.WeakSet[fsdp.FSDPModule] = weakref.WeakSet()
+"""Modules that this library sharded, and not a call of torch's `fully_shard`. `shard_model` adds them."""
 
 
 def shard_model(plan: Plan) -> None:
@@ -54,7 +57,7 @@ def shard_model(plan: Plan) -> None:
                 offload_policy=offload_policy,
                 ignored_params=ignored or None,
             )
-    note_sharded(fsdp_modules(module))
+    SHARDED_HERE.update(fsdp_modules(module))
     for unit in plan.units[:-1]:
         if not unit.is_needed_in_backward:
             for member in unit.modules:

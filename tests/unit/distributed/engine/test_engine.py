@@ -47,8 +47,9 @@ def test_gradients_of_all_ranks_are_the_whole_gradient(kind: str) -> None:
 
 def test_both_engines_have_all_that_callers_use():
     abstract = {name for name in dir(Engine) if getattr(getattr(Engine, name), "__isabstractmethod__", False)}
-    implemented = ("settle", "updated", "reopen", "finish_reduction", "zero_gradients", "check_direct_step", "held")
-    assert abstract == set(implemented)
+    implemented = ("settle", "updated", "reopen", "finish_reduction", "zero_gradients", "held")
+    checked = ("names_of_parameters", "prepare_direct_step")
+    assert abstract == {*implemented, *checked}
     assert not FlatEngine.__abstractmethods__ and not Fsdp2Engine.__abstractmethods__
 
 
@@ -72,7 +73,7 @@ def test_every_engine_has_the_verbs_of_its_plan(kind: str) -> None:
             bounds = planned[name].bounds
             assert gradient.numel() == bounds[part + 1] - bounds[part]
     model.engine.recover()  # of nothing: gradients stay
-    assert model.gradient_state.is_reduced
+    assert model.step.is_reduced
     model.engine.settle()
     with model.whole_parameters():
         assert_same({n: full(p) for n, p in model.module.named_parameters()}, dict(toy(tied=False).named_parameters()))
