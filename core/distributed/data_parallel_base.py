@@ -27,7 +27,7 @@ from .model.initial_values import broadcast_tensors
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import Plan, plan_model
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 from .report import describe, model_facts
 
 

@@ -18,7 +18,7 @@ from .flat.flat_engine import FlatEngine
 from .flat.whole_parameters import WholeParameters
 from .groups import Ranks
 from .plan.layout import FullParamLayout
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -91,7 +91,8 @@ class DistributedDataParallel(_BaseDataParallel):
             disable_bucketing=disable_bucketing,
             finish_in_backward=finish_in_backward,
         )
-        if full_param_layout is not None and full_param_layout != plan.layout:
+        planned = tuple(tuple(bucket.layout for bucket in buckets) for buckets in plan.buffers)
+        if full_param_layout not in (None, planned):
             raise ParallelConfigError(
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
                 "bucket_size, number of ranks and ddp_config, or leave it out"

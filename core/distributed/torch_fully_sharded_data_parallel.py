@@ -20,7 +20,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig, Eng
 from .fsdp2.fsdp2_engine import Fsdp2Engine
 from .groups import Ranks
 from .model.initial_values import parameter_attributes_kept
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):

@@ -33,7 +33,7 @@ from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from ...distributed.fully_sharded_data_parallel_config import config_class as class_for_strategy
 from ...distributed.gradient_state import Phase
 from ...distributed.groups import Ranks, whole_group
-from ...distributed.plan.unit_choice import UnitChoice
+from ...distributed.plan.units import UnitChoice
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)

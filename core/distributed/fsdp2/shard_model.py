@@ -73,7 +73,7 @@ def shard_model(plan: Plan) -> None:
             # A factor other than the number of ranks is PREMUL_SUM, which gloo refuses, unless a sum is forced.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
-        if mesh.device_type == "cpu" and plan.gathers_ahead:
+        if mesh.device_type == "cpu" and (plan.settings.forward_prefetch or plan.settings.backward_prefetch):
             torch_private.gather_asynchronously(submodule)
     if plan.groups.experts is not None:
         _divide_gradients_of_experts(plan, plan.groups.experts)

@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are reduced in the compute dtype, not in reduce_dtype",
-        "core.distributed.plan.precision.mixed_precision_policy",
+        "core.distributed.plan.pieces.mixed_precision_policy",
         "reduce_dtype or param_dtype",
         "param_dtype",
         _PRECISION,
@@ -357,7 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "packed codes are cast with the model",
-        "core.distributed.plan.pieces._reject_changes",
+        "core.distributed.plan.pieces.Pieces._plan_of",
         r"kind\.gathered_dtype != kind\.param_dtype",
         "False",
         (f"{_PACKED}::test_what_would_change_codes_is_refused",),
@@ -456,7 +456,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of somebody's own model are in the root",
-        "core.distributed.plan.unit_choice.default_units",
+        "core.distributed.plan.units.default_units",
         r"tuple\(_lists_of_layers\(root\)\)",
         "()",
         ("tests/unit/distributed/plan/test_unit_choice.py",),
