@@ -23,7 +23,7 @@ from ..base.dtypes import as_dtype
 from ..base.environment import environment_int
 from ..base.errors import ParallelConfigError, warn_once
 from ..distributed.fully_sharded_data_parallel_config import Reshard
-from ..distributed.plan.unit_choice import CONTAINERS, UnitChoice
+from ..distributed.plan.units import CONTAINERS, UnitChoice
 from .bridge.translation import FSDP2, Replicas, check_settings, config_of, wrap_for_trainer
 
 _AXES = ("dp_replicate", "dp_shard", "tp")

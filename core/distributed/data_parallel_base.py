@@ -15,14 +15,13 @@ from ..base.module_protocol import counting_modules, unwrap_model
 from ..base.parameters import is_packed
 from ..process_groups_config import ProcessGroupCollection
 from .distributed_data_parallel_config import DistributedDataParallelConfig, EngineKind
-from .engine.engine import Engine
-from .engine.owners import own_parameters
+from .engine.engine import Engine, own_parameters
 from .groups import LEFT_OUT, Ranks, find_groups, managed_parameters
 from .guards import GUARDS, Guard, PlainModel, reject_wrapped
 from .model.offloaded_activations import offload_activations
 from .model.unit_transforms import hold_packed_weights, leave_out, transform_units
 from .plan import plan_model
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 from .step import Call, Phase, Step
 from .wrapped_parameters import _WrappedParameters
 
@@ -137,7 +136,7 @@ class _BaseDataParallel(_WrappedParameters):
         self.engine = engine
         engine.wrapper = self if lives_with_module else None
         # Bound to guards, which know no wrapper: autograd's hooks hold the engine, and must not hold the wrapper.
-        engine.inspections = tuple(
+        engine.gradients.inspections = tuple(
             guard.on_gradients for guard in self.guards if type(guard).on_gradients is not Guard.on_gradients
         )
         for guard in self.guards:
@@ -149,7 +148,7 @@ class _BaseDataParallel(_WrappedParameters):
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
-        return self.engine.sums_gradients
+        return self.plan.sums_gradients
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. `raise_explained` explains its errors."""
@@ -171,7 +170,7 @@ class _BaseDataParallel(_WrappedParameters):
         Raises:
             ShardstackError: of a guard, whose guarantee does not hold.
         """
-        self.engine.recover()
+        self.engine.gradients.recover()
         if is_torchs:
             self.engine.prepare_direct_step(optimizer)
         for guard in self.guards:
@@ -180,19 +179,23 @@ class _BaseDataParallel(_WrappedParameters):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets backward accumulate on this rank alone: no gradient crosses ranks. Nests, and is restored on errors."""
-        before = self.engine.syncs
-        self.engine.set_sync(False)
+        gradients = self.engine.gradients
+        before = gradients.syncs
+        gradients.set_sync(False)
         try:
             yield
         finally:
-            self.engine.set_sync(before)
+            gradients.set_sync(before)
 
     @property
     def syncs_gradients(self) -> bool:
         """Whether a backward may communicate. False inside `no_sync`."""
-        return self.engine.syncs
+        return self.engine.gradients.syncs
 
-    require_backward_grad_sync = property(syncs_gradients.fget, lambda self, on: self.engine.set_sync(bool(on)))  # type: ignore[attr-defined]
+    require_backward_grad_sync = property(
+        syncs_gradients.fget,  # type: ignore[attr-defined]
+        lambda self, on: self.engine.gradients.set_sync(bool(on)),
+    )
     """`syncs_gradients`, by the name of torch's DDP: setting it to False acts as entering `no_sync`, to True as
     leaving it."""
 
@@ -208,8 +211,8 @@ class _BaseDataParallel(_WrappedParameters):
             ConfigError: `count` is below one, or `divides_by_ranks` is False without ``reproducible_across_ranks``.
             ShardstackError: a step has begun.
         """
-        self.engine.expect_micro_batches(count, divides_by_ranks)
-        if self.engine.tree is None and not divides_by_ranks:
+        self.engine.gradients.expect_micro_batches(count, divides_by_ranks)
+        if self.engine.gradients.tree is None and not divides_by_ranks:
             raise ConfigError(
                 "expect_micro_batches was given divides_by_ranks=False without reproducible_across_ranks, where "
                 "gradients are averaged over ranks in any case; leave it out"
@@ -222,7 +225,7 @@ class _BaseDataParallel(_WrappedParameters):
         choose samples and seed dropout by the index.
         """
         rank = self.process_group.rank() // self.plan.context_parallel_size
-        tree = self.engine.tree
+        tree = self.engine.gradients.tree
         if tree is None:
             return number * (self.process_group.size() // self.plan.context_parallel_size) + rank
         return tree.shape.index(rank, number, tree.count)
@@ -239,19 +242,19 @@ class _BaseDataParallel(_WrappedParameters):
             ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad``.
             ParallelConfigError: `force_all_reduce` where whole gradients are released.
         """
-        engine, tree = self.engine, self.engine.tree
-        if not engine.syncs:
+        engine, gradients, tree = self.engine, self.engine.gradients, self.engine.gradients.tree
+        if not gradients.syncs:
             raise ShardstackError(
                 "finish_grad_sync was called inside no_sync; leave it (or set require_backward_grad_sync)"
             )
-        engine.recover()
+        gradients.recover()
         self.step.check(Call.REDUCE)
         if tree is not None:
             tree.check_complete()
         for guard in self.guards:
             guard.before_reduction(engine)
         try:
-            engine.finish_reduction()
+            gradients.finish()
         except RuntimeError:
             for guard in self.guards:
                 guard.on_failure(engine)
@@ -262,11 +265,11 @@ class _BaseDataParallel(_WrappedParameters):
         self.step.enter(Phase.REDUCED)
         self.step.number += 1
         if force_all_reduce:
-            engine.gather_gradients()
+            gradients.gather()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts the reduction that `finish_grad_sync` completes. Does nothing in a wrapper that does not overlap."""
-        self.engine.start_reduction()
+        self.engine.gradients.start()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies every gradient that the optimizer will read by a number or a 0-dim tensor.
@@ -279,9 +282,9 @@ class _BaseDataParallel(_WrappedParameters):
 
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None. Also recovers from a step that an exception ended."""
-        self.engine.zero_gradients()
-        if self.engine.tree is not None:
-            self.engine.tree.restart()
+        self.engine.gradients.zero()
+        if self.engine.gradients.tree is not None:
+            self.engine.gradients.tree.restart()
         for module in self.counting_modules:
             module.clear_step_sums()
         self.step.enter(Phase.ZEROED)
@@ -292,7 +295,7 @@ class _BaseDataParallel(_WrappedParameters):
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns this rank's part of the gradient that the optimizer reads. It may be empty."""
-        return self.engine.gradient(parameter)
+        return self.engine.gradients.of(parameter)
 
 
 def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -> list[nn.Module]:
@@ -314,10 +317,10 @@ def check_chunks(model: Any, function: str, kind: type[nn.Module] = nn.Module) -
 
 def _scale(engine: Engine, factor: float | torch.Tensor) -> None:
     """Multiplies this rank's reduced gradients, and whole ones that were gathered from them."""
-    engine.settle()
-    gradients = engine.gradients()
+    engine.parameters.settle()
+    gradients = engine.gradients.tensors()
     if gradients and isinstance(factor, torch.Tensor):
         factor = factor.to(gradients[0].device)  # offloaded shards are on the host
     if gradients:
         torch._foreach_mul_(gradients, factor)
-    engine.gather_gradients(again=True)
+    engine.gradients.gather(again=True)

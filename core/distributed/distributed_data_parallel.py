@@ -20,7 +20,7 @@ from .groups import Ranks
 from .guards import Guard
 from .plan import Plan
 from .plan.layout import FullParamLayout
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 from .step import Step
 
 
@@ -117,7 +117,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def finish_param_sync(self) -> None:
         """Waits for parameters that are still being gathered."""
-        self.engine.settle()
+        self.engine.parameters.settle()
 
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, by Megatron-LM's name. They write into the buffers, so that nothing is freed."""
@@ -176,7 +176,8 @@ class _GivenLayout(Guard):
         self._layout = layout
 
     def at_plan(self, plan: Plan, step: Step) -> None:
-        if self._layout is not None and self._layout != plan.layout:
+        planned = tuple(tuple(bucket.layout for bucket in buckets) for buckets in plan.buffers)
+        if self._layout not in (None, planned):
             raise ParallelConfigError(
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
                 "bucket_size, number of ranks and ddp_config, or leave it out"

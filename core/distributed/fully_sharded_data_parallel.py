@@ -17,7 +17,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig, Eng
 from .flat.flat_engine import FlatEngine
 from .groups import Ranks
 from .model.initial_values import apply_to_buffers
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 
 
 class FullyShardedDataParallel(_BaseDataParallel):

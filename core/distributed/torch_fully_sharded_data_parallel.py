@@ -20,7 +20,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig, Eng
 from .fsdp2.fsdp2_engine import Fsdp2Engine
 from .groups import Ranks
 from .model.initial_values import parameter_attributes_kept
-from .plan.unit_choice import UnitChoice
+from .plan.units import UnitChoice
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
@@ -116,7 +116,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             recurse: False sets it for the root unit alone, as torch does.
         """
         if recurse:
-            self.engine.set_sync(requires_gradient_sync)
+            self.engine.gradients.set_sync(requires_gradient_sync)
         else:
             FSDPModule.set_requires_gradient_sync(self.engine.fsdp_modules[0], requires_gradient_sync, recurse=False)
 

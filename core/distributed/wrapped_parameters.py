@@ -12,7 +12,7 @@ from torch import nn
 from ..base.errors import ParallelConfigError, ShardstackError
 from ..dist_checkpointing.global_view import FlatRange
 from ..dist_checkpointing.model_state import load_model_state_dict, sharded_state_dict
-from .engine.owners import WrappedModel
+from .engine.engine import WrappedModel
 from .groups import managed_parameters
 from .model.initial_values import broadcast_tensors
 
@@ -32,7 +32,7 @@ class _WrappedParameters(WrappedModel):
         Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
         whose parameters are always whole, or are DTensors.
         """
-        with self.engine.whole_parameters():
+        with self.engine.parameters.whole():
             yield
 
     def broadcast_params(self) -> None:
@@ -41,14 +41,14 @@ class _WrappedParameters(WrappedModel):
         A shard is sent to its replicas across optimizer instances. Within an instance it exists once, and is not sent:
         replicas that started different were made equal before they were cut (``sync_module_states``).
         """
-        self.engine.settle()
+        self.engine.parameters.settle()
         broadcast_tensors(self.module.buffers(), self.process_group)
         for _, parameter in managed_parameters(self.module):
             groups = self.plan.groups.of(parameter)
             replicas = groups.replicate if self.plan.shards_parameters else groups.whole
             if replicas is not None:
-                broadcast_tensors([self.engine.shard(parameter)], replicas)
-        self.engine.invalidate()
+                broadcast_tensors([self.engine.parameters.shard(parameter)], replicas)
+        self.engine.parameters.invalidate()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardstackError(

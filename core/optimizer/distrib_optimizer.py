@@ -20,11 +20,12 @@ from ..base.device import current_device
 from ..base.errors import ConfigError, OptimizerError
 from ..base.megatron_names import checks_arguments
 from ..base.module_protocol import unwrap_model
+from ..base.parameters import elements_of
 from ..dist_checkpointing.agreement import pipeline_ranks
 from ..dist_checkpointing.global_view import flat_range_view, noting_copy
 from ..distributed import DistributedDataParallelConfig, _BaseDataParallel
 from ..distributed.data_parallel_base import check_chunks
-from ..distributed.engine.owners import owner_of
+from ..distributed.engine.engine import owner_of
 from ..distributed.flat.flat_engine import FlatEngine
 from ..distributed.groups import kind_of
 from ..distributed.plan.layout import FullParamLayout
@@ -57,14 +58,14 @@ class MainRange(MainParam):
     buffer, which `check_storage` checks."""
 
     def __post_init__(self) -> None:
-        self._run = self.engine.elements_of(self.param, self.start, self.end)
+        self._run = elements_of(self.param, self.start, self.end)
         super().__post_init__()
 
     def local(self) -> Tensor:
         return self._run
 
     def local_gradient(self) -> Tensor | None:
-        return self.engine.gradient(self.param)
+        return self.engine.gradients.of(self.param)
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         plan = self.engine.plan.over_ranks_of(kind_of(self.param))
@@ -105,7 +106,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            wrapper.engine.publish()
+            wrapper.engine.parameters.publish()
 
 
 def collect_main_ranges(
@@ -169,7 +170,7 @@ def get_megatron_optimizer(
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     model_groups = _groups_of_model(wrappers, pg_collection, tp_group)
     for wrapper in wrappers:
-        wrapper.engine.settle()
+        wrapper.engine.parameters.settle()
     is_muon, settings = config.optimizer == "muon", (no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
 
     def choose() -> tuple[list[_BaseDataParallel], list[MainParam], dict[MainParam, str], list[dict[str, Any]]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..base.errors import OptimizerError
 from ..base.module_protocol import unwrap_model
 from ..distributed import _BaseDataParallel
-from ..distributed.engine.owners import owner_of
+from ..distributed.engine.engine import owner_of
 from ..distributed.step import Phase
 from ..distributed.step_marks import note_own_optimizer
 from ..process_groups_config import ProcessGroupCollection
@@ -162,7 +162,7 @@ class MegatronOptimizer(OptimizerState):
             factor = torch.where(is_finite, factor, torch.ones_like(factor))
             multiply_gradients([grad for grad in grads if grad is not None], factor)
             for wrapper in self._wrappers:
-                wrapper.engine.gather_gradients(again=True)
+                wrapper.engine.gradients.gather(again=True)
 
         # Update.
         self._update(grads, is_finite)
@@ -237,8 +237,8 @@ class MegatronOptimizer(OptimizerState):
         self.finish_step()
         self._written_params.refresh_masters()
         for wrapper in self._wrappers:
-            wrapper.engine.check_may_write_shards()
-            wrapper.engine.settle()
+            wrapper.engine.parameters.check_may_write()
+            wrapper.engine.parameters.settle()
         for p, other in zip(self._params, others, strict=True):
             before = p.main.clone()
             p.main.copy_(other)

@@ -113,7 +113,7 @@ class WeightStream(TensorStream):
                     "a stream of weights was started in mid-step, after a backward; finish the step first "
                     "(finalize_model_grads and optimizer.step), or call zero_grad_buffer"
                 )
-            wrapper.engine.settle()
+            wrapper.engine.parameters.settle()
         self.ranks.on_all(self._look_up)
 
     def _own_views(self) -> dict[str, Tensor]:

@@ -192,7 +192,7 @@ class Wrapped(Training):
     def _check_stream(self, stream: WeightStream) -> None:
         sent = {name: tensor.clone() for name, tensor in stream}
         for wrapper in self.wrappers:
-            wrapper.engine.settle()
+            wrapper.engine.parameters.settle()
         held = {name: t for m in self._modules for name, t in m.state_dict(keep_vars=True).items()}
         held = self._whole({name: whole_view(t) for name, t in held.items() if t.is_floating_point()})
         wrong = [name for name in held.keys() & sent.keys() if not torch.equal(held[name], sent[name].to(held[name]))]

@@ -19,7 +19,7 @@ from ...base.errors import CheckpointError, ConfigError, OptimizerError
 from ...base.module_protocol import unwrap_model
 from ...dist_checkpointing import global_view, model_state_dict
 from ...distributed import _BaseDataParallel
-from ...distributed.engine.owners import owner_of
+from ...distributed.engine.engine import owner_of
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ...optimizer.distrib_optimizer import collect_main_ranges
@@ -343,5 +343,5 @@ class Trained:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
-        self.wrapper.engine.settle()
+        self.wrapper.engine.parameters.settle()
         return model_state_dict(unwrap_model(self.wrapper))

@@ -32,7 +32,7 @@ from ...distributed import (
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from ...distributed.fully_sharded_data_parallel_config import config_class as class_for_strategy
 from ...distributed.groups import Ranks, whole_group
-from ...distributed.plan.unit_choice import UnitChoice
+from ...distributed.plan.units import UnitChoice
 from ...distributed.step import Phase
 
 FSDP2 = "fsdp2"
@@ -155,11 +155,11 @@ class ShardedInPlace(TorchFullyShardedDataParallel):
         super().__init__(*args, **kwargs)
         self.module.register_forward_pre_hook(self._forget_failure, prepend=True)
         self.let_module_be_called()
-        self.engine.adds_always = True
+        self.engine.gradients.adds_always = True
 
     def _forget_failure(self, module: nn.Module, args: Any) -> None:
         """Ends a step whose backward raised, once an optimizer has set every gradient to None."""
-        self.engine.recover()
+        self.engine.gradients.recover()
         if self.step.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
             self.zero_grad_buffer()
 

@@ -29,7 +29,7 @@ from ...dist_checkpointing.format.index import CheckpointIndex
 from ...dist_checkpointing.format.json_values import decode, encode
 from ...dist_checkpointing.format.reader import read_index
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
-from ...distributed.plan.unit_choice import UnitChoice
+from ...distributed.plan.units import UnitChoice
 from ...distributed.step import Phase
 from ...tensor_parallel.random import packed_rng_state, set_packed_rng_state
 from ..bridge.checkpoints import load_trained, save_trained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 from ...base.errors import ShardstackError
 from ...base.memory_categories import Held
 from ...comm.lane import comm_lane
+from ..engine.engine import Parameters
 from ..model.forward_hooks import WrapperHook
 from ..plan import Plan
 from .unit import Unit
 
 
-class WholeParameters:
+class WholeParameters(Parameters):
     """Parameters that are whole on every rank. Without sharding nothing is ever gathered.
 
     With ``overlap_param_gather`` gathers run while forward does, and a module's forward waits for the parameters that
@@ -48,27 +48,17 @@ class WholeParameters:
             unit.start_gather(comm_lane(unit.buckets[0].buffer.device), waits=waits)
 
     def settle(self) -> None:
-        """Waits for parameters that are still being gathered."""
+        # Nothing is freed: every rank keeps whole parameters. Those that are still being gathered are waited for.
         for unit in self._in_forward_order:
             unit.wait_until_readable()
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Waits for parameters that are still being gathered."""
-        self.settle()
-        yield
 
     def invalidate(self) -> None:
         """Does nothing: parameters are written in place."""
 
-    def abandon(self) -> None:
-        """Does nothing: no forward changes parameters."""
-
-    def check_may_write(self) -> None:
-        """Does nothing: parameters are written in place."""
+    def receivers(self) -> list[nn.Parameter]:
+        return list(self._module.parameters())
 
     def held(self) -> dict[Held, list[Tensor]]:
-        """Returns the memory of parameters and buffers."""
         parameters = [*self._module.parameters(), *self._module.buffers()]
         return {"parameters": parameters, "gathered parameters": []}
 

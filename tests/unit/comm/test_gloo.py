@@ -115,7 +115,7 @@ def _trains(switch: str) -> list[tuple[dict[str, torch.Tensor], int]]:
             model = build(kind, toy(), **fields)
             loss_of(model, batches(dist.get_rank())[0]).backward()
             finalize_model_grads([model])
-            model.engine.settle()
+            model.engine.parameters.settle()
         found.append((gradients(model), sent.call_count))
     return found
 

@@ -234,7 +234,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def _gather_shards(model: _BaseDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found, plan = {}, model.plan
     for bucket in (b for b in model.engine.buckets if b.has_reduced):
-        whole = bucket.local_grad_shard.clone()
+        whole = bucket.grads.shard.clone()
         for group in (plan.groups.shard,):
             parts = [torch.empty_like(whole) for _ in range(group.size())]
             dist.all_gather(parts, whole, group=group)

@@ -47,7 +47,7 @@ def _replicas(changes: dict[str, Any]) -> tuple[bool, dict[str, torch.Tensor]]:
     on_meta = {tensor.is_meta for tensor in (*module.parameters(), *module.buffers())}
     assert len(on_meta) == 1
     model = wrap_model(module, config.model, config.ddp)
-    model.engine.settle()
+    model.engine.parameters.settle()
     return on_meta.pop(), {name: weight.detach().clone() for name, weight in model.module.named_parameters()}
 
 

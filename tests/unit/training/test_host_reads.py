@@ -90,7 +90,7 @@ def _steps(
     assert [step.has_update for step in results] == [True, True, False, True]
     assert scheduler.num_steps == 3 and adam.state_scalars()["step"] == 3
     assert results[2].lr == results[3].lr  # the schedule has waited for the step that was skipped
-    model.engine.settle()
+    model.engine.parameters.settle()
     return reads.at, results, [main.clone() for group in adam.param_groups for main in group["params"]]
 
 

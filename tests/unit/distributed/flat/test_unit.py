@@ -25,7 +25,7 @@ def _writes_while_whole(param_dtype: str | None) -> None:
                 parameter.add_(1.0)  # whole still, after an inner context has ended
     assert all(kept_range(parameter) is not None for parameter in model.module.parameters())
     for parameter in model.module.parameters():
-        assert model.engine.shard(parameter).eq(2.0).all()
+        assert model.engine.parameters.shard(parameter).eq(2.0).all()
     with model.whole_parameters():
         assert all(parameter.eq(2.0).all() for parameter in model.module.parameters())
 

@@ -275,9 +275,9 @@ def test_methods_other_than_forward_gather_their_parameters() -> None:
         if kind == "fsdp2":
             for _ in range(3):
                 model.module.reconstruct(x)  # a graph each time, and no backward
-            assert len(model.engine._order._order) <= 2 * 3 * 2  # units, of the calls since the last step
+            assert len(model.engine.parameters.order._order) <= 2 * 3 * 2  # units, of the calls since the last step
             model.zero_grad_buffer()
-            assert not model.engine._order._order and not model.engine._order._trace
+            assert not model.engine.parameters.order._order and not model.engine.parameters.order._trace
     *sharded, replicated = found
     for results in sharded:
         for one, other in zip(results, replicated, strict=True):

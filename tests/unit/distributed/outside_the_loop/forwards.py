@@ -134,5 +134,5 @@ def lists_do_not_grow_in_evaluations(run: Run) -> None:
             run.forward()
         if not run.is_plain:
             state = run.inner._get_fsdp_state()
-            lengths.add((len(state._comm_ctx.post_forward_order), len(run.model.engine._order._order)))
+            lengths.add((len(state._comm_ctx.post_forward_order), len(run.model.engine.parameters.order._order)))
     assert len(lengths) <= 1, lengths

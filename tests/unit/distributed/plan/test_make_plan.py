@@ -26,7 +26,7 @@ from core.distributed import (
 )
 from core.distributed.distributed_data_parallel_config import EngineKind
 from core.distributed.groups import DataParallelGroups
-from core.distributed.plan import GradientReduction, plan_model
+from core.distributed.plan import plan_model
 from tests.unit._spawn import on_ranks, run_distributed
 from tests.unit.distributed._toys import UNITS, toy
 
@@ -134,7 +134,7 @@ def test_a_hybrid_cuts_within_its_instances() -> None:
     ):
         model = toy() if isinstance(settings, TorchFullyShardedDataParallelConfig) else toy().to(torch.bfloat16)
         plan = plan_model(model, config, settings, DataParallelGroups.of_mesh(mesh), UNITS)
-        assert plan.reduction is GradientReduction.SUM
+        assert plan.sums_gradients
         assert (plan.num_shards, plan.groups.num_replicas, plan.groups.whole.size()) == (2, 2, 4)
         if plan.engine is EngineKind.FSDP2:
             assert not any(unit.is_freed for unit in plan.units)
