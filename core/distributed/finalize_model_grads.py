@@ -17,6 +17,7 @@ from ..comm.gloo import Sum
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, check_chunks
 from .groups import managed_parameters
+from .step import Call, Phase
 
 
 def finalize_model_grads(
@@ -58,7 +59,7 @@ def finalize_model_grads(
                 f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
                 "divided either by the number of ranks or by the number of tokens: give both or neither"
             )
-        chunk.gradient_state.check_may_finalize()
+        chunk.step.check(Call.FINALIZE)
     for chunk in model:
         chunk.finish_grad_sync()
     tensor_ranks = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
@@ -72,7 +73,7 @@ def finalize_model_grads(
         chunk.engine.gradients.gather()
     end_step([module for chunk in model for module in chunk.counting_modules], model[0].process_group)
     for chunk in model:
-        chunk.gradient_state.note_finalized()
+        chunk.step.enter(Phase.FINALIZED)
 
 
 @torch.no_grad()

@@ -254,9 +254,9 @@ class GradientNorm:
             torch._foreach_clamp_max_(present, limit)
 
     def _gradients(self) -> list[Tensor | None]:
-        if not self._wrapper.gradient_state.is_reduced:
+        if not self._wrapper.step.is_reduced:
             raise OptimizerError(
-                f"gradients are {self._wrapper.gradient_state.phase.value} where they were to be measured or clipped; "
+                f"gradients are {self._wrapper.step.phase.value} where they were to be measured or clipped; "
                 "do it after the last backward of a step, which reduces them, and before the optimizer's step"
             )
         return [param.local_gradient() for param in self._params]
@@ -300,7 +300,7 @@ class Trained:
 
     def finish_sums(self) -> None:
         """Makes summed gradients global, once a step: on every rank the result, or its shard of it."""
-        if self.wrapper.gradient_state.is_reduced:
+        if self.wrapper.step.is_reduced:
             return
         self.wrapper.finish_grad_sync()
         if not self.loss_is_global and (ranks := self.wrapper.process_group.size()) > 1:

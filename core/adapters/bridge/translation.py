@@ -31,9 +31,9 @@ from ...distributed import (
 )
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from ...distributed.fully_sharded_data_parallel_config import config_class as class_for_strategy
-from ...distributed.gradient_state import Phase
 from ...distributed.groups import Ranks, whole_group
-from ...distributed.plan.unit_choice import UnitChoice
+from ...distributed.plan.units import UnitChoice
+from ...distributed.step import Phase
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
@@ -160,7 +160,7 @@ class ShardedInPlace(TorchFullyShardedDataParallel):
     def _forget_failure(self, module: nn.Module, args: Any) -> None:
         """Ends a step whose backward raised, once an optimizer has set every gradient to None."""
         self.engine.gradients.recover()
-        if self.gradient_state.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
+        if self.step.phase is Phase.BROKEN and all(p.grad is None for p in module.parameters()):
             self.zero_grad_buffer()
 
 

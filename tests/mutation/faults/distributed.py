@@ -27,14 +27,14 @@ MUTATIONS = (
     # ---- wrappers
     Mutation(
         "a step without gradients of all ranks is let through",
-        "core.distributed.gradient_state.GradientState.check_may_step",
-        r"if not self\.is_reduced:",
-        "if not self.is_reduced and self.phase is Phase.ZEROED:",
+        "core.distributed.step.Step.check",
+        r"\.get\(self\.phase\)\) is not None:",
+        ".get(self.phase)) is not None and self.phase is not Phase.ACCUMULATING:",
         (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2_overlap]",),
     ),
     Mutation(
         "the first gradient is not scaled",
-        "core.distributed.data_parallel_base._BaseDataParallel._scale_gradients",
+        "core.distributed.data_parallel_base._scale",
         r"_foreach_mul_\(gradients",
         "_foreach_mul_(gradients[1:]",
         (CONTRACT, _FSDP2),
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are reduced in the compute dtype, not in reduce_dtype",
-        "core.distributed.plan.precision.mixed_precision_policy",
+        "core.distributed.plan.pieces.mixed_precision_policy",
         "reduce_dtype or param_dtype",
         "param_dtype",
         _PRECISION,
@@ -195,7 +195,7 @@ MUTATIONS = (
     Mutation(
         "the sum of a global batch over ranks is not made a mean",
         "core.distributed.data_parallel_base._BaseDataParallel.finish_grad_sync",
-        r"self\._scale_gradients\(.*\)",
+        r"_scale\(engine, .*\)",
         "pass",
         (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
@@ -330,7 +330,7 @@ MUTATIONS = (
     Mutation(
         "a backward that raised is forgotten",
         "core.distributed.fsdp2.fsdp2_engine.TorchGradients.recover",
-        r"self\.state\.note_broken\(\)",
+        r"self\.state\.enter\(Phase\.BROKEN\)",
         "pass",
         (f"{OUTSIDE_THE_LOOP}[a_step_goes_on_after_a_backward_that_raised_and_is_made_again-fsdp2]",),
     ),
@@ -357,7 +357,7 @@ MUTATIONS = (
     ),
     Mutation(
         "packed codes are cast with the model",
-        "core.distributed.plan.pieces._reject_changes",
+        "core.distributed.plan.pieces.Pieces._plan_of",
         r"kind\.gathered_dtype != kind\.param_dtype",
         "False",
         (f"{_PACKED}::test_what_would_change_codes_is_refused",),
@@ -421,7 +421,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an activation that was written since it was saved is that of before",
-        "core.distributed.model.offloaded_activations._Forward.pack",
+        "core.distributed.model.offloaded_activations._Forward.place",
         r"memory\.dtype, tensor\._version",
         "memory.dtype",
         (f"{_OFFLOADED}::test_a_tensor_written_later_keeps_its_saved_value",),
@@ -456,7 +456,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of somebody's own model are in the root",
-        "core.distributed.plan.unit_choice.default_units",
+        "core.distributed.plan.units.default_units",
         r"tuple\(_lists_of_layers\(root\)\)",
         "()",
         ("tests/unit/distributed/plan/test_unit_choice.py",),
