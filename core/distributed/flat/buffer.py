@@ -95,8 +95,12 @@ class FlatBuffer:
 
 def zero_padding(data: Tensor, layout: BucketLayout) -> None:
     """Zeros the gaps between parameters in a bucket's `data` `[numel]`, so that they change no sum, norm or update."""
-    ends, starts = [0, *(end for _, end in layout.ranges)], [*(start for start, _ in layout.ranges), len(data)]
-    if gaps := [data[end:start] for end, start in zip(ends, starts, strict=True) if start > end]:
+    before, gaps = 0, []
+    for start, end in (*layout.ranges, (len(data), 0)):
+        if start > before:
+            gaps.append(data[before:start])
+        before = end
+    if gaps:
         torch._foreach_zero_(gaps)
 
 
