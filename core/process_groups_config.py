@@ -111,7 +111,7 @@ class ProcessGroupCollection:
         names = list(_FIELDS) if required_pgs is None else required_pgs
         _check_names(dict.fromkeys(names))
         process_groups.groups("a collection of groups")
-        return cls(**{name: group_of_name(name) for name in names})
+        return groups_in_effect(names=names)
 
 
 def groups_in_effect(
@@ -125,8 +125,7 @@ def groups_in_effect(
     Args:
         names: names of the groups to look up; by default all.
     """
-    is_initialized = process_groups.groups_or_none() is not None
-    groups = ProcessGroupCollection.use_mpu_process_groups(names) if is_initialized else ProcessGroupCollection()
+    groups = ProcessGroupCollection(**{name: group_of_name(name) for name in names or _FIELDS})
     return groups if given is None else given.filled_from(groups)
 
 

@@ -16,6 +16,9 @@ HERE = Path(__file__).parent
 PUBLIC = (
     "core.distributed",
     "core.optimizer",
+    "core.optimizer.averaged_weights",
+    "core.optimizer.run_state",
+    "core.optimizer_param_scheduler",
     "core.weights",
     "core.models.gpt",
     "core.transformer",

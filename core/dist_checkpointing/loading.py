@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from .agreement import Ranks, held_parts, refuse, tensor_problem
 from .format import folders
 from .format.content_hash import MODULUS, box_hash
 from .format.index import Box, CheckpointIndex, Piece, share_elements
-from .format.reader import PieceReader, is_good, read_index
+from .format.reader import PieceReader, read_index
 from .global_view import FlatRange, can_be_cast
 from .model_state import ShardedStateDict
 
@@ -201,40 +199,6 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
     """Says which tensors of a checkpoint were compared with their hashes, and how long that took."""
     num_bytes = sum(piece.num_bytes for name in names for piece in index.tensors[name].pieces)
     return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
-
-
-def newest_good(root: Path, ranks: Ranks, *, exclude: Path | None = None) -> Path | None:
-    """Returns the newest undamaged checkpoint that a run can continue from, or None if there is none. Collective.
-
-    Args:
-        exclude: a checkpoint that is not considered; older ones are tried first, then newer ones.
-    """
-    paths = ranks.from_first(lambda: [path for path in folders.complete_checkpoints(root) if path != exclude])
-    if exclude is not None:
-        paths.sort(key=lambda path: folders.iteration_of(path) > folders.iteration_of(exclude))
-    for path in paths:
-        if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
-            return path
-    return None
-
-
-@contextmanager
-def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Adds to errors of a checkpoint with damaged files the newest undamaged one to load instead. Collective."""
-    try:
-        yield
-    except CheckpointError as error:
-        if folder.parent == folder or not damage(folder, ranks):
-            raise
-        raise CheckpointError(f"{error}; {advice(folder, ranks)}") from None
-
-
-def advice(folder: Path, ranks: Ranks) -> str:
-    """Says which checkpoint to load instead of `folder`. Collective."""
-    good_folder = newest_good(folder.parent, ranks, exclude=folder)
-    if good_folder is None:
-        return f"no other checkpoint in {folder.parent} is whole"
-    return f"{good_folder.name} in the same folder is whole: continue from it with --load {good_folder}"
 
 
 def _is_damaged(reader: PieceReader, name: str, piece: Piece) -> bool:

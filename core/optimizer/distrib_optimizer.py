@@ -166,7 +166,6 @@ def get_megatron_optimizer(
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
-    tp_group: dist.ProcessGroup | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
 
@@ -185,7 +184,6 @@ def get_megatron_optimizer(
             vectors.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
         lr_mult: factor of the learning rates that `scale_lr_cond` selects.
-        tp_group: ranks that share parameters marked ``tensor_model_parallel``, in place of `pg_collection`.
 
     Raises:
         ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
@@ -193,7 +191,8 @@ def get_megatron_optimizer(
     """
     model_chunks = check_chunks(model_chunks, "get_megatron_optimizer")
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
-    model_groups = _groups_of_model(wrappers, pg_collection, tp_group)
+    model_groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
+    model_groups = model_groups if pg_collection is None else pg_collection.filled_from(model_groups)
     for wrapper in wrappers:
         wrapper.engine.parameters.settle()
     builder = _rule_builder(config, config_overrides)
@@ -240,16 +239,6 @@ def _rule_builder(config: OptimizerConfig, overrides: ConfigOverrides | None) ->
 
         return MuonBuilder(config, overrides)
     return RuleBuilder(config, overrides)
-
-
-def _groups_of_model(
-    wrappers: Sequence[_BaseDataParallel], given: ProcessGroupCollection | None, tp_group: dist.ProcessGroup | None
-) -> ProcessGroupCollection:
-    """Returns the groups given, else the wrappers', or without a wrapper the groups of `core.parallel_state`."""
-    groups = wrappers[0].plan.groups.model if wrappers else groups_in_effect()
-    if given is not None:
-        groups = given.filled_from(groups)
-    return groups if tp_group is None else ProcessGroupCollection(tp=tp_group, mp=tp_group).filled_from(groups)
 
 
 def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_BaseDataParallel]:

@@ -29,7 +29,8 @@ from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.folders import complete_checkpoints
 from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
-from ..dist_checkpointing.loading import advice, another_offered, held_hashes, newest_good
+from ..dist_checkpointing.good_checkpoints import advice, another_offered, newest_good
+from ..dist_checkpointing.loading import held_hashes
 from ..dist_checkpointing.model_state import MODEL, named_for_checkpoint
 from ..optimizer.run_state import RunState
 from ..tensor_parallel.random import packed_rng_state, set_packed_rng_state
