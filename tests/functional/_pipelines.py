@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from core.comm.call import CollectiveRecord
 from core.comm.collectives import all_reduce_by_backend
 from core.comm.lane import CommLane, Handle
 from core.dist_checkpointing import model_state_dict
-from core.dist_checkpointing.global_view import held_boxes
 from core.dist_checkpointing.model_state import stages_state_dict
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
@@ -36,6 +35,7 @@ from core.transformer.transformer_config import TransformerConfig
 from core.weights import WeightStream
 from tests.unit._lane import lanes_that
 from tests.unit._runs import ddp_config, in_precision
+from tests.unit._whole import assembled
 
 VOCABULARY, LENGTH, LAYERS, BATCH, STEPS = 32, 8, 4, 2, 4
 SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
@@ -239,11 +239,11 @@ def export_from_stages(case: Case, folder: Path) -> tuple[list[tuple[str, torch.
     chunks = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
     save_hugging_face(chunks, folder)
     stream = [(name, tensor.clone()) for name, tensor in WeightStream(chunks, "module", receivers=[0])]
-    before = whole(stages_state_dict([unwrap_model(chunk) for chunk in chunks]))
+    before = assembled(stages_state_dict([unwrap_model(chunk) for chunk in chunks]))
     torch.manual_seed(8)
     others = wrapped([build(case, vp_stage=turn) for turn in turns], case.wrapper)
     load_hugging_face(others, folder)
-    after = whole(stages_state_dict([unwrap_model(chunk) for chunk in others]))
+    after = assembled(stages_state_dict([unwrap_model(chunk) for chunk in others]))
     return stream, all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -347,27 +347,9 @@ def whole_weights(
     if average is not None:
         with average.swapped():
             found = {f"average.{name}": t.clone() for name, t in whole_weights(chunks, optimizer, None).items()}
-    return found | whole(
+    return found | assembled(
         {name: view for chunk in chunks for name, view in model_state_dict(unwrap_model(chunk)).items()}
     )
-
-
-def whole(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of all ranks, whole. Those that several ranks hold have to be equal."""
-    held = [(name, tuple(view.shape), held_boxes(view)) for name, view in views.items()]
-    of_ranks: list[Any] = [held]
-    if dist.is_initialized():
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, held)
-    found: dict[str, torch.Tensor] = {}
-    for name, shape, boxes in (entry for entries in of_ranks for entry in entries):
-        tensor = found.setdefault(name, torch.full(shape, torch.nan))
-        for offsets, values in boxes:
-            place = tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))
-            copies = tensor[place].isnan() | (tensor[place] == values)
-            assert bool(copies.all()), f"ranks hold different values of {name}"
-            tensor[place] = values
-    return found
 
 
 @functools.cache

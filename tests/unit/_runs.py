@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from core import parallel_state
-from core.dist_checkpointing import FlatRange
+from core.base.module_protocol import counting_modules
+from core.dist_checkpointing.global_view import whole_view
 from core.distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
@@ -22,10 +23,13 @@ from core.distributed import (
     finalize_model_grads,
     wrap_model,
 )
+from core.distributed.finalize_model_grads import end_step
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer, OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 from core.transformer.module import Float16Module
+from core.transformer.sequences import own_chunks
 from core.transformer.transformer_config import TransformerConfig
+from tests.unit._whole import assembled
 
 # Odd widths: two ranks divide neither the hidden size, nor the MLP's, nor the vocabulary.
 HIDDEN, FFN, VOCABULARY, SEQUENCE, MICRO_BATCHES = 15, 37, 61, 13, 4
@@ -86,6 +90,23 @@ class Training:
     """``fp32``; ``bf16``; or ``fp16`` with a dynamic loss scale that starts, and grows, too high."""
     per_token: bool = False
     """Labels are masked, more on some ranks than on others, and every token of the step weighs the same."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """More of the model's config."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that `initialize_model_parallel` is given; the config has those of its fields too."""
+    length: int = SEQUENCE
+    prepare: Callable[[GPTModel], None] | None = None
+    """Changes the model before it is wrapped."""
+
+    def build(self, *, is_serial: bool = False) -> GPTModel:
+        known = {entry.name for entry in dataclasses.fields(TransformerConfig)}
+        sizes = {} if is_serial else {name: size for name, size in self.groups.items() if name in known}
+        low = {} if self.precision == "fp32" else {self.precision: True}
+        fields = {"calculate_per_token_loss": self.per_token, **low, **self.fields, **sizes}
+        model = build_gpt(self.tied, **fields)
+        if self.prepare is not None:
+            self.prepare(model)
+        return model
 
 
 @dataclass
@@ -158,88 +179,47 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     return losses.mean()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def run_wrapped(wrapper: str, training: Training) -> Curve:
     """Trains on this rank's micro-batches under a wrapper; every rank calls it."""
     module, model = _wrapped(wrapper, training)
-    curve, optimizer = train_wrapped(
-        model,
-        training,
-        lambda step: micro_batches(step, dist.get_rank(), training.per_token),
-        lambda batch: _loss(model, batch, training),
-    )
-    _finish(curve, module, optimizer)
-    return curve
-
-
-def run_serial(training: Training, ranks: int = 2) -> Curve:
-    """Trains without a wrapper: one process runs the micro-batches of all ranks."""
-    model = build_gpt(training.tied, calculate_per_token_loss=training.per_token)
-    curve, optimizer = train_serially(
-        model,
-        training,
-        lambda step: [micro_batches(step, rank, training.per_token) for rank in range(ranks)],
-        lambda batch: _loss(model, batch, training),
-    )
-    _finish(curve, model, optimizer)
-    return curve
-
-
-def train_wrapped(
-    model: _BaseDataParallel,
-    training: Training,
-    batches: Callable[[int], list[Batch]],
-    evaluate: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]],
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Curve, MegatronOptimizer]:
-    """Trains on what `batches` gives this rank in each step; losses are means over `group`."""
     optimizer = _optimizer(training, model)
     scheduler = _scheduler(training, optimizer)
+    has_groups = parallel_state.model_parallel_is_initialized()
+    replica = parallel_state.get_data_parallel_rank() if has_groups else dist.get_rank()
     curve = Curve()
     for step in range(training.steps):
         model.zero_grad_buffer()
         totals = torch.zeros(2, dtype=torch.float64)
-        for index, batch in enumerate(batches(step)):
+        for index, batch in enumerate(micro_batches(step, replica, training.per_token, training.length)):
             with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
-                loss, reported = evaluate(batch)
+                loss, reported = _loss(model, [own_chunks(part) for part in batch] if has_groups else batch, training)
                 optimizer.scale_loss(loss).backward()
             totals += reported
         finalize_model_grads([model], totals[1] if training.per_token else None)
         if step == training.steps - 1:
             curve.gradients = gradients(optimizer)
         _step(curve, step, optimizer, scheduler)
-        dist.all_reduce(totals, group=group)
+        dist.all_reduce(totals, group=model.process_group)
         curve.losses.append((totals[0] / totals[1]).item())
-    return curve, optimizer
+    _finish(curve, module, optimizer)
+    return curve
 
 
-def train_serially(
-    model: nn.Module,
-    training: Training,
-    batches_of_ranks: Callable[[int], list[list[Batch]]],
-    evaluate: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]],
-    finish: Callable[[], None] = lambda: None,
-) -> tuple[Curve, MegatronOptimizer]:
-    """Trains a model that nothing wraps on what all ranks are given in each step.
-
-    Args:
-        finish: called after the last backward of a step.
-    """
+def run_serial(training: Training, ranks: int = 2) -> Curve:
+    """Trains without a wrapper: one process runs the micro-batches of all ranks."""
+    model = training.build(is_serial=True)
     optimizer = _optimizer(training, model)
     scheduler = _scheduler(training, optimizer)
     curve = Curve()
     for step in range(training.steps):
         optimizer.zero_grad()
         totals = torch.zeros(2, dtype=torch.float64)
-        of_ranks = batches_of_ranks(step)
-        for batch in (batch for batches in of_ranks for batch in batches):
-            loss, reported = evaluate(batch)
-            (loss if training.per_token else loss / len(of_ranks)).backward()
-            totals += reported
-        finish()
+        for rank in range(ranks):
+            for batch in micro_batches(step, rank, training.per_token, training.length):
+                loss, reported = _loss(model, batch, training)
+                (loss if training.per_token else loss / ranks).backward()
+                totals += reported
+        end_step(counting_modules(model), None)
         for parameter in model.parameters():
             if training.per_token and parameter.grad is not None:
                 parameter.grad /= totals[1]
@@ -247,22 +227,24 @@ def train_serially(
             curve.gradients = gradients(optimizer)
         _step(curve, step, optimizer, scheduler)
         curve.losses.append((totals[0] / totals[1]).item())
-    return curve, optimizer
+    _finish(curve, model, optimizer)
+    return curve
 
 
 def _wrapped(wrapper: str, training: Training) -> tuple[GPTModel, _BaseDataParallel]:
     """Returns the model and its wrapper."""
-    low = training.precision != "fp32"
-    module = build_gpt(
-        training.tied, calculate_per_token_loss=training.per_token, **({training.precision: True} if low else {})
-    )
-    config = ddp_config(wrapper, grad_reduce_in_fp32=low)
-    instances = config.num_distributed_optimizer_instances
-    group = dist.group.WORLD
-    if instances > 1:
-        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    config = ddp_config(wrapper, grad_reduce_in_fp32=training.precision != "fp32")
+    sizes, group = dict(training.groups), dist.group.WORLD
+    if config.num_distributed_optimizer_instances > 1:
+        sizes["num_distributed_optimizer_instances"] = config.num_distributed_optimizer_instances
+    if sizes:
+        parallel_state.initialize_model_parallel(**sizes)
         group = None
-    return module, wrap_model(in_precision(module, wrapper), module.config, config, process_group=group)
+    module = training.build()
+    model = wrap_model(in_precision(module, wrapper), module.config, config, process_group=group)
+    are_apart = bool(training.groups) and model.process_group.size() > 1 and parallel_state.experts_are_apart()
+    assert ("each expert on" in model.describe()) == are_apart
+    return module, model
 
 
 def in_precision(module: GPTModel, wrapper: str) -> nn.Module:
@@ -289,15 +271,10 @@ def _scheduler(training: Training, optimizer: MegatronOptimizer) -> OptimizerPar
     return OptimizerParamScheduler(optimizer, 0.0, lr, 0.1 * lr, 3, 50, "cosine", decay, decay, 50, "constant")
 
 
-def _loss(model: nn.Module, batch: Batch, training: Training) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, labels = batch
-    return loss_and_report(model(tokens, labels=labels), labels, training)
-
-
-def loss_and_report(
-    losses: torch.Tensor, labels: torch.Tensor, training: Training
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(model: nn.Module, batch: Sequence[torch.Tensor], training: Training) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a micro-batch's loss for backward, and the sum and number of its losses `[b, s]` in double."""
+    tokens, labels = batch
+    losses = model(tokens, labels=labels)
     reported = torch.stack([losses.detach().double().sum(), (labels != -100).sum()])
     return (losses.sum() if training.per_token else losses.mean() / MICRO_BATCHES), reported
 
@@ -314,32 +291,20 @@ def _step(curve: Curve, step: int, optimizer: MegatronOptimizer, scheduler: Opti
         curve.skipped.append(step)
 
 
-def _finish(curve: Curve, module: nn.Module, optimizer: MegatronOptimizer) -> None:
+def _finish(curve: Curve, module: GPTModel, optimizer: MegatronOptimizer) -> None:
     state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
-    tensors = module.state_dict()
-    parameters = {name: tensors[name] for name, _ in module.named_parameters()}
-    dtype = module.config.compute_dtype
-    curve.weights = {name: p.to(dtype) for name, p in _whole(parameters).items()}  # type: ignore
-    curve.masters = _whole({name: state.get(name, p) for name, p in parameters.items()})
-
-
-def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns whole tensors; those split into flat ranges are assembled from all ranks."""
-    held = [(name, piece) for name, t in tensors.items() if isinstance(t, FlatRange) for piece in t.pieces()]
-    of_ranks: list[Any] = [held]
-    if dist.is_initialized():
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, held)
-    found = {
-        name: torch.full(tuple(t.shape), torch.nan) if isinstance(t, FlatRange) else whole(t)
-        for name, t in tensors.items()
+    tensors = module.state_dict(keep_vars=True)
+    parameters = {name: whole_view(tensors[name]) for name, _ in module.named_parameters()}
+    curve.weights = {
+        name: p.to(module.config.compute_dtype) for name, p in assembled(parameters, own_first=True).items()
     }
-    for name, (offsets, values) in (entry for entries in of_ranks for entry in entries):
-        found[name][tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))] = values
-    return found
+    biases = {name: buffer for name, buffer in module.named_buffers() if name.endswith("expert_bias")}
+    curve.masters = assembled({name: state.get(name, p) for name, p in parameters.items()} | biases, own_first=True)
 
 
 def gradients(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
     """Returns the whole gradients that the optimizers of all ranks are about to read."""
     gradients = {p.name: (p, p.local_gradient()) for p in optimizer._params}
-    return _whole({name: p.whole(gradient) for name, (p, gradient) in gradients.items() if gradient is not None})
+    return assembled(
+        {name: p.whole(gradient) for name, (p, gradient) in gradients.items() if gradient is not None}, own_first=True
+    )
